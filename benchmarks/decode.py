@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import Tables, main, paired_ratio
 from disttrain_cli.data.decoding import decode_image
-from disttrain_cli.spec.inputs import ImageInput
+from disttrain_cli.spec.heads import ImageInput
 
 WIDTH, HEIGHT, SIDE = 1024, 768, 512
 IMAGE = ImageInput(module="encoder", patch_px=16, max_pixels=SIDE * SIDE)

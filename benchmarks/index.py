@@ -33,7 +33,8 @@ from disttrain_cli.data.index import build_index
 from disttrain_cli.data.index_rows import CHUNK_SAMPLES
 from disttrain_cli.data.sources.columns import BATCH_ROWS
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run, RunFile
 
 IMAGE_BYTES = 60 * 1024
@@ -43,7 +44,7 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=10_000,
     sequence_length=65_536,
-    image=ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=1024 * 1024),
+    heads=[ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=1024 * 1024)],
 )
 
 

@@ -28,8 +28,9 @@ from disttrain_cli.data.ordering.assigning import assign, count_costs, order_ste
 from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sizes import sizes_of
+from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TEXT
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
 DEGREES = (2, 4, 8)
@@ -39,7 +40,7 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=32_000,
     sequence_length=8192,
-    image=ImageInput(module="image_encoder", patch_px=14, merge=2, max_pixels=1022 * 1022),
+    heads=[ImageInput(module="image_encoder", patch_px=14, merge=2, max_pixels=1022 * 1022)],
 )
 
 
@@ -122,9 +123,9 @@ def imbalance(index: Index, dp: int, slot_sequences: int, steps: int) -> dict[st
         batch = stream.batch(step * layout.global_batch_size, layout.global_batch_size)
         packed = assign(count_costs(sizes_of(batch), inputs), layout, inputs.llm, "none")
         for slot in order_step(batch, layout, step, packed).slots:
-            patches = slot.image_grid.prod(axis=1)
+            patches = slot.items["image"].grid.prod(axis=1)
             load = np.bincount(
-                slot.image_sequence, weights=patches, minlength=slot_sequences
+                slot.items["image"].sequence, weights=patches, minlength=slot_sequences
             ).astype(np.int64)
             levelled = level(load, dp, slot_sequences // dp)
             largest["sequences in order"] += load.reshape(dp, -1).sum(axis=1).max()

@@ -24,7 +24,8 @@ from disttrain_cli.data.ordering.assigning import assign, count_costs, order_ste
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.sizes import Sizes, sizes_of
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.heads import ImageInput, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile import Run, RunFile
 
@@ -48,10 +49,12 @@ def batch_of(images: int, side: int, merge: int, count: int) -> Packing:
         llm="llm",
         vocabulary=32_000,
         sequence_length=8192,
-        image=ImageInput(module="encoder", patch_px=14, merge=merge, max_pixels=side * side),
-        target=TargetInput(
-            module="generator", size_px=side, context_tokens=77, latent_pixels=(side // 8) ** 2
-        ),
+        heads=[
+            ImageInput(module="encoder", patch_px=14, merge=merge, max_pixels=side * side),
+            TargetInput(
+                module="generator", size_px=side, context_tokens=77, latent_pixels=(side // 8) ** 2
+            ),
+        ],
     )
     distribution = {
         "images_per_sequence": images,
@@ -147,7 +150,7 @@ def measure(small: bool = False) -> Tables:
                 "slots": layout.microbatches,
             }
             time_rows.append(
-                head | {"images": len(batch.image_segment)} | times(batch, layout, rounds)
+                head | {"images": len(batch.items["image"].segment)} | times(batch, layout, rounds)
             )
             none, paper = (imbalance(sizes, inputs, layout, policy) for policy in ("none", "paper"))
             load_rows.append(head | none | paper)

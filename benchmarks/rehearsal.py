@@ -212,9 +212,10 @@ def rehearsed(
     """Rehearse a plan: mean iteration times without the first step, and how the rehearsal went.
 
     Args:
-        name: of the plan (`Prepared.plan`). ordering: None = `paper`, but samples come unordered to
-        the paper's Megatron-LM. images: mean images read and generated per sequence, instead of
-        those of the data it was planned for.
+        name: of the plan (`Prepared.plan`).
+        ordering: None = `paper`, but samples come unordered to the paper's Megatron-LM.
+        images: mean images read and generated per sequence, instead of those of the data it was
+            planned for.
     """
     path = run.plan(name)
     own, other = read_run(run.folder / RUN_FILE).file.data.distribution, None

@@ -171,12 +171,13 @@ def _ours(
 ) -> Callable[[int], float]:
     import torch
 
-    from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder, no_items
+    from disttrain_cli.data.slots import Slot, StepOrder, replica_items, slot_items
     from disttrain_cli.models.graph import describe, layer_table
     from disttrain_cli.models.layer import Batch
     from disttrain_cli.runtime.engine.assemble import build_engine
     from disttrain_cli.runtime.engine.optimizer import set_lrs
     from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
+    from disttrain_cli.spec.index import KINDS
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
     from disttrain_cli.spec.profile import Fingerprints
     from disttrain_cli.spec.stage_graph import stage_graph
@@ -219,7 +220,7 @@ def _ours(
     engine = build_engine(run, plan, graph, place, device, tracer)
     everything = np.full(dp * microbatch, length)
     own_items = np.arange(dp * microbatch).reshape(dp, microbatch)
-    replicas = [ReplicaItems(sequences, no_items(), no_items()) for sequences in own_items]
+    replicas = [replica_items(sequence=sequences) for sequences in own_items]
     order = StepOrder(
         0,
         [
@@ -228,9 +229,7 @@ def _ours(
                 np.arange(dp * microbatch),
                 everything,
                 everything**2,
-                no_items(),
-                np.zeros((0, 2), dtype=np.int64),
-                no_items(),
+                {item: slot_items() for item in KINDS},
                 {"all": replicas},
             )
             for _ in range(slots)
@@ -242,7 +241,6 @@ def _ours(
 
     def fetch(slot: int) -> Batch:
         return Batch(
-            [],
             token_ids=own[slot, :, :-1],
             labels=own[slot, :, 1:],
             sample_lengths=[length] * microbatch,

@@ -110,20 +110,19 @@ def _step(
 def _slot(sequences: int) -> Any:
     import numpy as np
 
-    from disttrain_cli.data.slots import ReplicaItems, Slot
+    from disttrain_cli.data.slots import Slot, replica_items, slot_items
+    from disttrain_cli.spec.index import KINDS
     from disttrain_cli.spec.inputs import ModelInputs
 
-    none, all_of_them = np.zeros(0, dtype=np.int64), np.arange(sequences)
+    all_of_them = np.arange(sequences)
     inputs = ModelInputs(llm="after", vocabulary=8, sequence_length=LENGTH)
-    items = [ReplicaItems(all_of_them, none, none)]
+    items = [replica_items(sequence=all_of_them)]
     return Slot(
         inputs=inputs,
         sequences=all_of_them,
         sequence_tokens=all_of_them,
         sequence_length_sq=all_of_them,
-        image_sequence=none,
-        image_grid=np.zeros((0, 2), dtype=np.int64),
-        target_sequence=none,
+        items={item: slot_items() for item in KINDS},
         replicas={"before": items, "after": items},
     )
 

@@ -152,7 +152,7 @@ def test_a_generator_computes_the_same_with_its_channels_last(setting, norms):
     run = setting.run_of("tiny")
     results = []
     for change in (False, True):
-        layers = modules.layers_of(setting, run, "image_generator", {"targets": 2})
+        layers = modules.layers_of(setting, run, "image_generator", {"target": 2})
         if change:
             channels_last(layers.built, norms)
             assert not next(p for p in layers.built[2].parameters() if p.ndim == 4).is_contiguous()

@@ -61,13 +61,13 @@ def test_data(name: str, tmp_path: Path) -> None:
     assert asked is not None
     epoch = pack(open_index(run, inputs), inputs, 0, 0)
     assert epoch.fill_fraction == pytest.approx(1.0, abs=0.01)
-    assert len(epoch.image_segment) / len(epoch) == pytest.approx(
+    assert len(epoch.items["image"].segment) / len(epoch) == pytest.approx(
         asked.images_per_sequence, rel=0.01
     )
-    assert len(epoch.target_segment) / len(epoch) == pytest.approx(
+    assert len(epoch.items["target"].segment) / len(epoch) == pytest.approx(
         asked.generated_per_sequence, rel=0.01
     )
-    assert epoch.clips.mean() == pytest.approx(asked.clips_per_sequence, rel=0.01)
+    assert epoch.items["audio"].counts.mean() == pytest.approx(asked.clips_per_sequence, rel=0.01)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def vit(setting: Setting) -> None:
     run = setting.run_of("mllm-9b")
     side = 4 if setting.small else 36  # 512 × 512 in patches of 14, merged by twos
     for name, grid in (("square", (side, side)), ("wide", (side // 2, 2 * side))):
-        layers = modules.layers_of(setting, run, "image_encoder", {"grids": [grid] * 8})
+        layers = modules.layers_of(setting, run, "image_encoder", {"image": [grid] * 8})
         modules.measured(setting, name, layers)
     setting.tell("kernels", modules.kernels(setting, layers))
 
@@ -62,7 +62,7 @@ def unet(setting: Setting) -> None:
         ("norms_too", partial(channels_last, norms=True)),
     ):
         layers = modules.layers_of(
-            setting, run, "image_generator", {"targets": 2 if setting.small else 8}
+            setting, run, "image_generator", {"target": 2 if setting.small else 8}
         )
         change(layers.built)
         modules.measured(setting, name, layers)

@@ -289,9 +289,11 @@ def train(
         on_step: called with the figures of every finished step (`watching.lines.reported`).
 
     Raises:
-        UsageError: arguments exclude each other. MismatchError, SpecError: the plan does not belong
-        to the run file and profile, or asks for what training does not do. RankFailedError: a rank
-        failed; its log is named. Others as `runtime.train.train`.
+        UsageError: arguments exclude each other.
+        MismatchError, SpecError: the plan does not belong to the run file and profile, or asks for
+            what training does not do.
+        RankFailedError: a rank failed; its log is named.
+        Others as `runtime.train.train`.
     """
     check_start(resume, restart, origin)
     opened = open_run(run)

@@ -26,9 +26,10 @@ def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] =
     """A text in which every suggested command has the paths that the user gave.
 
     Args:
-        text: a command, or words around some. run_file: the run file, or its folder, as the user
-        named it. traces: what the user had analysed: `analyze` is to look there again, the others
-        take the run file beside it.
+        text: a command, or words around some.
+        run_file: the run file, or its folder, as the user named it.
+        traces: what the user had analysed: `analyze` is to look there again, the others take the
+            run file beside it.
     """
     if run_file is None and traces:
         run_file = run_file_beside(traces[0])

@@ -331,8 +331,8 @@ def _step(step: int, batch: Sizes, timeline: Timeline, end_ns: int) -> dict[str,
         "iteration_s": timeline.iteration_s,
         "data_wait_s": 0.0,
         "tokens": int(batch.tokens.sum()),
-        "images": int(batch.image_start[-1]),
-        "targets": int(batch.targets.sum()),
+        "images": int(batch.items["image"].start[-1]),
+        "targets": int(batch.items["target"].counts.sum()),
         "end_ns": end_ns,
     }
 
@@ -343,9 +343,9 @@ def _sizes(batch: Sizes) -> Iterator[dict[str, Any]]:
             "run": "demo",
             "tokens": int(batch.tokens[number]),
             "length_sq": int(batch.length_sq[number]),
-            "images": batch.patches[
-                batch.image_start[number] : batch.image_start[number + 1]
-            ].tolist(),
-            "targets": int(batch.targets[number]),
-            "clips": int(batch.clips[number]),
+            "images": batch.items["image"]
+            .area[batch.items["image"].start[number] : batch.items["image"].start[number + 1]]
+            .tolist(),
+            "targets": int(batch.items["target"].counts[number]),
+            "clips": int(batch.items["audio"].counts[number]),
         }

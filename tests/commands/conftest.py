@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from disttrain_cli.commands.init import preset_text
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.heads import ImageInput, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
@@ -81,10 +82,12 @@ def make_profile(file: RunFile) -> Profile:
             llm="llm",
             vocabulary=272,
             sequence_length=256,
-            image=ImageInput(module="image_encoder", patch_px=8, merge=2, max_pixels=65536),
-            target=TargetInput(
-                module="image_generator", size_px=16, context_tokens=8, latent_pixels=256
-            ),
+            heads=[
+                ImageInput(module="image_encoder", patch_px=8, merge=2, max_pixels=65536),
+                TargetInput(
+                    module="image_generator", size_px=16, context_tokens=8, latent_pixels=256
+                ),
+            ],
         ),
         modules={name: module_profile(*about) for name, about in MODULES.items()},
         links=profiles.links(),

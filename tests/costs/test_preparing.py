@@ -10,6 +10,7 @@ from disttrain_cli.costs.preparing import item_s, prepare_s
 from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import PreprocessProfile, Profile
+from tests.heads import with_heads
 from tests.planning import synthetic
 from tests.planning.test_predict import three
 
@@ -117,8 +118,8 @@ def test_cached_latents_and_clips_of_no_known_rate_take_nothing() -> None:
     assert inputs.target is not None
     cached = PROFILE.model_copy(
         update={
-            "inputs": inputs.model_copy(
-                update={"target": inputs.target.model_copy(update={"cached_latents": True})}
+            "inputs": with_heads(
+                inputs, "target", inputs.target.model_copy(update={"cached_latents": True})
             )
         }
     )

@@ -13,7 +13,8 @@ import cv2
 import numpy as np
 from hypothesis import settings
 
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.heads import ImageInput, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile import Run, RunFile
 
@@ -24,8 +25,10 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=261,
     sequence_length=128,
-    image=ImageInput(module="encoder", patch_px=8, merge=2, max_pixels=4096),
-    target=TargetInput(module="generator", size_px=16, context_tokens=4, latent_pixels=256),
+    heads=[
+        ImageInput(module="encoder", patch_px=8, merge=2, max_pixels=4096),
+        TargetInput(module="generator", size_px=16, context_tokens=4, latent_pixels=256),
+    ],
 )
 
 

@@ -17,6 +17,7 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.preparing import Preparer, Request
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
+from disttrain_cli.data.slots import flat_arrays
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
@@ -57,12 +58,12 @@ def trained_on(source: Loader, index: Index) -> Counter[tuple[str, int, float]]:
         packing = source._orders.of(step)[1]
         for slot in range(12):
             batch, own = fetched(source, step, slot), source.order(step).slots[slot]
-            assert batch.labels is not None and batch.target_weights is not None
-            for place, sequence in enumerate(own.replicas["all"][0].sequences.tolist()):
+            assert batch.labels is not None
+            for place, sequence in enumerate(own.replicas["all"][0]["sequence"].tolist()):
                 plan = SequencePlan(packing, int(own.sequences[sequence] - packing.ids[0]))
                 weights = iter(
-                    batch.target_weights[
-                        own.target_sequence[own.replicas["all"][0].targets] == sequence
+                    batch.items["target"].weights[
+                        own.items["target"].sequence[own.replicas["all"][0]["target"]] == sequence
                     ]
                 )
                 for sample, first, count in zip(
@@ -71,6 +72,12 @@ def trained_on(source: Loader, index: Index) -> Counter[tuple[str, int, float]]:
                     labels = int((batch.labels[place, first : first + count] != NOT_TRAINED).sum())
                     seen[index.keys[int(sample)], labels, float(next(weights))] += 1
     return seen
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arrays, or lists of arrays, are equal."""
+    blocks = zip(*(own if isinstance(own, list) else [own] for own in (one, other)), strict=True)
+    return all(np.array_equal(*pair) for pair in blocks)
 
 
 ONE_REPLICA = MONOLITHIC.model_copy(
@@ -97,11 +104,15 @@ def test_who_prepares_labels_leaves_out_what_another_decodes(own_run: MakeRun) -
     run = broken_run(own_run, max_bad_fraction=0.1)
     index = build_index(run, INPUTS)
     together = [fetch_step(run, index, ONE_REPLICA, "all", 0, step) for step in range(2)]
-    for field, name in (("labels", "labels"), ("weights", "target_weights"), ("pixels", "pixels")):
+    for field, name in (
+        ("labels", "labels"),
+        ("weights", "target/weights"),
+        ("image", "image/values/0"),
+    ):
         for step, batches in enumerate(together):
             apart = fetch_step(run, index, ONE_REPLICA, "all", 0, step, fields={field})
             for one, other in zip(apart, batches, strict=True):
-                assert np.array_equal(getattr(one, name), getattr(other, name))
+                assert same(flat_arrays(one)[name], flat_arrays(other)[name])
 
 
 def test_what_was_decoded_for_its_pixels_is_not_decoded_again_for_its_labels(
@@ -130,7 +141,7 @@ def test_what_was_decoded_for_its_pixels_is_not_decoded_again_for_its_labels(
     index = build_index(run, INPUTS)
     monkeypatch.setattr("disttrain_cli.data.preparing.try_decoding", counted)
     preparer = Preparer(run, SharedOrders(Orders(run.file, ONE_REPLICA, index)))
-    preparer.prepare(Request(0, 0, "all", 0, frozenset({"pixels", "labels"})))
+    preparer.prepare(Request(0, 0, "all", 0, frozenset({"image", "labels"})))
     preparer.prepare(Request(0, 0, "all", 0, frozenset({"labels"})))
     assert decoded and set(decoded.values()) == {1}
     preparer.close()

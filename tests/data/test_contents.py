@@ -21,7 +21,7 @@ def test_every_sequence_is_where_its_replica_works_on_it(layout):
     )
     for row in rows:
         slot = order.slots[row["slot"]]
-        own = slot.sequences[slot.replicas[llm.name][row["replica"]].sequences].tolist()
+        own = slot.sequences[slot.replicas[llm.name][row["replica"]]["sequence"]].tolist()
         assert row["unit"] == llm.name and row["sequence"] in own
         at = row["sequence"] - int(batch.ids[0])
         first, last = batch.sample_start[at : at + 2]

@@ -16,7 +16,7 @@ from PIL import Image
 from benchmarks.decode import noise
 from disttrain_cli.data import decoding
 from disttrain_cli.data.headers import read_header
-from disttrain_cli.spec.inputs import ImageInput, TargetInput
+from disttrain_cli.spec.heads import ImageInput, TargetInput
 from tests.data.dataset import INPUTS, encoded, normalised
 
 IMAGE, TARGET = INPUTS.image, INPUTS.target

@@ -20,8 +20,9 @@ from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.statistics import describe_data
 from disttrain_cli.errors import DataError, SpecError
+from disttrain_cli.spec.heads import ImageInput, TargetInput
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.runfile.data import DistributionSpec
 from tests.data.dataset import PROPERTY, make_layout, unit
@@ -34,8 +35,10 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=32_000,
     sequence_length=8192,
-    image=ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=512 * 512),
-    target=TargetInput(module="generator", size_px=512, context_tokens=77, latent_pixels=4096),
+    heads=[
+        ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=512 * 512),
+        TargetInput(module="generator", size_px=512, context_tokens=77, latent_pixels=4096),
+    ],
 )
 
 
@@ -150,11 +153,11 @@ def test_packing_statistics_and_ordering_work_on_drawn_sizes(tmp_path: Path) -> 
     loads = replica_loads(
         sizes, INPUTS, layout, assign(count_costs(sizes, INPUTS), layout, "llm", "paper")
     )
-    assert loads["encoder"].sum(axis=(0, 1))[0] == len(batch.image_segment)
+    assert loads["encoder"].sum(axis=(0, 1))[0] == len(batch.items["image"].segment)
 
 
 def test_a_model_without_encoder_or_generator_has_none_of_their_images(tmp_path: Path) -> None:
-    inputs = INPUTS.model_copy(update={"image": None, "target": None})
+    inputs = INPUTS.model_copy(update={"heads": []})
     index = open_index(make_run(tmp_path, sequences=10), inputs)
     assert index.kinds.tolist() == [TEXT] * 10 and set(index.tokens) == {8190}
 

@@ -18,17 +18,19 @@ from disttrain_cli.data.preparing import Prepared
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.tokenizer import ByteTokenizer
+from disttrain_cli.spec.heads import AudioInput
 from disttrain_cli.spec.index import AUDIO
-from disttrain_cli.spec.inputs import AudioInput
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, encoded, image, interleaved, make_layout, text, unit
+from tests.data.serving.services import content
 from tests.data.serving.test_wire import sent
 from tests.data.sources.test_sounds import clip
 from tests.data.test_clips import sound
 
 EAR = AudioInput(module="ear", mel_bins=8, frames=60, merge=10)  # 0.6 s, 3 tokens
-HEARING = INPUTS.model_copy(update={"audio": EAR, "target": None})
-FIELDS = {"audio", "pixels", "tokens", "layout", "labels"}
+HEARING = INPUTS.model_copy(update={"heads": [*INPUTS.of("image"), EAR]})
+FIELDS = {"audio", "image", "tokens", "layout", "labels"}
+NO_FEATURES = np.zeros((0, 8, 60), np.float32)
 MakeRun = Callable[..., Run]
 LAYOUTS = [
     make_layout([unit("eye", ["encoder"], 1), unit("ear", ["ear"], 3), unit("llm", ["llm"], 2)], 2),
@@ -67,7 +69,7 @@ def test_clips_are_segments_of_as_many_tokens(heard: tuple[Run, Index]) -> None:
     _, index = heard
     clips = index.kinds == AUDIO
     assert not index.skipped and clips.sum() > 10 and set(index.tokens[clips]) == {3}
-    assert not index.grids[clips].any()
+    assert (index.grids[clips] == 1).all()
 
 
 def test_clips_that_nobody_hears_are_no_segments_and_long_ones_are_named(own_run: MakeRun) -> None:
@@ -93,18 +95,20 @@ def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(
 ) -> None:
     run, index = heard
     for slot in Orders(run.file, layout, index).of(1)[0].slots:
-        assert slot.rows("audio", "positions").tolist() == [30] * len(slot.clip_sequence)
-        assert slot.rows("audio", "tokens").tolist() == [3] * len(slot.clip_sequence)
+        assert slot.rows("audio", "positions").tolist() == [30] * len(slot.items["audio"].sequence)
+        assert slot.rows("audio", "tokens").tolist() == [3] * len(slot.items["audio"].sequence)
         for part in layout.units:
-            own = [slot.items(part.name, replica, "audio").tolist() for replica in range(part.dp)]
+            own = [replica["audio"].tolist() for replica in slot.replicas[part.name]]
             works = bool({"ear", "llm"} & set(part.modules))
             given = sorted(number for numbers in own for number in numbers)
-            assert given == (list(range(len(slot.clip_sequence))) if works else [])
+            assert given == (list(range(len(slot.items["audio"].sequence))) if works else [])
             if works and "llm" not in part.modules:
                 assert max(map(len, own)) - min(map(len, own)) <= 1
             for replica, items in enumerate(slot.replicas[part.name]):
                 if "llm" in part.modules:
-                    assert set(slot.clip_sequence[items.clips]) <= set(items.sequences.tolist())
+                    assert set(slot.items["audio"].sequence[items["audio"]]) <= set(
+                        items["sequence"].tolist()
+                    )
                 assert slot.work("ear", items) == EAR.work(len(own[replica]))
 
 
@@ -115,7 +119,7 @@ def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: A
     stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
     seen = 0
     for part in layout.units:
-        works = {"encoder": {"pixels"}, "ear": {"audio"}, "llm": {"tokens", "layout", "labels"}}
+        works = {"encoder": {"image"}, "ear": {"audio"}, "llm": {"tokens", "layout", "labels"}}
         fields = set().union(*(works[name] for name in part.modules))
         for replica in range(part.dp):
             with Loader(
@@ -123,25 +127,25 @@ def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: A
             ) as source:
                 for place, slot in enumerate(source.order(0).slots):
                     batch, own = source.fetch(0, place), slot.replicas[part.name][replica]
-                    assert batch.clips is not None and int(batch.clips) == len(own.clips)
+                    heard_here = batch.items["audio"]
+                    assert len(heard_here.grids) == len(own["audio"])
                     segments = np.concatenate(
                         [
                             np.zeros(0, np.int64),
                             *(
-                                stream.clip_segment[stream.clip_start[s] : stream.clip_start[s + 1]]
+                                stream.items["audio"].segment[
+                                    stream.items["audio"].start[s] : stream.items["audio"].start[
+                                        s + 1
+                                    ]
+                                ]
                                 for s in slot.sequences.tolist()
                             ),
                         ]
-                    )[own.clips]
+                    )[own["audio"]]
                     if "ear" in part.modules:
-                        assert batch.audio_features is not None and batch.audio_features.shape == (
-                            len(segments),
-                            8,
-                            60,
-                        )
-                        for features, segment in zip(
-                            batch.audio_features, segments.tolist(), strict=True
-                        ):
+                        features_NFT = np.concatenate([*heard_here.values[0], NO_FEATURES])
+                        assert features_NFT.shape == (len(segments), 8, 60)
+                        for features, segment in zip(features_NFT, segments.tolist(), strict=True):
                             sample = int(
                                 np.searchsorted(index.segment_start, segment, side="right") - 1
                             )
@@ -151,18 +155,17 @@ def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: A
                             seen += 1
                     if "llm" in part.modules:
                         assert batch.token_ids is not None
-                        assert batch.audio_rows is not None and batch.image_rows is not None
-                        flat, both = (
-                            batch.token_ids.reshape(-1),
-                            np.concatenate([batch.audio_rows, batch.image_rows]),
-                        )
+                        rows = heard_here.rows
+                        assert rows is not None
+                        flat = batch.token_ids.reshape(-1)
+                        both = np.concatenate([rows, batch.items["image"].rows])
                         assert sorted(both) == np.flatnonzero(flat == tokens.image).tolist()
-                        starts = batch.audio_rows.reshape(-1, 3)
+                        starts = rows.reshape(-1, 3)
                         assert (np.diff(starts, axis=1) == 1).all() and (
                             np.diff(starts[:, 0]) > 0
                         ).all()
-                        assert len(starts) == len(own.clips)
-    assert seen == len(stream.clip_segment)
+                        assert len(starts) == len(own["audio"])
+    assert seen == len(stream.items["audio"].segment)
 
 
 def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
@@ -185,8 +188,9 @@ def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
             one
             for step in range(4)
             for slot in range(6)
-            for one in source.fetch(step, slot).audio_features
-        ]  # type: ignore[union-attr]
+            for block in source.fetch(step, slot).items["audio"].values[0]
+            for one in block
+        ]
         assert sorted(one.key for one in source.skipped) == ["3", "5"]
         assert all("no whole sound file" in one.reason for one in source.skipped)
     silent = [bool((one == np.float32(SILENCE)).all()) for one in features]
@@ -200,5 +204,4 @@ def test_clips_survive_the_journey_from_a_worker(heard: tuple[Run, Index]) -> No
     ) as source:
         batch = source.fetch(0, 0)
     arrived = wire.read_slot(iter(sent(Prepared(batch, [])))).batch
-    for name in ("clips", "audio_features", "audio_rows"):
-        assert np.array_equal(getattr(arrived, name), getattr(batch, name))
+    assert content(arrived) == content(batch)

@@ -29,6 +29,7 @@ from tests.data.dataset import (
     write_tar,
 )
 from tests.data.sources.forms import write_form, write_llava
+from tests.heads import with_heads
 
 MakeRun = Callable[..., Run]
 
@@ -46,7 +47,7 @@ def test_rows(own_run: MakeRun) -> None:
     index = build_index(run, INPUTS)
     assert index.kinds.tolist() == [TEXT, IMAGE, TARGET, TEXT]
     assert index.tokens.tolist() == [4, 8, 4, 1]
-    assert index.grids.tolist() == [[0, 0], [4, 8], [0, 0], [0, 0]]
+    assert index.grids.tolist() == [[0, 0], [4, 8], [1, 1], [0, 0]]
     assert index.lengths.tolist() == [4 + 8 + 4 + 1 + 2]
     assert index.label_tokens.tolist() == [4 + 1 + 1]
     assert list(index.keys) == ["s"]
@@ -94,7 +95,7 @@ def test_images_without_a_module_are_left_out(own_run: MakeRun) -> None:
         },
         max_bad_fraction=0.5,
     )
-    index = build_index(run, INPUTS.model_copy(update={"image": None}))
+    index = build_index(run, with_heads(INPUTS, "image"))
     assert index.kinds.tolist() == [TEXT] and [s.key for s in index.skipped] == ["1"]
 
 
@@ -114,12 +115,12 @@ def test_what_has_no_module_is_counted_and_no_text_that_asks_for_it_is_trained(
         ("s.1.jpg", encoded(20, 20)),
     ]
     run = own_run({"a.tar": files, "b.tar": files})
-    index = build_index(run, INPUTS.model_copy(update={"target": None}))
+    index = build_index(run, with_heads(INPUTS, "target"))
     assert index.kinds.tolist() == [TEXT, IMAGE, TEXT, TEXT] * 2
     assert index.trained.tolist() == [True, False, False, True] * 2
     assert index.unread == {"images to generate": 2}
     assert build_index(run, INPUTS).unread == {} and build_index(run, INPUTS).trained.sum() == 6
-    neither = build_index(run, INPUTS.model_copy(update={"target": None, "image": None}))
+    neither = build_index(run, INPUTS.model_copy(update={"heads": []}))
     assert neither.unread == {"images to read": 2, "images to generate": 2}
 
 

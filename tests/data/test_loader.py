@@ -19,14 +19,15 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED
-from disttrain_cli.data.slots import SlotBatch
+from disttrain_cli.data.slots import ItemArrays, SlotBatch, flat_arrays
 from disttrain_cli.data.tokenizer import ByteTokenizer
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, encoded, image, interleaved, text
 
-ALL = {"pixels", "tokens", "layout", "context", "labels", "targets"}
+ALL = {"image", "tokens", "layout", "context", "labels", "target"}
 MakeRun = Callable[..., Run]
 
 
@@ -74,8 +75,7 @@ def with_preprocess(run: Run, workers: int, prefetch_slots: int) -> Run:
 def arrays(batch: SlotBatch) -> dict[str, bytes]:
     return {
         name: b"".join(a.tobytes() for a in value) if isinstance(value, list) else value.tobytes()
-        for name, value in vars(batch).items()
-        if value is not None
+        for name, value in flat_arrays(batch).items()
     }
 
 
@@ -92,7 +92,7 @@ def test_tokens_say_what_the_samples_say(run: Run, index: Index) -> None:
                 batch = source.fetch(0, place)
                 assert batch.token_ids is not None and batch.labels is not None
                 assert batch.positions is not None and batch.documents is not None
-                (sequence,) = slot.sequences[slot.replicas["all"][replica].sequences]
+                (sequence,) = slot.sequences[slot.replicas["all"][replica]["sequence"]]
                 samples = stream.samples[
                     stream.sample_start[sequence] : stream.sample_start[sequence + 1]
                 ]
@@ -128,20 +128,17 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
     with loader(run, index, MONOLITHIC, "all", 1) as source:
         for place, slot in enumerate(source.order(0).slots):
             batch, own = source.fetch(0, place), slot.replicas["all"][1]
-            assert (
-                batch.token_ids is not None
-                and batch.pixels is not None
-                and batch.target_pixels is not None
-            )
-            assert batch.image_rows is not None and batch.context_rows is not None
+            read, drawn = batch.items["image"], batch.items["target"]
+            assert batch.token_ids is not None
+            assert read.rows is not None and drawn.rows is not None
             flat = batch.token_ids.reshape(-1)
-            assert sorted(batch.image_rows) == np.flatnonzero(flat == tokens.image).tolist()
-            assert batch.context_rows.tolist() == np.flatnonzero(flat == tokens.context).tolist()
-            images = [one for block in batch.pixels for one in block]
-            assert len(images) == len(own.images) == len(batch.image_grids)
-            (sequence,) = slot.sequences[own.sequences]
-            segments = stream.image_segment[
-                stream.image_start[sequence] : stream.image_start[sequence + 1]
+            assert sorted(read.rows) == np.flatnonzero(flat == tokens.image).tolist()
+            assert drawn.rows.tolist() == np.flatnonzero(flat == tokens.context).tolist()
+            images = [one for block in read.values[0] for one in block]
+            assert len(images) == len(own["image"]) == len(read.grids)
+            (sequence,) = slot.sequences[own["sequence"]]
+            segments = stream.items["image"].segment[
+                stream.items["image"].start[sequence] : stream.items["image"].start[sequence + 1]
             ]
             expected_rows = (
                 np.split(
@@ -150,22 +147,21 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
                 if len(segments)
                 else []
             )
-            at, first = 0, int(own.images.min()) if len(own.images) else 0
-            for pixels, number, grid in zip(
-                images, own.images - first, batch.image_grids, strict=True
-            ):
+            at, first = 0, int(own["image"].min()) if len(own["image"]) else 0
+            for pixels, number, grid in zip(images, own["image"] - first, read.grids, strict=True):
                 sample = int(
                     np.searchsorted(index.segment_start, segments[number], side="right") - 1
                 )
                 data = reader.file(sample, int(segments[number]))
                 assert np.array_equal(pixels, decode_image(data, tuple(grid), INPUTS.image))
                 rows = grid.prod() // merged
-                assert batch.image_rows[at : at + rows].tolist() == expected_rows[number].tolist()
+                assert read.rows[at : at + rows].tolist() == expected_rows[number].tolist()
                 at += rows
-            goals = stream.target_segment[
-                stream.target_start[sequence] : stream.target_start[sequence + 1]
+            pictures = [one for block in drawn.values[0] for one in block]
+            goals = stream.items["target"].segment[
+                stream.items["target"].start[sequence] : stream.items["target"].start[sequence + 1]
             ]
-            for pixels, segment in zip(batch.target_pixels, goals.tolist(), strict=True):
+            for pixels, segment in zip(pictures, goals.tolist(), strict=True):
                 sample = int(np.searchsorted(index.segment_start, segment, side="right") - 1)
                 assert np.array_equal(
                     pixels, decode_target(reader.file(sample, segment), INPUTS.target)
@@ -191,18 +187,20 @@ def test_slots_in_any_order_and_steps_resumed(run: Run, index: Index) -> None:
 
 def test_only_the_fields_asked_for(run: Run, index: Index) -> None:
     names = {
-        "pixels": {"pixels"},
-        "tokens": {"token_ids", "image_rows"},
+        "image": {"image/values/0"},
+        "tokens": {"token_ids", "image/rows"},
         "layout": {"positions", "documents"},
-        "context": {"context_rows"},
+        "context": {"target/rows"},
         "labels": {"labels"},
-        "targets": {"target_pixels", "target_weights", "noise_seeds"},
-        "weights": {"target_weights", "noise_seeds"},
+        "target": {"target/values/0", "target/weights", "target/noise_seeds"},
+        "weights": {"target/weights", "target/noise_seeds"},
+        "dropout": {"image/seeds", "target/seeds"},
     }
     for field, expected in names.items():
         (batch, *_) = fetch_step(run, index, MONOLITHIC, "all", 0, fields={field})
-        assert {n for n, value in vars(batch).items() if value is not None} == expected | {
-            "image_grids"
+        names = set(flat_arrays(batch))
+        assert names - {"audio/rows", "audio/seeds"} == expected | {
+            f"{item}/grids" for item in KINDS
         }
 
 
@@ -215,40 +213,29 @@ def test_further_encoders_and_generators_have_pixels_of_their_own(run: Run, inde
     painter = INPUTS.target.model_copy(
         update={"module": "painter", "size_px": 2 * INPUTS.target.size_px}
     )
-    both = replace(
-        index, inputs=INPUTS.model_copy(update={"other_images": [eye], "other_targets": [painter]})
-    )
+    both = replace(index, inputs=INPUTS.model_copy(update={"heads": [*INPUTS.heads, eye, painter]}))
 
-    def of(*fields: str) -> list[SlotBatch]:
-        return fetch_step(run, both, MONOLITHIC, "all", 0, fields=set(fields))
+    def of(item: str, *numbers: int) -> list[ItemArrays]:
+        fields = {f"{item}.{number}" if number else item for number in numbers}
+        batches = fetch_step(run, both, MONOLITHIC, "all", 0, fields=fields)
+        return [batch.items[item] for batch in batches]
 
-    for first, more, second in zip(
-        of("pixels"), of("pixels", "pixels.1"), of("pixels.1"), strict=True
-    ):
-        assert first.other_pixels is None and second.pixels is None
-        assert (
-            more.pixels is not None
-            and more.other_pixels is not None
-            and second.other_pixels is not None
-        )
-        for own, other, alone in zip(
-            more.pixels, more.other_pixels, second.other_pixels, strict=True
-        ):
+    for first, more, second in zip(of("image", 0), of("image", 0, 1), of("image", 1), strict=True):
+        assert [set(one.values) for one in (first, more, second)] == [{0}, {0, 1}, {1}]
+        for own, other, alone in zip(more.values[0], more.values[1], second.values[1], strict=True):
             assert np.array_equal(own, other)  # each normalises them as it asks, on the rank
             assert np.array_equal(other, alone)
-    for first, second in zip(of("targets"), of("targets.1"), strict=True):
-        assert (
-            second.target_pixels is None
-            and second.other_targets is not None
-            and first.target_pixels is not None
-        )
-        (pixels,) = second.other_targets
-        assert (
-            len(pixels) == len(first.target_pixels)
-            and pixels.shape[2] == 2 * first.target_pixels.shape[2]
-        )
+    for first, second in zip(of("target", 0), of("target", 1), strict=True):
+        assert set(first.values) == {0} and set(second.values) == {1}
+        for own, other in zip(first.values[0], second.values[1], strict=True):
+            assert len(own) == len(other) and other.shape[2] == 2 * own.shape[2]
         assert np.array_equal(first.noise_seeds, second.noise_seeds)
-        assert np.array_equal(first.target_weights, second.target_weights)
+        assert np.array_equal(first.weights, second.weights)
+
+
+def each(items: ItemArrays) -> list[bytes]:
+    """What the first encoder or generator reads of each item."""
+    return [one.tobytes() for block in items.values[0] for one in block]
 
 
 def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -> None:
@@ -258,13 +245,13 @@ def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -
         pixels, targets = [], []
         dp = {unit.name: unit.dp for unit in layout.units}
         for replica in range(dp[encoder]):
-            for batch in fetch_step(run, index, layout, encoder, replica, fields={"pixels"}):
-                pixels += [one.tobytes() for block in batch.pixels or [] for one in block]
+            for batch in fetch_step(run, index, layout, encoder, replica, fields={"image"}):
+                pixels += each(batch.items["image"])
         for replica in range(dp[generator]):
-            for batch in fetch_step(run, index, layout, generator, replica, fields={"targets"}):
-                assert batch.noise_seeds is not None and batch.target_pixels is not None
-                images = [one.tobytes() for one in batch.target_pixels]
-                targets += list(zip(batch.noise_seeds.tolist(), images, strict=True))
+            for batch in fetch_step(run, index, layout, generator, replica, fields={"target"}):
+                drawn = batch.items["target"]
+                assert drawn.noise_seeds is not None
+                targets += list(zip(drawn.noise_seeds.tolist(), each(drawn), strict=True))
         return sorted(pixels), sorted(targets)
 
     split, whole = of(DISAGGREGATED, "encoder", "generator"), of(MONOLITHIC, "all", "all")
@@ -284,10 +271,10 @@ def test_noise_changes_with_the_step(own_run: MakeRun) -> None:
     )
     index = build_index(run, INPUTS)
     seeds = {
-        int(batch.noise_seeds[0])
+        int(seeds[0])
         for step in (0, 1)
-        for batch in fetch_step(run, index, DISAGGREGATED, "generator", 0, step, {"targets"})
-        if batch.noise_seeds is not None
+        for batch in fetch_step(run, index, DISAGGREGATED, "generator", 0, step, {"target"})
+        if len(seeds := batch.items["target"].noise_seeds) > 0  # type: ignore[arg-type]
     }
     assert len(seeds) == 2
 

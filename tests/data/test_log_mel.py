@@ -7,7 +7,7 @@ import pytest
 
 from disttrain_cli.data.clips import decode_clip
 from disttrain_cli.data.log_mel import SILENCE, decode_features, filter_bank, log_mel
-from disttrain_cli.spec.inputs import AudioInput
+from disttrain_cli.spec.heads import AudioInput
 from tests.data.test_clips import sound
 
 

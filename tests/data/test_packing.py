@@ -26,6 +26,7 @@ def make_index(
     source: Ints | None = None,
 ) -> Index:
     """An index of sizes alone; images are 2 x 4 patches."""
+    grid_of = {IMAGE: (2, 4), TARGET: (1, 1), TEXT: (0, 0)}
     flat_kinds = np.array([k for row in kinds for k in row], dtype=np.int64)
     zeros = np.zeros(len(flat_kinds), dtype=np.int64)
     return Index(
@@ -44,7 +45,7 @@ def make_index(
         ended=np.zeros(len(flat_kinds), dtype=bool),
         offsets=zeros,
         sizes=zeros,
-        grids=np.where(flat_kinds[:, None] == IMAGE, [[2, 4]], 0),
+        grids=np.array([grid_of[kind] for kind in flat_kinds.tolist()], np.int64).reshape(-1, 2),
     )
 
 
@@ -89,18 +90,23 @@ def test_a_packing_counts_its_members(index: Index) -> None:
         assert packing.label_tokens[number] == index.tokens[segments][kinds == TEXT].sum() + len(
             samples
         )
-        own = slice(packing.image_start[number], packing.image_start[number + 1])
-        assert packing.image_segment[own].tolist() == [
+        own = slice(packing.items["image"].start[number], packing.items["image"].start[number + 1])
+        assert packing.items["image"].segment[own].tolist() == [
             s for s in segments if index.kinds[s] == IMAGE
         ]
-        assert np.array_equal(packing.image_grid[own], index.grids[packing.image_segment[own]])
-        own = slice(packing.target_start[number], packing.target_start[number + 1])
-        assert packing.target_segment[own].tolist() == [
+        assert np.array_equal(
+            packing.items["image"].grid[own], index.grids[packing.items["image"].segment[own]]
+        )
+        own = slice(
+            packing.items["target"].start[number], packing.items["target"].start[number + 1]
+        )
+        assert packing.items["target"].segment[own].tolist() == [
             s for s in segments if index.kinds[s] == TARGET
         ]
         images, targets = images + (kinds == IMAGE).sum(), targets + (kinds == TARGET).sum()
     assert (
-        (images, targets) == (len(packing.image_segment), len(packing.target_segment))
+        (images, targets)
+        == (len(packing.items["image"].segment), len(packing.items["target"].segment))
         and images
         and targets
     )

@@ -17,6 +17,7 @@ from disttrain_cli.data.sample_data import WORDS, write_sample_data
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TARGET
 from tests.data.dataset import INPUTS, make_run
+from tests.heads import with_heads
 
 BYTE_INPUTS = INPUTS.model_copy(update={"sequence_length": 256})
 
@@ -61,9 +62,7 @@ def test_every_scan_is_used_and_sizes_are_skewed(digits: Index) -> None:
 def test_the_largest_pixel_budget_fits_too(folder: Path) -> None:
     image = BYTE_INPUTS.image
     assert image is not None
-    inputs = BYTE_INPUTS.model_copy(
-        update={"image": image.model_copy(update={"max_pixels": 16384})}
-    )
+    inputs = with_heads(BYTE_INPUTS, "image", image.model_copy(update={"max_pixels": 16384}))
     run = make_run(folder, [{"path": "interleaved"}, {"path": "captions"}], max_bad_fraction=0)
     assert not build_index(run, inputs).skipped
 

@@ -34,14 +34,14 @@ def test_totals(index: Index) -> None:
 def test_work_of_sequences(index: Index) -> None:
     packing = pack(index, INPUTS, 0, 0)
     work = sequence_work(packing)
-    patches = packing.image_grid.prod(axis=1)
+    patches = packing.items["image"].grid.prod(axis=1)
     assert work["encoder"].sum(axis=0).tolist() == [len(patches), patches.sum(), (patches**2).sum()]
     assert work["llm"].sum(axis=0).tolist() == [
         len(packing),
         packing.tokens.sum(),
         packing.length_sq.sum(),
     ]
-    targets = len(packing.target_segment)
+    targets = len(packing.items["target"].segment)
     assert work["generator"].sum(axis=0).tolist() == [targets, targets * 256, targets * 256**2]
     mean, largest = mean_and_max_work(packing)["llm"]
     assert (

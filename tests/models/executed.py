@@ -90,7 +90,7 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
         on_host = probe_batch(inputs, **sizes)
         layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
         if hasattr(layer, "layout"):
-            for grid in on_host.image_grids:
+            for grid in on_host.of("image").grids:
                 layer.layout(*grid)  # looked up later, as its values are needed
     marks = {name: dict(parameter.__dict__) for name, parameter in layer.named_parameters()}
     layer.to_empty(device="cuda")
@@ -119,20 +119,23 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
 def _on_device(batch: Any) -> Any:
     """The same without values, except for the seeds of noise, which stay where they are."""
     import torch
+    from torch.utils._pytree import tree_map_only
 
     def made(value: Any) -> Any:
-        if isinstance(value, list):
-            return [made(one) for one in value]
-        return (
-            torch.empty(value.shape, dtype=value.dtype, device="cuda")
-            if isinstance(value, torch.Tensor)
-            else value
-        )
+        def empty(tensor: Any) -> Any:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
 
-    return replace(
-        type(batch)(**{name: made(value) for name, value in vars(batch).items()}),
-        noise_seeds=batch.noise_seeds,
-    )
+        return tree_map_only(torch.Tensor, empty, value)
+
+    items = {
+        item: replace(
+            type(own)(**{name: made(value) for name, value in vars(own).items()}),
+            noise_seeds=own.noise_seeds,
+        )
+        for item, own in batch.items.items()
+    }
+    rest = {name: made(value) for name, value in vars(batch).items() if name != "items"}
+    return type(batch)(items, **rest)
 
 
 def _shapes(table: Any, place: int, inputs: Any, batch: Any, tp: int) -> dict[str, tuple[int, ...]]:

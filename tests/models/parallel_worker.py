@@ -39,9 +39,9 @@ from disttrain_cli.spec.runfile import read_run
 
 TP = 2
 SIZES: dict[str, dict[str, Any]] = {
-    "even": {"grids": [(4, 4), (2, 6)], "clips": 2, "documents": [[20, 20], [41]], "targets": 2},
-    "uneven": {"grids": [(2, 2)], "clips": 1, "documents": [[23]], "targets": 3},
-    "none": {"grids": [], "clips": 0, "documents": [[23]], "targets": 0},
+    "even": {"image": [(4, 4), (2, 6)], "audio": 2, "documents": [[20, 20], [41]], "target": 2},
+    "uneven": {"image": [(2, 2)], "audio": 1, "documents": [[23]], "target": 3},
+    "none": {"image": [], "audio": 0, "documents": [[23]], "target": 0},
 }
 
 

@@ -24,7 +24,7 @@ class Twice(PipelineLayer):
 
 def test_each_storage_counts_once_and_weights_do_not():
     x = torch.randn(10, 8, requires_grad=True)
-    assert saved_bytes(Twice(), {"x": x}, Batch(image_grids=[])) == 2 * 10 * 8 * 4
+    assert saved_bytes(Twice(), {"x": x}, Batch()) == 2 * 10 * 8 * 4
 
 
 def test_a_block_keeps_several_times_its_input_in_proportion_to_the_rows(make_run):
@@ -42,7 +42,7 @@ def test_a_block_keeps_several_times_its_input_in_proportion_to_the_rows(make_ru
 def test_no_work_keeps_nothing(make_run):
     run = make_run()
     table, inputs = layer_table(run), describe(run)
-    batch = probe_batch(inputs, targets=0)
+    batch = probe_batch(inputs, target=0)
     layer = build_layers(run, 12, 13)[0]
     assert saved_bytes(layer, state_at(table, 12, inputs, batch), batch) == 0
 

@@ -192,12 +192,12 @@ def test_wrong_configurations_are_named(make_run, config, words):
 def test_image_rows_take_the_encoders_place_and_its_gradient(make_run):
     run = make_run()
     layers = llm(run)
-    batch = probe_batch(describe(run), grids=[(2, 4), (4, 4)], documents=[[40], [20, 20]])
-    batch.image_rows.copy_(torch.tensor([5, 6, 60, 61, 62, 63]))
+    batch = probe_batch(describe(run), image=[(2, 4), (4, 4)], documents=[[40], [20, 20]])
+    batch.of("image").rows.copy_(torch.tensor([5, 6, 60, 61, 62, 63]))
     images = torch.randn(6, 48, requires_grad=True)
     hidden = layers[0]({"image_embeds": images}, batch)["hidden"]
-    assert torch.equal(hidden[batch.image_rows], images)
-    others = torch.ones(96, dtype=torch.bool).index_fill(0, batch.image_rows, False)
+    assert torch.equal(hidden[batch.of("image").rows], images)
+    others = torch.ones(96, dtype=torch.bool).index_fill(0, batch.of("image").rows, False)
     assert torch.equal(hidden[others], layers[0].embedding(batch.token_ids.flatten())[others])
     through(layers, batch, {"image_embeds": images})["loss/text"].backward()
     assert (images.grad.abs().sum(1) > 0).all()
@@ -206,10 +206,10 @@ def test_image_rows_take_the_encoders_place_and_its_gradient(make_run):
 def test_context_is_the_normed_hidden_rows(make_run):
     run = make_run()
     layers = llm(run)
-    batch = probe_batch(describe(run), documents=[[40], [30]], targets=2)
-    batch.context_rows.copy_(torch.tensor([70, 71, 72, 73, 4, 5, 6, 7]))
+    batch = probe_batch(describe(run), documents=[[40], [30]], target=2)
+    batch.of("target").rows.copy_(torch.tensor([70, 71, 72, 73, 4, 5, 6, 7]))
     state = through(layers, batch)
-    assert torch.equal(state["context"], layers[-1].norm(state["hidden"])[batch.context_rows])
+    assert torch.equal(state["context"], layers[-1].norm(state["hidden"])[batch.of("target").rows])
 
 
 def test_padding_gives_no_nan_and_untrained_slots_a_connected_zero(make_run):

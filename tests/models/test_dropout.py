@@ -1,8 +1,6 @@
 """Masks follow the sample, whatever the layout: other items beside it, parts of the features, or a
 second forward."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +10,7 @@ from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_batch, state_at
+from tests.batches import changed
 
 P = 0.25
 
@@ -85,12 +84,11 @@ def test_a_vits_block_drops_the_same_of_an_image_alone_and_among_others(make_run
     assert table[place].needs == ("dropout",)
     (block,) = build_layers(run, place, place + 1)
     merge = inputs.image.merge
-    both = probe_batch(inputs, grids=[(merge, merge), (merge, 2 * merge)])
+    both = probe_batch(inputs, image=[(merge, merge), (merge, 2 * merge)])
     state = state_at(table, place, inputs, both, "cpu")
     rows = merge * merge + 1
-    second = replace(
-        both, image_grids=both.image_grids[1:], image_seeds=both.image_seeds[1:], cache={}
-    )
+    images = both.of("image")
+    second = changed(both, "image", grids=images.grids[1:], seeds=images.seeds[1:])
     whole = block(state, both)["image_hidden"]
     alone = block({"image_hidden": state["image_hidden"][rows:]}, second)["image_hidden"]
     torch.testing.assert_close(whole[rows:], alone)

@@ -123,7 +123,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         },
     },
 }
-SIZES: dict[str, dict[str, Any]] = {"audio": {"clips": 4}, "target": {"targets": 4}}
+SIZES: dict[str, dict[str, Any]] = {"audio": {"audio": 4}, "target": {"target": 4}}
 #: The most that priced and executed may be apart, and bytes that no share is asked of.
 MOST, FEW = 0.03, 1 << 16
 FIGURES = (
@@ -176,9 +176,9 @@ def cases_of(path: Path) -> list[list[Any]]:
             "length": length,
         }
         if item == "image":
-            m = inputs.probe_step
+            m = inputs.images[0].period * inputs.images[0].merge
             side = -(-24 // m) * m
-            sizes = {"grids": [(side, side - m), (side, side - m), (side, 2 * side)]}
+            sizes = {"image": [(side, side - m), (side, side - m), (side, 2 * side)]}
         found += [
             [str(path), place, tp, sizes] for tp in (1, 4) if tp in tp_degrees(run, info.module, 8)
         ]
@@ -204,7 +204,7 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
         dtype.itemsize,
         tp,
     )
-    tokens = sum(rows * columns for rows, columns in sizes.get("grids", []))
+    tokens = sum(rows * columns for rows, columns in sizes.get("image", []))
     items = next(len(value) if isinstance(value, list) else value for value in sizes.values())
     forward, backward = found.forward, found.backward
     return {

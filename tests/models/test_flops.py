@@ -8,17 +8,18 @@ from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.noise import Noise
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
-from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 
 
 def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
     run = make_run(audio_encoder={})
     table, inputs, flops = layer_table(run), describe(run), count_flops(run)
     sizes = {
-        "audio_encoder": {"clips": 3},
-        "image_encoder": {"grids": [(4, 2), (6, 6), (6, 6)]},
+        "audio_encoder": {"audio": 3},
+        "image_encoder": {"image": [(4, 2), (6, 6), (6, 6)]},
         "llm": {"documents": [[40], [40]], "length": 40},
-        "image_generator": {"targets": 5},
+        "image_generator": {"target": 5},
     }
     for index, info in enumerate(table):
         batch = probe_batch(inputs, device="meta", **sizes[info.module])
@@ -57,8 +58,8 @@ def test_flops_of_a_patch_need_not_be_whole(make_run):
     """A block of 5 × 5 patches goes through the projector once."""
     run = make_run(image_encoder={"merge": 5})
     table, inputs = layer_table(run), describe(run)
-    batch = probe_batch(inputs, grids=[(10, 5), (5, 5)], device="meta")
-    work = probe_work(inputs, "image_encoder", grids=[(10, 5), (5, 5)])
+    batch = probe_batch(inputs, image=[(10, 5), (5, 5)], device="meta")
+    work = probe_work(inputs, "image_encoder", image=[(10, 5), (5, 5)])
     index = next(i for i, info in enumerate(table) if info.name == "image_encoder.projector")
     layer = build_layers(run, index, index + 1, device="meta")[0]
     expected = layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch)
@@ -112,7 +113,7 @@ def test_meta_and_cpu_count_the_same_matmuls(make_run):
     index = next(i for i, info in enumerate(table) if info.name == "image_generator.out")
     counts = []
     for device in ("meta", "cpu"):
-        batch = probe_batch(inputs, targets=2, device=device)
+        batch = probe_batch(inputs, target=2, device=device)
         layer = build_layers(run, index, index + 1, device=device)[0]
         counts.append(layer_flops(layer, state_at(table, index, inputs, batch, device), batch))
     assert counts[0] == counts[1]
@@ -152,8 +153,8 @@ def test_vit_huge(side, expected):
     )
     config = packed(config)
     image = ImageInput(module="vit", patch_px=14, max_pixels=side * side)
-    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, image=image)
-    batch = probe_batch(inputs, grids=[(side // 14, side // 14)], device="meta")
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, heads=[image])
+    batch = probe_batch(inputs, image=[(side // 14, side // 14)], device="meta")
     assert forward_tflop(vit.makers("vit", config, 1, 64, 64)[:-1], batch) == pytest.approx(
         expected, rel=5e-4
     )
@@ -173,12 +174,12 @@ def test_whisper_large_v3():
     )
     config = packed(config)
     audio = AudioInput(module="ear", mel_bins=128, frames=3000, merge=4)
-    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, audio=audio)
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, heads=[audio])
     layers = 32 * 1500 * (2 * 12 * 1280**2 + 4 * 1500 * 1280)
     convolutions = 2 * 3 * 1280 * (3000 * 128 + 1500 * 1280)
     makers = whisper.makers("ear", config, 4, 64, 64)[:-1]
     assert sum(p.numel() for maker in makers for p in maker.on_meta().parameters()) == 635_046_400
-    tflop = forward_tflop(makers, probe_batch(inputs, clips=1, device="meta"))
+    tflop = forward_tflop(makers, probe_batch(inputs, audio=1, device="meta"))
     assert tflop == pytest.approx((layers + convolutions) / 1e12) == pytest.approx(2.2737, abs=1e-4)
 
 
@@ -217,8 +218,8 @@ def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
     target = TargetInput(
         module="unet", size_px=size, channels=4, context_tokens=77, latent_pixels=size * size
     )
-    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
-    batch = probe_batch(inputs, targets=1, device="meta")
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, heads=[target])
+    batch = probe_batch(inputs, target=1, device="meta")
     monkeypatch.setitem(START, "conditioning", torch.empty(77, 1024, device="meta"))
     canvas = Canvas((4, size, size), Noise(), 8 * size, reads_latents=False)
     layers = unet.makers("unet", config, canvas, 77, 1024, 4096, 1.0)[1:]
@@ -239,8 +240,8 @@ def test_stable_diffusions_vae_encoder(size, expected):
     target = TargetInput(
         module="unet", size_px=size, context_tokens=77, latent_pixels=(size // 8) ** 2
     )
-    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
-    batch = probe_batch(inputs, targets=1, device="meta")
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, heads=[target])
+    batch = probe_batch(inputs, target=1, device="meta")
     assert forward_tflop([vae.encoder_maker("unet", config, size)], batch) == pytest.approx(
         expected, abs=5e-4
     )

@@ -23,9 +23,9 @@ from tests.models.test_towers import TOWERS
 
 TP = 4
 SIZES = {
-    "image": {"grids": [(4, 4), (8, 12)] * TP},
-    "audio": {"clips": TP},
-    "target": {"targets": TP},
+    "image": {"image": [(4, 4), (8, 12)] * TP},
+    "audio": {"audio": TP},
+    "target": {"target": TP},
     "sequence": {"documents": [[20, 20], [41]]},
 }
 OPERATIONS = {

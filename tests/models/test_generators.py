@@ -20,6 +20,7 @@ from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import shard
+from tests.batches import changed
 from tests.models.test_sharding import in_lockstep
 from tests.models.test_vae import VAE
 
@@ -112,8 +113,8 @@ def setting(make_run):
         run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
         table, inputs = layer_table(run), describe(run)
         start = next(i for i, info in enumerate(table) if info.module == NAME)
-        batch = probe_batch(inputs, targets=targets)
-        batch.target_weights[1:2] = 0.0
+        batch = probe_batch(inputs, target=targets)
+        batch.of("target").weights[1:2] = 0.0
         return (
             run,
             inputs,
@@ -151,7 +152,7 @@ def test_layers_equal_diffusers_own_model(setting, kind):
     model, config = library_model(run, layers)
     state = through(layers, batch, state)
     canvas, out = layers[-1].canvas, layers[-1]
-    clean = state["latents"] if config.vae else batch.target_pixels
+    clean = state["latents"] if config.vae else batch.of("target").values[0][0]
     assert canvas.shape == ((4, 8, 8) if config.vae else (3, 16, 16))
     timesteps, noise = canvas.draw(batch)
     noisy = config.noise.mix(clean, noise, timesteps)
@@ -250,17 +251,18 @@ def test_a_bf16_batch_an_empty_one_and_the_order_of_images(setting, kind):
     loss = through(layers, batch, state)["loss/image"]
     order = torch.tensor([2, 0, 1])
     rows = (order[:, None] * 4 + torch.arange(4)).flatten()
-    changed = dataclasses.replace(
+    targets = batch.of("target")
+    other = changed(
         batch,
-        cache={},
-        target_pixels=batch.target_pixels[order],
-        target_weights=batch.target_weights[order],
-        noise_seeds=batch.noise_seeds[order],
+        "target",
+        values={0: [targets.values[0][0][order]]},
+        weights=targets.weights[order],
+        noise_seeds=targets.noise_seeds[order],
     )
     torch.testing.assert_close(
-        through(layers, changed, {"context": state["context"][rows]})["loss/image"], loss
+        through(layers, other, {"context": state["context"][rows]})["loss/image"], loss
     )
-    nobody = probe_batch(inputs, targets=0)
+    nobody = probe_batch(inputs, target=0)
     empty = through(layers, nobody, {"context": state["context"][:0]})
     assert all(len(tensor) == 0 for tensor in empty.values())
     halves = [copy.deepcopy(layer).bfloat16() for layer in layers]
@@ -279,17 +281,17 @@ def test_pixarts_dropout_follows_the_images_seeds(setting, monkeypatch):
     through(layers, batch, state)
     plain = through(layers, batch, state)["patches"]
     seeds = torch.tensor([5, 6, 7])
-    seeded = through(layers, dataclasses.replace(batch, cache={}, target_seeds=seeds), state)[
-        "patches"
-    ]
+    seeded = through(layers, changed(batch, "target", seeds=seeds), state)["patches"]
     assert not torch.equal(seeded, plain)
-    part = dataclasses.replace(
+    targets = batch.of("target")
+    part = changed(
         batch,
-        cache={},
-        target_seeds=seeds[1:],
-        target_pixels=batch.target_pixels[1:],
-        target_weights=batch.target_weights[1:],
-        noise_seeds=batch.noise_seeds[1:],
+        "target",
+        grids=targets.grids[1:],
+        seeds=seeds[1:],
+        values={0: [targets.values[0][0][1:]]},
+        weights=targets.weights[1:],
+        noise_seeds=targets.noise_seeds[1:],
     )
     some = through(layers, part, {"context": state["context"][4:]})["patches"]
     torch.testing.assert_close(some, seeded[1:], rtol=1e-5, atol=1e-5)
@@ -343,8 +345,8 @@ def test_a_perfect_predictor_leads_to_the_image(setting, kind, monkeypatch):
 
     monkeypatch.setattr(type(layers[-1]), "predict", knows)
     assert isinstance(layers[-1], Finish)
-    batch = dataclasses.replace(
-        probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=1), target_pixels=None
+    batch = changed(
+        probe_batch(inputs, image=[(4, 4)], documents=[[40]], target=1), "target", values={}
     )
     images = generate(layers, batch, inputs, 5, 0, None if pixels else Keeps())
     if pixels:

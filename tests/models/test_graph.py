@@ -91,7 +91,7 @@ def test_only_live_tensors_need_to_cross_a_cut(make_run):
     layers = build_layers(run, 0, len(table))
 
     def losses(cuts):
-        batch = probe_batch(inputs, grids=GRIDS, documents=DOCUMENTS, targets=3)
+        batch = probe_batch(inputs, image=GRIDS, documents=DOCUMENTS, target=3)
         state = {}
         for index, layer in enumerate(layers):
             if index in cuts:
@@ -130,7 +130,7 @@ def test_slots_without_images_or_targets_run_forward_and_backward(make_run, grid
     run = make_run()
     table, inputs = layer_table(run), describe(run)
     layers = build_layers(run, 0, len(table))
-    batch = probe_batch(inputs, grids=grids, documents=DOCUMENTS, targets=targets)
+    batch = probe_batch(inputs, image=grids, documents=DOCUMENTS, target=targets)
     state = run_layers(layers, batch)
     sum(v for k, v in state.items() if k.startswith("loss/")).backward()
     assert ("loss/image" in state) == bool(targets)
@@ -146,7 +146,7 @@ def test_slots_without_images_or_targets_run_forward_and_backward(make_run, grid
 def test_entry_state_fits_every_module(make_run):
     run = make_run()
     table, inputs = layer_table(run), describe(run)
-    batch = probe_batch(inputs, grids=GRIDS, documents=DOCUMENTS, targets=2)
+    batch = probe_batch(inputs, image=GRIDS, documents=DOCUMENTS, target=2)
     assert {k: tuple(v.shape) for k, v in entry_state(table, "llm", inputs, batch).items()} == {
         "image_embeds": (11, 48)
     }
@@ -164,12 +164,12 @@ def test_entry_state_fits_every_module(make_run):
 def test_bf16_layers_run(make_run):
     run = make_run()
     table, inputs = layer_table(run), describe(run)
-    batch = probe_batch(inputs, grids=GRIDS, documents=DOCUMENTS, targets=2)
+    batch = probe_batch(inputs, image=GRIDS, documents=DOCUMENTS, target=2)
     layers = build_layers(run, 0, len(table), dtype=torch.bfloat16)
     state = run_layers(layers, batch)
     full = run_layers(
         build_layers(run, 0, len(table)),
-        probe_batch(inputs, grids=GRIDS, documents=DOCUMENTS, targets=2),
+        probe_batch(inputs, image=GRIDS, documents=DOCUMENTS, target=2),
     )
     for name in ("loss/text", "loss/image"):
         assert state[name].dtype == torch.float32

@@ -46,7 +46,7 @@ def toy(between, frozen=False):
     with torch.device("meta"):
         layer = Toy(between).requires_grad_(not frozen)
         state = {"x": torch.empty(ROWS, WIDTH, requires_grad=True)}
-    return layer_operators(layer, state, Batch(image_grids=[]))
+    return layer_operators(layer, state, Batch())
 
 
 SUMS = 3 * (W + W)  # each weight's gradient and its sum are read, the sum is written
@@ -69,7 +69,7 @@ def test_gradients_are_added_to_fp32_sums():
     with torch.device("meta"):
         layer = Toy(torch.relu).to(torch.bfloat16)
         state = {"x": torch.empty(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)}
-    done, exact = layer_operators(layer, state, Batch(image_grids=[])), toy(torch.relu)
+    done, exact = layer_operators(layer, state, Batch()), toy(torch.relu)
     assert done.backward.kernels == exact.backward.kernels  # no casts of their own
     halved = (exact.backward.moved_bytes - SUMS) / 2
     assert done.backward.moved_bytes == halved + SUMS - (W + W) / 2  # gradients of half the size
@@ -175,7 +175,7 @@ def test_attention_runs_as_flash_attention_does(make_run):
 
 def test_attention_of_images_is_not_halved_and_masks_are_not_counted(make_run):
     run = make_run()
-    found, model = operators(run, "image_encoder.block.1", grids=[(6, 6)])
+    found, model = operators(run, "image_encoder.block.1", image=[(6, 6)])
     assert found.forward.attention_flops + found.forward.product_flops == model.forward
     table, inputs = layer_table(run), describe(run)
     place = next(i for i, info in enumerate(table) if info.name == "llm.block.0")
@@ -209,7 +209,7 @@ def test_flash_attention_skips_what_is_hidden(causal, window, share):
             }
 
     x = torch.empty(32, 4, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    found = layer_operators(Attention(), {"x": x}, Batch(image_grids=[]))
+    found = layer_operators(Attention(), {"x": x}, Batch())
     scores = 4 * 4 * 16 * (20**2 + 12**2)
     assert found.forward.attention_flops == scores / share
     assert found.backward.attention_flops == 2.5 * scores / share
@@ -227,7 +227,7 @@ def test_the_head_keeps_its_logits(make_run):
 
 
 def test_convolutions_are_counted_and_gradients_left_as_they_were(make_run):
-    found, model = operators(make_run(), "image_generator.down.0", targets=2)
+    found, model = operators(make_run(), "image_generator.down.0", target=2)
     total = sum(found.forward[:3])
     assert total == model.forward and found.forward.convolution_flops > 0
     assert found.backward.convolution_flops == 2 * found.forward.convolution_flops

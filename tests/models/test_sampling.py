@@ -8,13 +8,18 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.noise import Noise, _betas
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.sampling import generate
+from tests.batches import changed
 
 
 def images(run, steps=3, seed=0, targets=2):
     layers, inputs = build_layers(run, 0, len(layer_table(run))), describe(run)
-    batch = probe_batch(inputs, grids=[(4, 4)], documents=[[40], [30]], targets=targets)
+    batch = probe_batch(inputs, image=[(4, 4)], documents=[[40], [30]], target=targets)
     return generate(
-        layers, dataclasses.replace(batch, labels=None, target_pixels=None), inputs, steps, seed
+        layers,
+        changed(dataclasses.replace(batch, labels=None), "target", values={}),
+        inputs,
+        steps,
+        seed,
     )
 
 

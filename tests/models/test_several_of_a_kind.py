@@ -17,6 +17,7 @@ from disttrain_cli.models.graph import (
 from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.spec.runfile.model import ModelSpec
+from tests.batches import changed
 from tests.models.conftest import MODULES, UNET, VIT
 
 SECOND = MODULES["image_generator"] | {
@@ -63,10 +64,10 @@ def test_every_generator_reads_the_llm_and_nothing_of_the_other(several):
 
 def test_generators_draw_noise_of_their_own_and_a_first_one_as_if_it_were_alone(several):
     alone, both = (
-        probe_batch(describe(run), targets=3) for run in (several(), several(second=SECOND))
+        probe_batch(describe(run), target=3) for run in (several(), several(second=SECOND))
     )
-    assert [tuple(tensor.shape) for tensor in both.other_targets] == [(3, 3, 8, 8)]
-    both = dataclasses.replace(both, noise_seeds=alone.noise_seeds)
+    assert [tuple(tensor.shape) for tensor in both.of("target").values[1]] == [(3, 3, 8, 8)]
+    both = changed(both, "target", noise_seeds=alone.of("target").noise_seeds)
     first, second = (draw_noise(both, (3, 8, 8), 1000, place) for place in (0, 1))
     assert torch.equal(
         first[1], draw_noise(dataclasses.replace(alone, cache={}), (3, 8, 8), 1000)[1]
@@ -82,7 +83,7 @@ def test_the_llm_reads_the_sum_of_two_encoders(several):
         "image_encoder",
         "other_eye",
     ]
-    batch = probe_batch(inputs, grids=[(4, 4), (4, 8)], documents=[[40]])
+    batch = probe_batch(inputs, image=[(4, 4), (4, 8)], documents=[[40]])
     state, made = {}, {}
     layers = build_layers(
         run, 0, next(place for place, layer in enumerate(table) if layer.module == "llm") + 1
@@ -93,11 +94,11 @@ def test_the_llm_reads_the_sum_of_two_encoders(several):
     assert set(made) == {"image_embeds", "image_embeds.1"}
     hidden = layers[-1](state, batch)["hidden"]
     torch.testing.assert_close(
-        hidden[batch.image_rows], made["image_embeds"] + made["image_embeds.1"]
+        hidden[batch.of("image").rows], made["image_embeds"] + made["image_embeds.1"]
     )
-    blank = dataclasses.replace(
-        batch, other_pixels=[torch.zeros_like(pixels) for pixels in batch.other_pixels]
-    )
+    values = batch.of("image").values
+    zeros = [torch.zeros_like(pixels) for pixels in values[1]]
+    blank = changed(batch, "image", values={0: values[0], 1: zeros})
     again = {}
     for layer in layers[:-1]:
         again.update(layer(again, blank))

@@ -13,7 +13,7 @@ from disttrain_cli.models.tensor_parallel import parts, shard
 
 TP = 2
 DIVISIBLE = {"llm": {"config": {"vocab_size": 264}}}
-SIZES = {"grids": [(4, 4), (2, 6)], "clips": 2, "documents": [[20, 20], [41]], "targets": 2}
+SIZES = {"image": [(4, 4), (2, 6)], "audio": 2, "documents": [[20, 20], [41]], "target": 2}
 
 
 def placed(run, name):

@@ -11,6 +11,7 @@ from disttrain_cli.models.activations import saved_bytes
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.flops import count_flops, layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
+from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.published import on_meta
@@ -108,11 +109,11 @@ def test_patches_equal_transformers_own(tower, architecture, feature_layer):
     run = tower(architecture, feature_layer=feature_layer)
     whole, layers, unused = published(run, architecture, tower(architecture))
     assert len(layers) == 2 + (3 if feature_layer is None else 4 + feature_layer)
-    batch = probe_batch(describe(run), grids=GRIDS)
+    batch = probe_batch(describe(run), image=GRIDS)
     state = through(layers[:-1], batch)
     found = layers[-1].norm(state["image_hidden"])
     expected = []
-    for pixels in batch.pixels:
+    for pixels in batch.of("image").values[0]:
         made = whole(pixels, interpolate_pos_encoding=True, output_hidden_states=True)
         if feature_layer is not None:
             expected.append(made.hidden_states[feature_layer])
@@ -124,7 +125,7 @@ def test_patches_equal_transformers_own(tower, architecture, feature_layer):
         found, torch.cat([e.flatten(0, 1) for e in expected]), rtol=1e-5, atol=1e-5
     )
     # the tower's own size is among them
-    assert (4, 4) in batch.image_grids and found.shape[1] == 32
+    assert (4, 4) in batch.of("image").grids and found.shape[1] == 32
     if feature_layer is None:
         heads = {name for name in unused if not name.startswith(("head.", "pooler."))}
         assert not heads, heads
@@ -144,9 +145,11 @@ def test_qwen_equals_transformers_own(tower):
         "merger",
         "projector",
     ]
-    batch = probe_batch(describe(run), grids=GRIDS)
+    batch = probe_batch(describe(run), image=GRIDS)
     grids, patches = [], []
-    for pixels in batch.pixels:  # as transformers' processor lays patches out, the image twice
+    for pixels in batch.of("image").values[
+        0
+    ]:  # as transformers' processor lays patches out, the image twice
         for image in pixels:
             rows, columns = image.shape[1] // 4, image.shape[2] // 4
             cut = image.unflatten(1, (rows // 2, 2, 4)).unflatten(4, (columns // 2, 2, 4))
@@ -170,15 +173,15 @@ def test_qwen_equals_transformers_own(tower):
 def test_images_together_equal_one_by_one(tower, architecture):
     run = tower(architecture)
     layers = encoder(run)
-    batch = probe_batch(describe(run), grids=GRIDS)
+    batch = probe_batch(describe(run), image=GRIDS)
     together = through(layers, batch)["image_embeds"]
-    images = [image for pixels in batch.pixels for image in pixels]
+    images = [image for pixels in batch.of("image").values[0] for image in pixels]
     alone = [
-        through(layers, type(batch)(image_grids=[grid], pixels=[image[None]]))["image_embeds"]
-        for grid, image in zip(batch.image_grids, images, strict=True)
+        through(layers, Batch({"image": Items([grid], {0: [image[None]]})}))["image_embeds"]
+        for grid, image in zip(batch.of("image").grids, images, strict=True)
     ]
     assert [len(rows) for rows in alone] == [
-        rows * columns // 4 for rows, columns in batch.image_grids
+        rows * columns // 4 for rows, columns in batch.of("image").grids
     ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
     table, state = layer_table(run), {}
@@ -187,7 +190,7 @@ def test_images_together_equal_one_by_one(tower, architecture):
         state = {spec.name: state[spec.name] for spec in live_tensors(table, place)}
         state.update(layer(state, dataclasses.replace(batch, cache={})))
     assert torch.equal(state["image_embeds"], together)
-    empty = through(layers, type(batch)(image_grids=[], pixels=[]))["image_embeds"]
+    empty = through(layers, Batch({"image": Items([], {0: []})}))["image_embeds"]
     assert empty.shape == (0, 48)
 
 
@@ -201,11 +204,11 @@ def test_costs_are_counted(tower, architecture):
     for index, info in enumerate(table):
         if info.module != "eye":
             continue
-        batch = probe_batch(inputs, grids=grids, device="meta")
+        batch = probe_batch(inputs, image=grids, device="meta")
         layer = build_layers(run, index, index + 1, device="meta")[0]
         state = state_at(table, index, inputs, batch, "meta")
         counts = layer_flops(layer, state, batch)
-        work = probe_work(inputs, "eye", grids=grids)
+        work = probe_work(inputs, "eye", image=grids)
         costs = flops[info.kind]
         assert (costs.forward(work), costs.backward(work), costs.backward_input(work)) == counts
         operators = layer_operators(layer, state, batch)
@@ -216,10 +219,10 @@ def test_costs_are_counted(tower, architecture):
 def test_bf16_runs_and_what_is_kept_for_the_backward_is_counted(tower, architecture):
     run = tower(architecture)
     table, inputs = layer_table(run), describe(run)
-    batch = probe_batch(inputs, grids=GRIDS)
+    batch = probe_batch(inputs, image=GRIDS)
     full = through(encoder(run), batch)["image_embeds"]
     layers = encoder(run, dtype=torch.bfloat16)
-    made = through(layers, probe_batch(inputs, grids=GRIDS))["image_embeds"]
+    made = through(layers, probe_batch(inputs, image=GRIDS))["image_embeds"]
     assert made.dtype == torch.bfloat16
     assert (made.float() - full).norm() < 0.05 * full.norm()
     made.sum().backward()
@@ -236,7 +239,7 @@ def test_degrees_and_shards(tower, architecture):
     run = tower(architecture)
     assert tp_degrees(run, "eye", 8) == [1, 2, 4]
     inputs, table = describe(run), layer_table(run)
-    batch = probe_batch(inputs, grids=GRIDS)
+    batch = probe_batch(inputs, image=GRIDS)
     layers = encoder(run)
     for place, layer in enumerate(layers):
         state = {

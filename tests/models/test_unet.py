@@ -1,10 +1,9 @@
-import dataclasses
-
 import torch
 
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import entry_state, probe_batch
+from tests.batches import changed
 
 
 def generator(run):
@@ -39,11 +38,11 @@ def check_equal_to_diffusers(run):
     layers = generator(run)
     whole = whole_unet(run, layers)
     inputs = describe(run)
-    batch = probe_batch(inputs, targets=3)
-    batch.target_weights.copy_(torch.tensor([1.0, 0.0, 1.0]))
+    batch = probe_batch(inputs, target=3)
+    batch.of("target").weights.copy_(torch.tensor([1.0, 0.0, 1.0]))
     state = through(layers, batch, entry_state(layer_table(run), "image_generator", inputs, batch))
     timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
-    noisy = DDPMScheduler().add_noise(batch.target_pixels, noise, timesteps)
+    noisy = DDPMScheduler().add_noise(batch.of("target").values[0][0], noise, timesteps)
     conditioning = state["conditioning"].unflatten(0, (3, 4))
     predicted = whole(noisy, timesteps, conditioning).sample
     assert torch.equal(layers[-1].predict(state), predicted)
@@ -75,14 +74,16 @@ def test_deeper_unets_too(make_run):
 
 
 def test_noise_depends_on_the_images_seed_only(make_run):
-    batch = probe_batch(describe(make_run()), targets=4)
+    batch = probe_batch(describe(make_run()), target=4)
     timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
     order = torch.tensor([2, 0])
-    part = dataclasses.replace(
+    targets = batch.of("target")
+    part = changed(
         batch,
-        noise_seeds=batch.noise_seeds[order],
-        target_pixels=batch.target_pixels[order],
-        cache={},
+        "target",
+        grids=targets.grids[:2],
+        noise_seeds=targets.noise_seeds[order],
+        values={0: [targets.values[0][0][order]]},
     )
     torch.manual_seed(99)
     some_timesteps, some_noise = draw_noise(part, (3, 16, 16), 1000)
@@ -94,7 +95,7 @@ def test_last_layer_needs_nothing_from_the_first(make_run):
     """`out` draws the noise again on a stage of its own."""
     run = make_run()
     layers, inputs = generator(run), describe(run)
-    batch = probe_batch(inputs, targets=2)
+    batch = probe_batch(inputs, target=2)
     state = through(
         layers[:-1], batch, entry_state(layer_table(run), "image_generator", inputs, batch)
     )

@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import decoder_maker
+from tests.batches import changed
 
 VAE = {
     "block_out_channels": [8, 16],
@@ -32,7 +31,7 @@ def run(make_run):
 def generator(run, dtype=torch.float32):
     table, inputs = layer_table(run), describe(run)
     start = next(i for i, layer in enumerate(table) if layer.module == "image_generator")
-    batch = probe_batch(inputs, targets=3)
+    batch = probe_batch(inputs, target=3)
     layers = build_layers(run, start, len(table), dtype=dtype)
     return layers, batch, entry_state(table, "image_generator", inputs, batch, dtype=dtype)
 
@@ -79,7 +78,7 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
     whole.quant_conv.load_state_dict(vae.quant_conv.state_dict())
     state = through(layers, batch, state)
     with torch.no_grad():
-        posterior = whole.encode(batch.target_pixels).latent_dist
+        posterior = whole.encode(batch.of("target").values[0][0]).latent_dist
     drawn = (state["latents"] / whole.config.scaling_factor - posterior.mean) / posterior.std
     torch.testing.assert_close(drawn, vae._noise(batch), rtol=1e-4, atol=1e-4)
     timesteps, noise = draw_noise(batch, (4, 8, 8), 1000)
@@ -98,17 +97,19 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
 def test_a_latent_depends_on_the_images_seed_only(run):
     layers, batch, _ = generator(run)
     order = torch.tensor([2, 0])
-    part = dataclasses.replace(
+    targets = batch.of("target")
+    part = changed(
         batch,
-        noise_seeds=batch.noise_seeds[order],
-        target_pixels=batch.target_pixels[order],
-        cache={},
+        "target",
+        grids=targets.grids[:2],
+        noise_seeds=targets.noise_seeds[order],
+        values={0: [targets.values[0][0][order]]},
     )
     torch.manual_seed(99)
     torch.testing.assert_close(
         layers[0]({}, part)["latents"], layers[0]({}, batch)["latents"][order]
     )
-    nobody = probe_batch(describe(run), targets=0)
+    nobody = probe_batch(describe(run), target=0)
     assert layers[0]({}, nobody)["latents"].shape == (0, 4, 8, 8)
 
 
@@ -144,8 +145,8 @@ def test_images_are_made_of_latents_by_the_vaes_decoder(make_run, run):
     with torch.no_grad():
         expected = whole.decode(latents / whole.config.scaling_factor).sample
     torch.testing.assert_close(decoder.decode(latents), expected)
-    batch = dataclasses.replace(
-        probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=2), target_pixels=None
+    batch = changed(
+        probe_batch(inputs, image=[(4, 4)], documents=[[40]], target=2), "target", values={}
     )
     images = generate(build_layers(run, 0, len(layer_table(run))), batch, inputs, 2, 0, decoder)
     assert images.shape == (2, 16, 16, 3) and not (images[0] == images[1]).all()

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,7 +9,9 @@ from disttrain_cli.models.graph import (
     live_tensors,
     parallel_layers,
 )
+from disttrain_cli.models.layer import Items
 from disttrain_cli.models.probe import probe_batch
+from tests.batches import changed
 
 DOCUMENTS = [[20, 20], [41]]
 
@@ -44,22 +44,22 @@ def test_layers_equal_transformers_own_encoder(make_run):
     for mine, theirs in zip(blocks, whole.layers, strict=True):
         theirs.load_state_dict(mine.layer.state_dict())
     whole.layer_norm.load_state_dict(projector.norm.state_dict())
-    batch = probe_batch(describe(run), clips=3)
-    assert batch.audio_features.shape == (3, 5, 24)
+    batch = probe_batch(describe(run), audio=3)
+    assert batch.of("audio").values[0][0].shape == (3, 5, 24)
     hidden = projector.norm(run_layers([embed, *blocks], batch)["audio_hidden"])
-    expected = whole(batch.audio_features).last_hidden_state.flatten(0, 1)
+    expected = whole(batch.of("audio").values[0][0]).last_hidden_state.flatten(0, 1)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
 
 
 def test_clips_together_equal_one_by_one(make_run):
     run = make_run(audio_encoder={})
-    layers, batch = audio_layers(run), probe_batch(describe(run), clips=3)
+    layers, batch = audio_layers(run), probe_batch(describe(run), audio=3)
     together = run_layers(layers, batch)["audio_embeds"]
     alone = [
-        run_layers(layers, type(batch)(image_grids=[], clips=1, audio_features=clip[None]))[
+        run_layers(layers, type(batch)({"audio": Items([(1, 1)], {0: [clip[None]]})}))[
             "audio_embeds"
         ]
-        for clip in batch.audio_features
+        for clip in batch.of("audio").values[0][0]
     ]
     assert [tuple(rows.shape) for rows in alone] == [(4, 48)] * 3
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
@@ -67,15 +67,14 @@ def test_clips_together_equal_one_by_one(make_run):
 
 def test_dropout_follows_the_clips_seeds(make_run):
     run = make_run(audio_encoder={"config": {"dropout": 0.5, "activation_dropout": 0.5}})
-    layers, batch = audio_layers(run)[:-1], probe_batch(describe(run), clips=3)
+    layers, batch = audio_layers(run)[:-1], probe_batch(describe(run), audio=3)
     assert [len(layer.dropouts) for layer in layers] == [1, 2, 2]
     seeds = torch.tensor([5, 6, 7])
     plain = run_layers(layers, batch)["audio_hidden"]
-    dropped = run_layers(layers, replace(batch, cache={}, clip_seeds=seeds))["audio_hidden"]
+    dropped = run_layers(layers, changed(batch, "audio", seeds=seeds))["audio_hidden"]
     assert not torch.equal(dropped, plain)
-    some = replace(
-        batch, cache={}, clips=2, audio_features=batch.audio_features[1:], clip_seeds=seeds[1:]
-    )
+    (features,) = batch.of("audio").values[0]
+    some = changed(batch, "audio", grids=[(1, 1)] * 2, values={0: [features[1:]]}, seeds=seeds[1:])
     torch.testing.assert_close(
         run_layers(layers, some)["audio_hidden"], dropped[12:], rtol=0, atol=1e-6
     )
@@ -86,24 +85,24 @@ def test_merging_takes_neighbours(make_run):
     projector.norm = projector.mlp = torch.nn.Identity()
     positions = torch.arange(24.0)[:, None]
     merged = projector(
-        {"audio_hidden": positions}, probe_batch(describe(make_run(audio_encoder={})), clips=2)
+        {"audio_hidden": positions}, probe_batch(describe(make_run(audio_encoder={})), audio=2)
     )
     assert merged["audio_embeds"].tolist()[3:5] == [[9, 10, 11], [12, 13, 14]]
 
 
 def test_the_llm_puts_images_and_clips_in_their_places(make_run):
     run = make_run(audio_encoder={})
-    batch = probe_batch(describe(run), grids=[(2, 4)], clips=1, documents=DOCUMENTS)
+    batch = probe_batch(describe(run), image=[(2, 4)], audio=1, documents=DOCUMENTS)
     embed = build_layers(run, 8, 9)[0]
     assert embed.reads == ("image_embeds", "audio_embeds")
     images, audio = torch.randn(2, 48), torch.randn(4, 48)
     hidden = embed({"image_embeds": images, "audio_embeds": audio}, batch)["hidden"]
-    assert torch.equal(hidden[batch.image_rows], images) and torch.equal(
-        hidden[batch.audio_rows], audio
+    assert torch.equal(hidden[batch.of("image").rows], images) and torch.equal(
+        hidden[batch.of("audio").rows], audio
     )
-    assert not set(batch.image_rows.tolist()) & set(batch.audio_rows.tolist())
+    assert not set(batch.of("image").rows.tolist()) & set(batch.of("audio").rows.tolist())
     rest = torch.ones(len(hidden), dtype=torch.bool)
-    rest[batch.image_rows] = rest[batch.audio_rows] = False
+    rest[batch.of("image").rows] = rest[batch.of("audio").rows] = False
     assert torch.equal(hidden[rest], embed.embedding(batch.token_ids.flatten())[rest])
 
 
@@ -111,7 +110,7 @@ def test_the_llm_puts_images_and_clips_in_their_places(make_run):
 def test_the_whole_model_trains_the_audio_encoder(make_run, clips):
     run = make_run(audio_encoder={}, image_encoder=None)
     layers = build_layers(run, 0, len(layer_table(run)))
-    batch = probe_batch(describe(run), clips=clips, documents=DOCUMENTS, targets=1)
+    batch = probe_batch(describe(run), audio=clips, documents=DOCUMENTS, target=1)
     state = run_layers(layers, batch)
     (state["loss/text"] + state["loss/image"]).backward()
     own = [parameter.grad for layer in layers[:4] for parameter in layer.parameters()]
@@ -146,7 +145,7 @@ def test_only_live_tensors_need_to_cross_a_cut(make_run):
     layers = build_layers(run, 0, len(table))
 
     def losses(cut=None):
-        batch = probe_batch(inputs, grids=[(4, 4), (2, 2)], clips=2, documents=DOCUMENTS, targets=2)
+        batch = probe_batch(inputs, image=[(4, 4), (2, 2)], audio=2, documents=DOCUMENTS, target=2)
         state = run_layers(layers[:cut], batch)
         found = {name: value for name, value in state.items() if name.startswith("loss/")}
         if cut is not None:
@@ -160,7 +159,7 @@ def test_only_live_tensors_need_to_cross_a_cut(make_run):
 
 def test_described(make_run):
     inputs = describe(make_run(audio_encoder={}))
-    audio = inputs.audio
+    (audio,) = inputs.of("audio")
     assert (audio.module, audio.mel_bins, audio.frames) == ("audio_encoder", 5, 24)
     assert (audio.positions, audio.tokens) == (12, 4)
     assert audio.work(2) == (2, 24, 288)

@@ -3,7 +3,7 @@
 import torch
 
 from disttrain_cli.models.graph import build_layers, describe, layer_table
-from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.writing import write
 from tests.models.test_decoder import whole_model
 
@@ -14,14 +14,10 @@ def batch_of(rows):
     ids = torch.tensor([row + [256] * (WIDTH - len(row)) for row in rows])
     none = torch.zeros(0, dtype=torch.int64)
     return Batch(
-        image_grids=[],
-        pixels=[],
+        {"image": Items([], {0: []}, rows=none), "target": Items([], rows=none)},
         token_ids=ids,
         positions=torch.arange(WIDTH).expand(len(rows), -1),
         sample_lengths=[WIDTH] * len(rows),
-        image_rows=none,
-        context_rows=none,
-        target_weights=torch.zeros(0),
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.data.ordering.orders import Policy
-from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (
     DeviceProfile,
@@ -25,6 +26,7 @@ from disttrain_cli.spec.profile import (
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.work import Work
 from tests import profiles
+from tests.heads import with_heads
 
 MODULES = ("image_encoder", "llm", "image_generator")
 KINDS = {
@@ -120,13 +122,15 @@ def profile_for(
         llm="llm",
         vocabulary=300,
         sequence_length=run.data.sequence_length,
-        image=ImageInput(module="image_encoder", patch_px=8, max_pixels=4096),
-        target=TargetInput(
-            module="image_generator",
-            size_px=32,
-            context_tokens=4,
-            latent_pixels=round(generator.tokens / generator.items),
-        ),
+        heads=[
+            ImageInput(module="image_encoder", patch_px=8, max_pixels=4096),
+            TargetInput(
+                module="image_generator",
+                size_px=32,
+                context_tokens=4,
+                latent_pixels=round(generator.tokens / generator.items),
+            ),
+        ],
     )
     return Profile(
         precision=run.train.precision,
@@ -235,7 +239,7 @@ def with_audio(profile: Profile, clips: int = 2, share: float = 1.0) -> Profile:
         update={
             "modules": dict([image, ("audio_encoder", audio), *others]),
             "data": data,
-            "inputs": profile.inputs.model_copy(update={"audio": head}),
+            "inputs": with_heads(profile.inputs, "audio", head),
         }
     )
 
@@ -253,7 +257,7 @@ def with_refiner(profile: Profile, share: float = 1.0) -> Profile:
     return profile.model_copy(
         update={
             "modules": profile.modules | {"refiner": refiner},
-            "inputs": profile.inputs.model_copy(update={"other_targets": [head]}),
+            "inputs": with_heads(profile.inputs, "target", target, head),
         }
     )
 

@@ -311,7 +311,7 @@ def test_encoders_side_by_side_both_send_to_the_llm(
     assert step.pipeline.to_end.tolist() == [5, 4, 4, 3, 2, 1]
     assert (step.timeline.forward_start[0, [0, 2], 0] == 0.0).all()
     assert step.loads["audio_encoder"].sum(axis=(0, 1)).tolist() == list(
-        profile.inputs.audio.work(24 * 2)
+        profile.inputs.of("audio")[0].work(24 * 2)
     )
     found = predict(group(profile, cluster, "disaggregated"), plan, cluster)
     check_figures(profile, plan, found)

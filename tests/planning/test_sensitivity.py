@@ -158,7 +158,7 @@ def test_sound_stays_where_images_change() -> None:
     seen, then = (data.modules["image_encoder"].work_per_sequence for data in (profile, twice))
     assert then == seen.scaled(2)
     assert list(twice.modules) == list(profile.modules)
-    heard = profile.data.clips * profile.inputs.audio.tokens
+    heard = profile.data.clips * profile.inputs.of("audio")[0].tokens
     room = profile.data.sequences * profile.inputs.sequence_length - heard
     for images, note in ((room // 2, ""), (room // 2 + 1, "too many tokens")):
         full = profile.model_copy(

@@ -68,9 +68,9 @@ MODULES: dict[str, dict[str, Any]] = {
     },
 }
 SIZES = {
-    "eye": {"grids": [(6, 10)] * 4},
+    "eye": {"image": [(6, 10)] * 4},
     "llm": {"documents": [[96]] * 3, "length": 96},
-    "brush": {"targets": 3},
+    "brush": {"target": 3},
 }
 
 

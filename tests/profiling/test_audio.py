@@ -32,7 +32,7 @@ AUDIO: dict[str, Any] = {
         "max_source_positions": 20,
     },
 }
-SIZES = {"grids": [(4, 6), (8, 8)], "clips": 3, "documents": [[60, 40], [200]], "targets": 3}
+SIZES = {"image": [(4, 6), (8, 8)], "audio": 3, "documents": [[60, 40], [200]], "target": 3}
 
 
 def make_run(folder: Path, clips: float = 3, **cluster: Any) -> Run:
@@ -70,13 +70,7 @@ def test_bytes_of_side_by_side_encoders_equal_those_of_the_tensors(tmp_path: Pat
     run = make_run(tmp_path)
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
-    given = {"image": "grids", "audio": "clips", "sequence": "documents", "target": "targets"}
-    work = {
-        name: probe_work(
-            inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}
-        )
-        for name in run.file.model.order
-    }
+    work = {name: probe_work(inputs, name, **SIZES) for name in run.file.model.order}
     mean = {name: amount.scaled(0.5) for name, amount in work.items()}  # two sequences
     for module in work:
         apart, crossing = parallel_layers(table, inputs.llm, module), []
@@ -95,11 +89,11 @@ def test_bytes_of_side_by_side_encoders_equal_those_of_the_tensors(tmp_path: Pat
 
 
 def test_draws_of_clips() -> None:
-    mute, loud = PackedSizes([100], [], 0), PackedSizes([200], [], 0, clips=2)
-    assert {draw["clips"] for draw in draw_sizes("audio", [loud])} == {1, 2, 4, 8}
+    mute, loud = PackedSizes([100]), PackedSizes([200], {"audio": [(1, 1)] * 2})
+    assert {len(draw["audio"]) for draw in draw_sizes("audio", [loud])} == {1, 2, 4, 8}
     assert draw_sizes("audio", [mute]) == [] and with_work("audio", [mute, loud]) == [loud]
     assert all(
-        draw["clips"] == 2 * draw["documents"].count([200])
+        len(draw["audio"]) == 2 * draw["documents"].count([200])
         for draw in draw_sizes("sequence", [mute, loud])
     )
 

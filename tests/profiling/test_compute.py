@@ -45,7 +45,7 @@ def toys() -> list[PipelineLayer]:
 
 
 def test_gradients_of_every_layer_equal_those_of_one_backward() -> None:
-    entry, batch = {"x": torch.randn(5, 4)}, Batch(image_grids=[])
+    entry, batch = {"x": torch.randn(5, 4)}, Batch()
     together, apart = toys(), toys()
     state = dict(entry)
     for layer in together:
@@ -58,9 +58,7 @@ def test_gradients_of_every_layer_equal_those_of_one_backward() -> None:
 
 
 def test_every_layer_has_a_forward_and_a_backward_time() -> None:
-    times = run_module(
-        toys(), {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu"))
-    )
+    times = run_module(toys(), {"x": torch.randn(5, 4)}, Batch(), Stopwatch(torch.device("cpu")))
     assert len(times) == 4 and all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 
@@ -68,9 +66,7 @@ def test_frozen_layers_pass_gradients_on_and_keep_none() -> None:
     layers = toys()
     for layer in layers:
         layer.requires_grad_(False)
-    times = run_module(
-        layers, {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu"))
-    )
+    times = run_module(layers, {"x": torch.randn(5, 4)}, Batch(), Stopwatch(torch.device("cpu")))
     assert all(backward > 0.0 for _, backward in times)
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
@@ -81,7 +77,7 @@ def test_a_layer_of_which_nothing_asks_for_a_gradient_has_no_backward() -> None:
             return {"x": self.linear(torch.ones(5, 4))}
 
     layers = [Source(0, (), "x").requires_grad_(False), *toys()]
-    times = run_module(layers, {}, Batch(image_grids=[]), Stopwatch(torch.device("cpu")))
+    times = run_module(layers, {}, Batch(), Stopwatch(torch.device("cpu")))
     assert times[0][0] > 0.0 and times[0][1] == 0.0
     assert all(backward > 0.0 for _, backward in times[1:])
 
@@ -92,7 +88,7 @@ def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
     device = torch.device("cuda")
     layer = Toy(0, ("x",), "y").to(device)
     kept = allocated_bytes(
-        layer, {"x": torch.randn(512, 4, device=device, requires_grad=True)}, Batch(image_grids=[])
+        layer, {"x": torch.randn(512, 4, device=device, requires_grad=True)}, Batch()
     )
     # the sum, which the linear keeps, and the output, which tanh keeps
     assert kept == 2 * 512 * 4 * 4
@@ -103,9 +99,7 @@ def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
 def test_cuda_times_come_from_the_device() -> None:
     device = torch.device("cuda")
     layers = [layer.to(device) for layer in toys()]
-    times = run_module(
-        layers, {"x": torch.randn(5, 4, device=device)}, Batch(image_grids=[]), Stopwatch(device)
-    )
+    times = run_module(layers, {"x": torch.randn(5, 4, device=device)}, Batch(), Stopwatch(device))
     assert all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 

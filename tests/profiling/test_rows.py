@@ -12,7 +12,7 @@ from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.runfile import Run
 from tests.profiling.test_measure import MODULES, run_file
 
-SIZES = {"grids": [(4, 6), (8, 8)], "documents": [[60, 40], [200]], "targets": 3}
+SIZES = {"image": [(4, 6), (8, 8)], "documents": [[60, 40], [200]], "target": 3}
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def test_bytes_equal_those_of_the_tensors(run: Run) -> None:
     batch = probe_batch(inputs, device="meta", **SIZES)
     sequences = len(SIZES["documents"])
     work = {
-        "image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
+        "image_encoder": probe_work(inputs, "image_encoder", image=SIZES["image"]),
         "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
-        "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"]),
+        "image_generator": probe_work(inputs, "image_generator", target=SIZES["target"]),
     }
     mean = {name: amount.scaled(1.0 / sequences) for name, amount in work.items()}
     crossing = []
@@ -47,17 +47,16 @@ def test_bytes_equal_those_of_the_tensors(run: Run) -> None:
 def test_inputs_of_a_slot_count_once_in_a_module(run: Run) -> None:
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
-    assert batch.pixels is not None and batch.target_pixels is not None
     assert batch.token_ids is not None and batch.labels is not None
     tensors = {
-        "image_encoder": batch.pixels,
+        "image_encoder": batch.of("image").values[0],
         "llm": [batch.token_ids, batch.labels],
-        "image_generator": [batch.target_pixels],
+        "image_generator": [batch.of("target").values[0][0]],
     }
     work = {
-        "image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
+        "image_encoder": probe_work(inputs, "image_encoder", image=SIZES["image"]),
         "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
-        "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"]),
+        "image_generator": probe_work(inputs, "image_generator", target=SIZES["target"]),
     }
     for module, read in tensors.items():
         found = [
@@ -81,10 +80,11 @@ def test_bytes_of_generators_and_encoders_side_by_side_equal_those_of_the_tensor
     run = Run(path=run.path, file=type(run.file).model_validate(plain))
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
-    given = {"image": "grids", "sequence": "documents", "target": "targets"}
     mean = {
         name: probe_work(
-            inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}
+            inputs,
+            name,
+            **{key: SIZES[key] for key in ("documents", inputs.item(name)) if key in SIZES},
         ).scaled(0.5)
         for name in run.file.model.order
     }

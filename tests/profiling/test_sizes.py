@@ -5,12 +5,12 @@ from __future__ import annotations
 from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes, fewer, with_work
 from disttrain_cli.spec.work import Work
 
-TEXT_ONLY = PackedSizes([100, 120], [], 0)
-MIXED = PackedSizes([200], [(4, 4), (2, 6)], 1)
+TEXT_ONLY = PackedSizes([100, 120])
+MIXED = PackedSizes([200], {"image": [(4, 4), (2, 6)], "target": [(1, 1)]})
 
 
 def test_at_least_256_sequences_are_drawn_and_each_as_often_as_the_others() -> None:
-    sequences = [PackedSizes([number + 1], [], 0) for number in range(SEQUENCES // 2)]
+    sequences = [PackedSizes([number + 1]) for number in range(SEQUENCES // 2)]
     drawn = [
         document for draw in draw_sizes("sequence", sequences) for (document,) in draw["documents"]
     ]
@@ -22,19 +22,19 @@ def test_at_least_256_sequences_are_drawn_and_each_as_often_as_the_others() -> N
 def test_an_llm_draw_brings_the_images_and_targets_of_its_sequences() -> None:
     for draw in draw_sizes("sequence", [MIXED, TEXT_ONLY]):
         mixed = draw["documents"].count([200])
-        assert len(draw["grids"]) == 2 * mixed and draw["targets"] == mixed
+        assert len(draw["image"]) == 2 * mixed and len(draw["target"]) == mixed
 
 
 def test_encoders_and_generators_get_whole_slots_and_shares_of_them() -> None:
-    sizes = [len(draw["grids"]) for draw in draw_sizes("image", [MIXED])]
+    sizes = [len(draw["image"]) for draw in draw_sizes("image", [MIXED])]
     assert {1, 2, 4, 8} == set(sizes)
-    assert {draw["targets"] for draw in draw_sizes("target", [MIXED])} == {1, 2, 4}
+    assert {len(draw["target"]) for draw in draw_sizes("target", [MIXED])} == {1, 2, 4}
 
 
 def test_draws_without_work_are_left_out() -> None:
     assert draw_sizes("image", [TEXT_ONLY]) == [] == draw_sizes("target", [TEXT_ONLY])
     some = draw_sizes("image", [TEXT_ONLY] * 3 + [MIXED])
-    assert some and all(draw["grids"] for draw in some)
+    assert some and all(draw["image"] for draw in some)
 
 
 def test_rare_work_is_found_among_all_sequences() -> None:
@@ -52,6 +52,6 @@ def test_fewer_draws_span_the_sizes() -> None:
 
 
 def test_the_same_seed_draws_the_same() -> None:
-    sequences = [PackedSizes([n + 1], [(n % 5 + 1, 2)], n % 3) for n in range(40)]
+    sequences = [PackedSizes([n + 1], {"image": [(n % 5 + 1, 2)]}) for n in range(40)]
     assert draw_sizes("image", sequences, seed=3) == draw_sizes("image", sequences, seed=3)
     assert draw_sizes("image", sequences, seed=3) != draw_sizes("image", sequences, seed=4)

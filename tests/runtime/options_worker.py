@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.stage_graph import stage_graph
+from tests.batches import changed
 
 
 class CountingTracer(Tracer):
@@ -126,8 +126,6 @@ def _held(engine: UnitEngine) -> dict[str, Any]:
 
 def _spoilt(batch: Batch) -> Batch:
     """Pixels that are no numbers."""
-    return (
-        batch
-        if batch.pixels is None
-        else replace(batch, pixels=[p * torch.nan for p in batch.pixels])
-    )
+    values = batch.of("image").values
+    spoilt = {number: [p * torch.nan for p in blocks] for number, blocks in values.items()}
+    return changed(batch, "image", values=spoilt)

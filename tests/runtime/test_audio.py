@@ -191,7 +191,7 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
 @pytest.mark.slow
 def test_the_layouts_were_given_every_mix_of_modalities(runs: dict[str, Any]) -> None:
     mixes = {
-        (place in slot.image_sequence, place in slot.clip_sequence)
+        (place in slot.items["image"].sequence, place in slot.items["audio"].sequence)
         for slot in (order.slots[0] for order in runs["1+1-2"][1][2])
         for place in range(len(slot.sequences))
     }

@@ -36,6 +36,7 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.whole import write_whole
 from tests.data.dataset import encoded, write_tar
+from tests.heads import with_heads
 from tests.runtime.factory import make_job
 
 pytestmark = pytest.mark.slow
@@ -204,7 +205,7 @@ def loader(run: Run, job: Job) -> Loader:
         Orders(run.file, job[1].plan, index, job[2]),
         unit="image_encoder",
         replica=0,
-        fields={"pixels"},
+        fields={"image"},
         source=Workers(run, job[1].plan, index, job[2]),
     )
 
@@ -270,8 +271,10 @@ def large_job(folder: Path, template: Job) -> tuple[Job, Index, float]:
     run = read_run(folder / "disttrain.yaml")
     image = template[2].inputs.image
     assert image is not None
-    inputs = template[2].inputs.model_copy(
-        update={"sequence_length": 2**13, "image": image.model_copy(update={"max_pixels": 2**18})}
+    inputs = with_heads(
+        template[2].inputs.model_copy(update={"sequence_length": 2**13}),
+        "image",
+        image.model_copy(update={"max_pixels": 2**18}),
     )
     index = build_index(run, inputs)
     units = [
@@ -290,10 +293,10 @@ def large_job(folder: Path, template: Job) -> tuple[Job, Index, float]:
         Orders(run.file, layout, index, profile),
         unit="image_encoder",
         replica=0,
-        fields={"pixels"},
+        fields={"image"},
     ) as own:
         sizes = [
-            sum(block.nbytes for block in own.fetch(step, slot).pixels or [])
+            sum(block.nbytes for block in own.fetch(step, slot).items["image"].values[0])
             for step in range(3)
             for slot in range(2)
         ]
@@ -309,7 +312,7 @@ def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_pat
         own = fingerprint(identity_of(run.file, plan.plan, index, profile))
         client = flight.FlightClient(service.addresses[0])
         requests = [
-            Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"pixels"}))
+            Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"image"}))
             for n in range(6 * AT_ONCE)
         ]
         tickets = [flight.Ticket(wire.request_bytes(request, own)) for request in requests]

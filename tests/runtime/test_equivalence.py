@@ -240,7 +240,9 @@ def test_the_layouts_were_given_every_mix_of_modalities(runs: dict[str, Any]) ->
     mixes = set()
     for slot in (order.slots[0] for order in runs["orders"]):
         for place in range(len(slot.sequences)):
-            mixes.add((place in slot.image_sequence, place in slot.target_sequence))
+            mixes.add(
+                (place in slot.items["image"].sequence, place in slot.items["target"].sequence)
+            )
     assert mixes >= {(False, False), (True, False), (True, True)}
 
 

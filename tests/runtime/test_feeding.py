@@ -3,8 +3,6 @@ one ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from disttrain_cli.data.slots import SlotBatch
+from disttrain_cli.data.slots import ItemArrays, SlotBatch, flat_arrays
+from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import feeding
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.heads import ImageInput, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 
 CPU = torch.device("cpu")
 EYES = [
@@ -35,10 +35,7 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=261,
     sequence_length=128,
-    image=EYES[0],
-    other_images=EYES[1:],
-    target=PAINTERS[0],
-    other_targets=PAINTERS[1:],
+    heads=[*EYES, *PAINTERS],
 )
 SLOT = SimpleNamespace(inputs=INPUTS)
 ORDERS: list[Any] = [
@@ -57,20 +54,23 @@ def arrays(number: int) -> SlotBatch:
     grid = np.array([[1, 2], [1, 2], [2, 2]])
     pixels = [drawn(number, 2, 8, 16), drawn(number + 1, 1, 16, 16)]
     rows = np.arange(6).reshape(1, 6) + number
+    images = {0: pixels, 1: [drawn(number + 2, 2, 8, 16), drawn(number + 3, 1, 16, 16)]}
+    targets = {0: [drawn(number + 4, 1, 8, 8)], 1: [drawn(number + 5, 1, 16, 16)]}
     return SlotBatch(
-        image_grids=grid,
-        pixels=pixels,
+        items={
+            "image": ItemArrays(grid, images, rows[0], seeds=rows[0] + 4),
+            "target": ItemArrays(
+                np.ones((1, 2), np.int64),
+                targets,
+                rows[0, :2],
+                np.ones(1, np.float32),
+                np.array([number]),
+            ),
+        },
         token_ids=rows,
         positions=rows + 1,
         documents=rows + 2,
-        image_rows=rows[0],
-        context_rows=rows[0, :2],
         labels=rows + 3,
-        other_pixels=[drawn(number + 2, 2, 8, 16), drawn(number + 3, 1, 16, 16)],
-        target_pixels=drawn(number + 4, 1, 8, 8),
-        other_targets=[drawn(number + 5, 1, 16, 16)],
-        target_weights=np.ones(1, np.float32),
-        noise_seeds=np.array([number]),
     )
 
 
@@ -90,19 +90,13 @@ class Loader:
         pass
 
 
-def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    for value in vars(batch).values():
-        yield from (
-            one
-            for one in (value if isinstance(value, list) else [value])
-            if isinstance(one, torch.Tensor)
-        )
-
-
-def same(left: Any, right: Any) -> bool:
-    return left.image_grids == right.image_grids and all(
+def same(left: Batch, right: Batch) -> bool:
+    """Whether two batches have the same grids and tensors of the same types and values."""
+    return {item: own.grids for item, own in left.items.items()} == {
+        item: own.grids for item, own in right.items.items()
+    } and all(
         one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
-        for one, other in zip(tensors(left), tensors(right), strict=True)
+        for one, other in zip(left.tensors(), right.tensors(), strict=True)
     )
 
 
@@ -110,13 +104,14 @@ def same(left: Any, right: Any) -> bool:
 def test_on_a_cpu_nothing_is_copied_but_pixels(dtype: torch.dtype) -> None:
     slot = arrays(1)
     batch = feeding.to_batch(slot, ORDERS[0], CPU, dtype)
-    assert batch.token_ids is not None and batch.pixels is not None and slot.pixels is not None
-    assert batch.token_ids.data_ptr() == slot.token_ids.ctypes.data  # type: ignore[union-attr]
-    assert batch.pixels[0].dtype == dtype
-    assert all(
-        one.dtype == dtype
-        for one in (*batch.pixels, *(batch.other_pixels or []), batch.target_pixels)
-    )
+    assert batch.token_ids is not None and slot.token_ids is not None
+    assert batch.token_ids.data_ptr() == slot.token_ids.ctypes.data
+    rows, had = batch.of("image").rows, slot.items["image"].rows
+    assert rows is not None and had is not None and rows.data_ptr() == had.ctypes.data
+    pixels = [
+        one for own in batch.items.values() for blocks in own.values.values() for one in blocks
+    ]
+    assert len(pixels) == 6 and all(one.dtype == dtype for one in pixels)
     assert (batch.label_tokens, batch.targets) == (7.0, 2.0)
 
 
@@ -137,26 +132,20 @@ def test_bytes_are_normalised_as_each_head_asks_to_the_last_bit() -> None:
         return out
 
     halves = ((0.5,) * 3,) * 2
+    asked = {
+        "image": [(eye.mean, eye.std) for eye in EYES],
+        "target": [halves] * len(PAINTERS),
+    }
     pairs = [
-        *(
-            (got, want(had, EYES[0].mean, EYES[0].std))
-            for got, had in zip(batch.pixels, slot.pixels, strict=True)
-        ),
-        *(
-            (got, want(had, EYES[1].mean, EYES[1].std))
-            for got, had in zip(batch.other_pixels, slot.other_pixels, strict=True)
-        ),
-        (batch.target_pixels, want(slot.target_pixels, *halves)),
-        (batch.other_targets[0], want(slot.other_targets[0], *halves)),
+        (got, want(had, *affine))
+        for item, affines in asked.items()
+        for number, affine in enumerate(affines)
+        for got, had in zip(
+            batch.of(item).values[number], slot.items[item].values[number], strict=True
+        )
     ]
+    assert len(pairs) == 6
     assert all(got.numpy().tobytes() == expected.tobytes() for got, expected in pairs)
-
-
-def test_pixels_of_a_head_that_is_not_asked_for_stay_empty() -> None:
-    nothing = np.zeros((0, 1, 1, 1), np.uint8)
-    slot = replace(arrays(1), other_pixels=[nothing, nothing], other_targets=[nothing])
-    batch = feeding.to_batch(slot, ORDERS[0], CPU, torch.bfloat16)
-    assert [one.shape for one in (*batch.other_pixels, *batch.other_targets)] == [(0, 1, 1, 1)] * 3
 
 
 def test_what_a_worker_sent_is_read_only_and_no_cause_to_warn(
@@ -195,10 +184,17 @@ def test_through_page_locked_memory_to_a_gpu(dtype: torch.dtype) -> None:
     waited for."""
     device, loader = torch.device("cuda", 0), Loader()
     one = feeding.pinned(arrays(1), dtype)
-    assert all(tensor.is_pinned() for tensor in tensors(one)) and len(list(tensors(one))) == 13
+    copies = [
+        copy
+        for name, value in flat_arrays(one).items()
+        if name.rpartition("/")[2] not in feeding.KEPT
+        for copy in (value if isinstance(value, list) else [value])
+    ]
+    assert len(copies) == 13 and all(copy.is_pinned() for copy in copies)
     fetch_of = feeding.fetcher(loader, device, dtype)
     batches = [fetch_of(order)(slot) for order in ORDERS for slot in range(3)]
     for number, batch in enumerate(batches):
-        on_device = [tensor for tensor in tensors(batch) if tensor is not batch.noise_seeds]
+        on_host = batch.of("target").noise_seeds
+        on_device = [tensor for tensor in batch.tensors() if tensor is not on_host]
         assert all(tensor.device == device for tensor in on_device)
         assert same(batch, feeding.to_batch(arrays(number), ORDERS[number // 3], CPU, dtype))

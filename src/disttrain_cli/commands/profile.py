@@ -24,7 +24,6 @@ from disttrain_cli.commands.common import (
 from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
 from disttrain_cli.naming import short_path
-from disttrain_cli.spec.index import TARGET, UNREAD
 
 if TYPE_CHECKING:
     from disttrain_cli.profiling.calibrate import Change
@@ -148,6 +147,8 @@ def _change_cells(change: Change) -> list[str]:
 
 
 def _render(console: Console, profile: Profile, path: Path) -> None:
+    from disttrain_cli.spec.index import TARGET, UNREAD
+
     device, data = profile.device, profile.data
     shared = f", shared by {device.shared_by} processes" if device.shared_by > 1 else ""
     console.say(

@@ -25,20 +25,14 @@ def item_s(profile: Profile, module: str) -> float:
     """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is
     known."""
     inputs, rates, data = profile.inputs, profile.preprocess, profile.data
-    decoded = [head.module for head in inputs.targets if not head.cached_latents]
-    image_s, sequence_s = (
-        _each_s(rates.images_per_s_per_core),
-        _each_s(rates.sequences_per_s_per_core),
-    )
-    clip_s = _each_s(rates.clips_per_s_per_core)
-    item = inputs.item(module)
-    if item == "sequence":
-        decoded_s = image_s * (data.images + (data.targets if decoded else 0)) + clip_s * data.clips
-        text_s = sequence_s - decoded_s / data.sequences
-        return text_s if text_s > ROUNDING * sequence_s else 0.0
-    if item == "audio":
-        return clip_s
-    return 0.0 if item == "target" and module not in decoded else image_s
+    cached = [head.module for head in inputs.targets if head.cached_latents]
+    if module != inputs.llm:
+        return 0.0 if module in cached else _each_s(rates.rate(inputs.item(module)))
+    sequence_s = _each_s(rates.sequences_per_s_per_core)
+    decoded = {head.item: None for head in inputs.heads if head.module not in cached}
+    decoded_s = sum(_each_s(rates.rate(item)) * data.count(item) for item in decoded)
+    text_s = sequence_s - decoded_s / data.sequences
+    return text_s if text_s > ROUNDING * sequence_s else 0.0
 
 
 def prepare_s(

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from disttrain_cli.data.clips import decode_clip
-from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import shard_label
-from disttrain_cli.data.log_mel import FRAME_MS
+from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
+from disttrain_cli.spec.index import ITEMS, TEXT
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
@@ -100,12 +98,6 @@ def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped
 
 def _decoder(index: Index, segment: int) -> Callable[[bytes], Any]:
     """Raises ValueError where a file is not what the segment was indexed as."""
-    inputs, kind = index.inputs, index.kinds[segment]
-    if kind == AUDIO:
-        assert inputs.audio is not None
-        return partial(decode_clip, longest_ms=inputs.audio.frames * FRAME_MS)
-    if kind == IMAGE:
-        assert inputs.image is not None
-        return partial(decode_image, grid=tuple(index.grids[segment].tolist()), image=inputs.image)
-    assert inputs.target is not None
-    return partial(decode_target, target=inputs.target)
+    item = ITEMS[int(index.kinds[segment])]
+    head, grid = index.inputs.of(item)[0], tuple(index.grids[segment].tolist())
+    return partial(MODALITIES[item].check, head=head, grid=grid)

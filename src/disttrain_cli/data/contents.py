@@ -21,7 +21,7 @@ def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[
     for number, slot in enumerate(order.slots):
         unit = layout.unit_of(slot.inputs.llm).name
         for replica, items in enumerate(slot.replicas[unit]):
-            for place in items.sequences.tolist():
+            for place in items["sequence"].tolist():
                 sequence = int(slot.sequences[place])
                 at = sequence - int(batch.ids[0])
                 samples = batch.samples[

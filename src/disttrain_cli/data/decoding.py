@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.headers import ImageHeader, is_whole, read_header
 from disttrain_cli.data.muting import mute_libraries
-from disttrain_cli.spec.inputs import ImageInput, TargetInput
+from disttrain_cli.spec.heads import ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
 

@@ -11,6 +11,7 @@ are hashed, not drawn from a random state, so every machine gets the same sizes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,8 @@ from disttrain_cli.data.headers import MAX_PIXELS
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
-from disttrain_cli.spec.index import AUDIO, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile.data import DistributionSpec
 
@@ -35,6 +37,9 @@ FOLDER = files("disttrain_cli") / "templates" / "distributions"
 # of a document, in images; no weight at all could leave an image without a document
 LEAST_WEIGHT = 1e-9
 PROBED = 1000  # images of a kind that tell their mean size
+#: The order in which items are drawn: other orders would give other sizes.
+DRAWN_IN = ("target", "image", "audio")
+TOLD = {"image": "images read", "target": "images generated"}
 LAST_TEXT = 1  # every document ends with a text of at least one token
 
 # Purposes of `mix`, beside those of packing.
@@ -69,9 +74,9 @@ class Distribution(Strict):
 
 
 class Items(NamedTuple):
-    """Images and clips that are to be given to documents."""
+    """Items that are to be given to documents."""
 
-    kinds: Ints  # [items] IMAGE, TARGET or AUDIO
+    kinds: Ints  # [items] of `KINDS`
     tokens: Ints  # [items]
     grids: Ints  # [items, 2]
     captions: Ints  # [items] tokens
@@ -86,7 +91,7 @@ class Drawn:
     segment_start: Ints  # [N + 1]
     kinds: Ints  # [segments]
     tokens: Ints  # [segments]
-    grids: Ints  # [segments, 2] patches of images read, else 0
+    grids: Ints  # [segments, 2] of items (`spec.heads.Head`); 0 of texts
 
 
 def read_distribution(name: str) -> Distribution:
@@ -115,18 +120,12 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
         sequences.
     """
     form = read_distribution(spec.name)
-    probe = _items(form, spec, inputs, PROBED, PROBED, PROBED)
+    probe = _items(form, spec, inputs, dict.fromkeys(KINDS, PROBED))
     # before as many are drawn as were asked for
     if _mean_tokens(spec, probe) > inputs.sequence_length:
         raise _too_much(spec, inputs, probe)
-    items = _items(
-        form,
-        spec,
-        inputs,
-        round(spec.images_per_sequence * spec.sequences),
-        round(spec.generated_per_sequence * spec.sequences),
-        round(spec.clips_per_sequence * spec.sequences),
-    )
+    asked = {item: round(mean * spec.sequences) for item, mean in spec.per_sequence.items()}
+    items = _items(form, spec, inputs, asked)
     document = _place(
         form, items, spec.sequences, inputs.sequence_length - SAMPLE_SPECIALS - LAST_TEXT
     )
@@ -136,32 +135,32 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
 
 
 def _items(
-    form: Distribution,
-    spec: DistributionSpec,
-    inputs: ModelInputs,
-    read: int,
-    generated: int,
-    clips: int,
+    form: Distribution, spec: DistributionSpec, inputs: ModelInputs, asked: Mapping[Item, int]
 ) -> Items:
-    """That many images of each kind and clips, none of a kind that the model has no module for."""
-    read, generated = read if inputs.image else 0, generated if inputs.target else 0
-    clips, pictures = clips if inputs.audio else 0, generated + read
-    count = pictures + clips
-    tokens, grids = np.zeros(count, dtype=np.int64), np.zeros((count, 2), dtype=np.int64)
-    if inputs.target is not None:
-        tokens[:generated] = inputs.target.context_tokens
-    if inputs.image is not None:
-        grids[generated:pictures] = inputs.image.grids(image_sizes(form, read, spec.min_side_px))
-        tokens[generated:pictures] = grids[generated:pictures].prod(axis=1) // inputs.image.merge**2
-    if inputs.audio is not None:
-        tokens[pictures:] = inputs.audio.tokens
+    """That many items of each modality, none of one that the model has no module for."""
+    kinds, tokens, grids = [], [], []
+    for item in DRAWN_IN:
+        heads = inputs.of(item)
+        count = asked.get(item, 0) if heads else 0
+        if not count:
+            continue
+        sizes = image_sizes(form, count, spec.min_side_px) if item == "image" else None
+        grid = heads[0].grids(np.ones((count, 2), dtype=np.int64) if sizes is None else sizes)
+        kinds.append(np.full(count, KINDS[item], dtype=np.int64))
+        tokens.append(heads[0].rows("tokens").of(heads[0].size(grid.prod(axis=1))))
+        grids.append(grid)
+    nothing = np.zeros(0, dtype=np.int64)
+    count = sum(map(len, kinds))
     captions = (
         _log_normal(form.caption_tokens, _uniform(count, form.seed, CAPTION))
         .astype(np.int64)
         .clip(1)
     )
     return Items(
-        np.repeat([TARGET, IMAGE, AUDIO], [generated, read, clips]), tokens, grids, captions
+        np.concatenate([nothing, *kinds]),
+        np.concatenate([nothing, *tokens]),
+        np.concatenate([nothing.reshape(0, 2), *grids]),
+        captions,
     )
 
 
@@ -268,13 +267,9 @@ def _asked(spec: DistributionSpec, probe: Items) -> list[tuple[float, str, float
     with caption."""
     need = probe.tokens + probe.captions
     return [
-        (mean, what, float(need[probe.kinds == kind].mean()))
-        for kind, mean, what in (
-            (IMAGE, spec.images_per_sequence, "images read"),
-            (TARGET, spec.generated_per_sequence, "images generated"),
-            (AUDIO, spec.clips_per_sequence, "audio clips"),
-        )
-        if (probe.kinds == kind).any()
+        (mean, TOLD.get(item, UNREAD[KINDS[item]]), float(need[probe.kinds == KINDS[item]].mean()))
+        for item, mean in spec.per_sequence.items()
+        if (probe.kinds == KINDS[item]).any()
     ]
 
 

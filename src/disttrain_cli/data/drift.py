@@ -35,10 +35,11 @@ def drift(
     """What has moved significantly, the largest change first; nothing without steps.
 
     Args:
-        profile: what the plan was made with. steps: in order; each with the sums `tokens`,
-        `images`, `targets` over its `sequences`, and `step`. sizes: single sequences of the last
-        steps, where they were recorded: images and samples may have grown though
-            there are as many as before.
+        profile: what the plan was made with.
+        steps: in order; each with the sums `tokens`, `images`, `targets` over its `sequences`, and
+            `step`.
+        sizes: single sequences of the last steps, where they were recorded: images and samples may
+            have grown though there are as many as before.
     """
     planned = profile.data.sample
     found = [

@@ -42,7 +42,7 @@ from disttrain_cli.data.sources import Shard, Skipped, read_shard
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError, MismatchError
-from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, KINDS, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
@@ -81,14 +81,14 @@ class Index:
     shard: Ints  # [N] place in `shards`, which is empty where the sizes were drawn
     keys: Sequence[str]  # [N]
     segment_start: Ints  # [N + 1]
-    kinds: Ints  # [segments] TEXT, IMAGE, TARGET or AUDIO
+    kinds: Ints  # [segments] TEXT, or one of `KINDS`
     tokens: Ints  # [segments]
     trained: NDArray[np.bool_]  # [segments] a text whose tokens are labels
     ended: NDArray[np.bool_]  # [segments] a text whose last token is an EOS inside the sample
     # [segments] where it lies in its shard: two numbers whose meaning is the form's own
     offsets: Ints
     sizes: Ints  # [segments]
-    grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
+    grids: Ints  # [segments, 2] rows, columns of items (`spec.heads.Head`); 0 of texts
     #: [N, 2] (first character, characters) of samples that are pieces of a document
     #: (`data.documents`), else 0; None = there is no such sample
     pieces: Ints | None = None
@@ -141,8 +141,9 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
 
     Raises:
         DataError: a source is missing or empty, has too many bad samples, or no text to train on.
-        MismatchError: a shard changed or went since it was indexed. SpecError: the tokenizer does
-        not fit the model, or the images of the distribution not its sequences.
+        MismatchError: a shard changed or went since it was indexed.
+        SpecError: the tokenizer does not fit the model, or the images of the distribution not its
+            sequences.
     """
     if run.file.data.distribution is not None:
         return _drawn_index(run.file.data.distribution, inputs)
@@ -181,8 +182,9 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
 
     Raises:
         DataError: there is no index, it cannot be read, or the run has a distribution instead of
-        data. MismatchError: it was made for another model, tokenizer or list of sources, or a shard
-        came, went or changed.
+            data.
+        MismatchError: it was made for another model, tokenizer or list of sources, or a shard came,
+            went or changed.
     """
     check_sources(run)
     stored = read_stored(run.dir.index)
@@ -366,10 +368,10 @@ def _pieces(segment_start: Ints, kinds: Ints, widths: Ints, heights: Ints) -> In
 
 
 def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Ints:
-    """Patch grids [segments, 2]."""
-    grids = np.zeros((len(kinds), 2), dtype=np.int64)
-    images = np.flatnonzero(kinds == IMAGE)
-    if len(images):
-        assert inputs.image is not None
-        grids[images] = inputs.image.grids(np.stack([widths[images], heights[images]], axis=1))
+    """Grids [segments, 2]."""
+    grids, sizes = np.zeros((len(kinds), 2), dtype=np.int64), np.stack([widths, heights], axis=1)
+    for item, kind in KINDS.items():
+        own = np.flatnonzero(kinds == kind)
+        if len(own):
+            grids[own] = inputs.of(item)[0].grids(sizes[own])
     return grids

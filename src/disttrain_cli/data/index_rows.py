@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.documents import pieces
 from disttrain_cli.data.index_file import schema
-from disttrain_cli.data.log_mel import FRAME_MS
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Sample, Segment, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import AUDIO, COLUMNS, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT, UNREAD
+from disttrain_cli.spec.index import COLUMNS, ITEMS, KINDS, SAMPLE_SPECIALS, TARGET, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
 
 if TYPE_CHECKING:
@@ -101,8 +100,7 @@ def _batch(
 ) -> pa.RecordBatch:
     import pyarrow as pa
 
-    heads = {IMAGE: inputs.image, TARGET: inputs.target, AUDIO: inputs.audio}
-    present = {TEXT} | {kind for kind, head in heads.items() if head}
+    present = {TEXT} | {kind for item, kind in KINDS.items() if inputs.of(item)}
     unread.update(
         UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present
     )
@@ -130,21 +128,15 @@ def _batch(
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + SAMPLE_SPECIALS
-    longest_ms = inputs.audio.frames * FRAME_MS if inputs.audio else 0
-    too_long = ((columns["kinds"] == AUDIO) & (columns["widths"] > longest_ms)).astype(np.int64)
-    unheard = np.diff(starts_of(too_long)[starts_of(counts)]) > 0
-    keep = (counts > 0) & (lengths <= inputs.sequence_length) & ~unheard
+    misfits = [_misfit(segments, inputs) for segments in own]
+    fits = np.array([reason is None for reason in misfits], dtype=bool)
+    keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
     for place in np.flatnonzero(~keep).tolist():
         if not counts[place]:
             reason = "nothing in it that this model reads"
-        elif unheard[place]:
-            longest = max(one.width_px for one in own[place] if one.kind == AUDIO)
-            reason = (
-                f"a clip of {longest / 1e3:.1f} s, longer than the {longest_ms / 1e3:g} s that the"
-                " model hears"
-            )
         else:
-            reason = f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens"
+            too_long = f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens"
+            reason = misfits[place] or too_long
         skipped.append(Skipped(label, samples[place].key, reason))
     inside = np.repeat(keep, counts)
     offsets = pa.array(starts_of(counts[keep]), pa.int32())
@@ -168,6 +160,16 @@ def _read(segments: list[Segment], present: set[int]) -> list[Segment]:
         for one, asking in zip(segments, asks, strict=True)
         if one.kind in present
     ]
+
+
+def _misfit(segments: list[Segment], inputs: ModelInputs) -> str | None:
+    """Why the model cannot read an item of a sample, if there is one that it cannot."""
+    reasons = (
+        inputs.of(ITEMS[one.kind])[0].misfit(one.width_px, one.height_px)
+        for one in segments
+        if one.kind != TEXT
+    )
+    return next((reason for reason in reasons if reason), None)
 
 
 def _in_pieces(
@@ -202,12 +204,11 @@ def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInput
     tokens = np.zeros(len(kinds), dtype=np.int64)
     tokens[kinds == TEXT] = of_texts
     tokens += columns["ended"]
-    images = np.flatnonzero(kinds == IMAGE)
-    if inputs.image is not None and len(images):
-        sizes = np.stack([columns["widths"][images], columns["heights"][images]], axis=1)
-        tokens[images] = inputs.image.grids(sizes).prod(axis=1) // inputs.image.merge**2
-    if inputs.audio is not None:
-        tokens[kinds == AUDIO] = inputs.audio.tokens
-    if inputs.target is not None:
-        tokens[kinds == TARGET] = inputs.target.context_tokens
+    sizes = np.stack([columns["widths"], columns["heights"]], axis=1)
+    for item, kind in KINDS.items():
+        own = np.flatnonzero(kinds == kind)
+        if len(own):
+            head = inputs.of(item)[0]
+            area = head.grids(sizes[own]).prod(axis=1)
+            tokens[own] = head.rows("tokens").of(head.size(area))
     return tokens

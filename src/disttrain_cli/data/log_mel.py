@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.clips import RATE_HZ, decode_clip
-from disttrain_cli.spec.inputs import AudioInput
+from disttrain_cli.spec.heads import AudioInput
 
 WINDOW, HOP = 400, 160  # samples at 16 kHz: 25 ms, 10 ms
-FRAME_MS = 1000 * HOP // RATE_HZ
 FLOOR = 1e-10  # power below which all is silence
 DEPTH = 8.0  # powers of ten that are told apart below the loudest
 #: The features of a clip without any sound.
@@ -32,7 +31,7 @@ def decode_features(data: bytes, audio: AudioInput, out: NDArray[np.float32]) ->
         ValueError: it is no whole sound file, or longer than the encoder hears.
         DataError: `soundfile` is not installed.
     """
-    log_mel(decode_clip(data, audio.frames * FRAME_MS), audio, out)
+    log_mel(decode_clip(data, audio.longest_ms), audio, out)
 
 
 def log_mel(samples: NDArray[np.float32], audio: AudioInput, out: NDArray[np.float32]) -> None:

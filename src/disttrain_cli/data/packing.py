@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,8 @@ from disttrain_cli.data.index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
+from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.inputs import ModelInputs
 
 BLOCK_SAMPLES = 2048  # samples that are sorted together
@@ -31,6 +33,28 @@ KEPT_EPOCHS = 2  # whose sequences are remembered: a batch may lie on the end of
 
 # Purposes of `mix`, so that equal numbers used for different things give different hashes.
 DRAW, ORDER, SEQUENCE_ORDER = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Members:
+    """The items of one modality in packed sequences [Q]."""
+
+    start: Ints  # [Q + 1]
+    segment: Ints  # [N] segments of the index, in order of place
+    grid: Ints  # [N, 2] rows, columns (`spec.heads.Head`)
+
+    @property
+    def counts(self) -> Ints:
+        """[Q]"""
+        return np.diff(self.start)
+
+    @property
+    def area(self) -> Ints:
+        """[N] rows · columns."""
+        return np.asarray(self.grid.prod(axis=1))
+
+    def __len__(self) -> int:
+        return len(self.segment)
 
 
 @dataclass(frozen=True)
@@ -45,21 +69,10 @@ class Packing:
     tokens: Ints  # [Q] without padding
     length_sq: Ints  # [Q] Σ length² over the samples inside
     label_tokens: Ints  # [Q]
-    image_start: Ints  # [Q + 1]
-    image_segment: Ints  # segments of the index, in order of place
-    image_grid: Ints  # [images, 2] patches (rows, columns)
-    target_start: Ints  # [Q + 1]
-    target_segment: Ints
-    clip_start: Ints  # [Q + 1]
-    clip_segment: Ints
+    items: Mapping[Item, Members]  # of every modality
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def clips(self) -> Ints:
-        """[Q] audio clips."""
-        return np.diff(self.clip_start)
 
     @property
     def fill_fraction(self) -> float:
@@ -196,9 +209,7 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
     counts = np.diff(index.segment_start)[samples]
     segments = ranges(index.segment_start[samples], counts)
     sequence = np.repeat(np.repeat(np.arange(len(ids)), np.diff(sample_start)), counts)
-    images, targets, clips = (
-        np.flatnonzero(index.kinds[segments] == kind) for kind in (IMAGE, TARGET, AUDIO)
-    )
+    chosen = {item: np.flatnonzero(index.kinds[segments] == kind) for item, kind in KINDS.items()}
     return Packing(
         index=index,
         ids=ids,
@@ -207,11 +218,12 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
         tokens=per_sequence(lengths),
         length_sq=per_sequence(index.inputs.length_sq(lengths)),
         label_tokens=per_sequence(labels),
-        image_start=starts_of(np.bincount(sequence[images], minlength=len(ids))),
-        image_segment=segments[images],
-        image_grid=index.grids[segments[images]],
-        target_start=starts_of(np.bincount(sequence[targets], minlength=len(ids))),
-        target_segment=segments[targets],
-        clip_start=starts_of(np.bincount(sequence[clips], minlength=len(ids))),
-        clip_segment=segments[clips],
+        items={
+            item: Members(
+                starts_of(np.bincount(sequence[own], minlength=len(ids))),
+                segments[own],
+                index.grids[segments[own]],
+            )
+            for item, own in chosen.items()
+        },
     )

@@ -8,32 +8,34 @@ bytes do not depend on the threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.checking import Broken, broken_in, try_decoding
-from disttrain_cli.data.decoding import decode_image, decode_target
-from disttrain_cli.data.log_mel import SILENCE, decode_features
+from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
+from disttrain_cli.data.packing import Members
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
-from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, SlotBatch
+from disttrain_cli.data.slots import Ints, ItemArrays, ReplicaItems, SlotBatch
 from disttrain_cli.data.sources import printable
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, number_of
+from disttrain_cli.spec.heads import Head, Item, number_of
+from disttrain_cli.spec.index import KINDS
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 
-#: Fields that are read from the data's files, those of further encoders and generators
-#: ("pixels.1") too.
-READ = frozenset({"pixels", "audio", "tokens", "labels", "targets", "weights"})
+#: Fields that are read from the data's files: what an encoder or generator reads of an item
+#: ("image", of a further one "image.1"), and those of texts.
+READ = frozenset({*KINDS, "tokens", "labels", "weights"})
 
 FIELDS = READ | {"layout", "context", "dropout"}
 
@@ -62,8 +64,9 @@ def check_request(request: Request, layout: Layout, inputs: ModelInputs) -> None
         )
     check_number("slot", request.slot, layout.microbatches)
     check_number("replica", request.replica, replicas[request.unit])
-    numbered = (("pixels", len(inputs.images)), ("targets", len(inputs.targets)))
-    known = FIELDS | {f"{name}.{number}" for name, count in numbered for number in range(1, count)}
+    known = FIELDS | {
+        f"{item}.{number}" for item in KINDS for number in range(1, len(inputs.of(item)))
+    }
     if unknown := sorted(request.fields - known):
         raise ValueError(f"there is no field {printable(unknown[0])} in this run")
 
@@ -89,6 +92,7 @@ class Preparation:
     """A request at work: the arrays that the tasks write into."""
 
     fields: dict[str, Any]
+    items: dict[Item, dict[str, Any]]
     tasks: list[Future[list[Broken]]] = field(default_factory=list)
 
     def done(self, timeout_s: float | None = None) -> bool:
@@ -105,7 +109,8 @@ class Preparation:
     def result(self) -> Prepared:
         """The arrays, once everything is written; raises what a task raised."""
         broken = {found.segment: found for task in self.tasks for found in task.result()}
-        return Prepared(SlotBatch(**self.fields), list(broken.values()))
+        items = {item: ItemArrays(**own) for item, own in self.items.items()}
+        return Prepared(SlotBatch(items, **self.fields), list(broken.values()))
 
 
 class Preparer:
@@ -141,112 +146,55 @@ class Preparer:
         order, batch = self.orders.of(request.step)
         slot = order.slots[request.slot]
         own = slot.replicas[request.unit][request.replica]
-        work = Preparation({"image_grids": slot.image_grid[own.images]})
-        if self._inputs.audio is not None:
-            work.fields["clips"] = np.array(len(own.clips), np.int64)
         chosen = slot.sequences - batch.ids[0]
-        if _asked(request.fields, "pixels"):
-            self._begin_pixels(
-                work,
-                slot,
-                own.images,
-                _members(batch.image_segment, batch.image_start, chosen),
-                request,
-            )
-        if "audio" in request.fields:
-            self._begin_clips(
-                work, _members(batch.clip_segment, batch.clip_start, chosen)[own.clips]
-            )
-        if "weights" in request.fields or _asked(request.fields, "targets"):
-            segments = _members(batch.target_segment, batch.target_start, chosen)[own.targets]
-            self._begin_targets(work, segments, request)
-        if "dropout" in request.fields:
-            for item, numbers in (
-                ("image", own.images),
-                ("clip", own.clips),
-                ("target", own.targets),
-            ):
-                segments = _members(
-                    getattr(batch, f"{item}_segment"), getattr(batch, f"{item}_start"), chosen
-                )
-                work.fields[f"{item}_seeds"] = self._seeds(request.step, segments[numbers])
+        work = Preparation({}, {})
+        for item, members in batch.items.items():
+            segments = _members(members, chosen)[own[item]]
+            work.items[item] = {"grids": slot.items[item].grid[own[item]]}
+            self._begin_items(work, item, segments, request)
+            if "dropout" in request.fields:
+                work.items[item]["seeds"] = self._seeds(request.step, segments)
         if request.fields & {"tokens", "layout", "context", "labels"}:
-            plans = [SequencePlan(batch, int(chosen[sequence])) for sequence in own.sequences]
+            plans = [SequencePlan(batch, int(chosen[number])) for number in own["sequence"]]
             self._begin_sequences(work, plans, own, request.fields)
         return work
 
-    def _begin_pixels(
-        self, work: Preparation, slot: Slot, images: Ints, segments: Ints, request: Request
-    ) -> None:
-        asked, specs = _asked(request.fields, "pixels"), self._inputs.images
-        blocks = [
-            self._blocks(work, slot, images, segments, spec) if number in asked else None
-            for number, spec in enumerate(specs)
-        ]
-        if blocks[0] is not None:
-            work.fields["pixels"] = blocks[0]
-        if asked - {0}:
-            count = len(next(block for block in blocks if block is not None))
-            nothing = [np.zeros((0, 1, 1, 1), np.uint8)] * count
-            work.fields["other_pixels"] = [
-                array for block in blocks[1:] for array in block or nothing
-            ]
+    def _begin_items(self, work: Preparation, item: Item, segments: Ints, request: Request) -> None:
+        """What encoders or generators read of items.
+
+        Weights of images to generate need the decoding too, which says whether there is an image;
+        its pixels are kept where wanted.
+        """
+        arrays, heads, weights = work.items[item], self._inputs.of(item), None
+        asked = {number_of(name) for name in request.fields if name.partition(".")[0] == item}
+        if item == "target" and ("weights" in request.fields or asked):
+            weights = arrays["weights"] = np.ones(len(segments), np.float32)
+            arrays["noise_seeds"] = self._seeds(request.step, segments)
+        values = {
+            number: self._blocks(work, heads[number], arrays["grids"], segments, weights)
+            for number in asked or ({0} if weights is not None else ())
+        }
+        arrays["values"] = {number: values[number] for number in sorted(asked)}
 
     def _blocks(
-        self, work: Preparation, slot: Slot, images: Ints, segments: Ints, spec: ImageInput
+        self, work: Preparation, head: Head, grids: Ints, segments: Ints, weights: Any
     ) -> list[Any]:
-        """By run of equal grids, the pixels for one encoder."""
-        arrays: list[Any] = []
-        grids = [tuple(grid) for grid in slot.image_grid.tolist()]
-        first = 0
-        while first < len(images):
-            rows, columns = grid = grids[images[first]]
-            last = first
-            while last < len(images) and grids[images[last]] == grid:
-                last += 1
-            block = np.zeros(
-                (last - first, spec.channels, rows * spec.patch_px, columns * spec.patch_px),
-                np.uint8,
-            )
-            for out, image in zip(block, images[first:last], strict=True):
+        """By run of equal grids, what one encoder or generator reads."""
+        modality, blocks = MODALITIES[head.item], []
+        for first, last in runs_of(grids):
+            rows, columns = grid = tuple(grids[first].tolist())
+            blank = modality.blank(head, (rows, columns))
+            block = np.repeat(blank[None], last - first, axis=0)
+            for place, out in enumerate(block, first):
                 self._decode(
-                    work, int(segments[image]), out, partial(decode_image, grid=grid, image=spec)
+                    work,
+                    int(segments[place]),
+                    out,
+                    partial(modality.decode, head=head, grid=grid),
+                    None if weights is None else weights[place : place + 1],
                 )
-            arrays.append(block)
-            first = last
-        return arrays
-
-    def _begin_clips(self, work: Preparation, segments: Ints) -> None:
-        spec = self._inputs.audio
-        assert spec is not None
-        features = np.full((len(segments), spec.mel_bins, spec.frames), SILENCE, np.float32)
-        for place, segment in enumerate(segments.tolist()):
-            self._decode(work, segment, features[place], partial(decode_features, audio=spec))
-        work.fields["audio_features"] = features
-
-    def _begin_targets(self, work: Preparation, segments: Ints, request: Request) -> None:
-        """Weights need the decoding too, which says whether there is an image; its pixels are kept
-        where wanted."""
-        drawn, specs = _asked(request.fields, "targets"), self._inputs.targets
-        weights = np.ones(len(segments), np.float32)
-        pixels = {
-            number: np.zeros(
-                (len(segments), specs[number].channels, *[specs[number].size_px] * 2), np.uint8
-            )
-            for number in drawn or {0}
-        }
-        for number, block in pixels.items():
-            decode = partial(decode_target, target=specs[number])
-            for place, segment in enumerate(segments.tolist()):
-                self._decode(work, segment, block[place], decode, weights[place : place + 1])
-        work.fields.update(target_weights=weights, noise_seeds=self._seeds(request.step, segments))
-        if 0 in drawn:
-            work.fields["target_pixels"] = pixels[0]
-        if drawn - {0}:
-            work.fields["other_targets"] = [
-                pixels[number] if number in drawn else np.zeros((0, 1, 1, 1), np.uint8)
-                for number in range(1, len(specs))
-            ]
+            blocks.append(block)
+        return blocks
 
     def _begin_sequences(
         self,
@@ -261,12 +209,9 @@ class Preparer:
             fields["positions"], fields["documents"] = (
                 np.stack(part) for part in zip(*layouts, strict=True)
             )
-        if "tokens" in wanted:
-            fields["image_rows"] = _in_order(plans, IMAGE, own.images, length)
-            if self._inputs.audio is not None:
-                fields["audio_rows"] = _in_order(plans, AUDIO, own.clips, length)
-        if "context" in wanted:
-            fields["context_rows"] = _in_order(plans, TARGET, own.targets, length)
+        for item, kind in KINDS.items():
+            if ("context" if item == "target" else "tokens") in wanted:
+                work.items[item]["rows"] = _in_order(plans, kind, own[item], length)
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
             for place, plan in enumerate(plans):
@@ -345,14 +290,15 @@ class Preparer:
         return np.searchsorted(self._index.segment_start, segment, side="right") - 1
 
 
-def _asked(fields: frozenset[str], name: str) -> set[int]:
-    """Numbers of the encoders ("pixels") or generators ("targets") whose pixels are asked for."""
-    return {number_of(field) for field in fields if field.partition(".")[0] == name}
+def runs_of(grids: Ints) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of the runs of equal grids [N, 2]."""
+    ends = np.flatnonzero(np.any(np.diff(grids, axis=0), axis=1)) + 1
+    yield from pairwise([0, *ends.tolist(), len(grids)] if len(grids) else [])
 
 
-def _members(values: Ints, start: Ints, chosen: Ints) -> Ints:
-    """Values of the chosen sequences, in canonical order."""
-    return values[ranges(start[chosen], np.diff(start)[chosen])]
+def _members(members: Members, chosen: Ints) -> Ints:
+    """Segments of the items of the chosen sequences, in canonical order."""
+    return members.segment[ranges(members.start[chosen], members.counts[chosen])]
 
 
 def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) -> Ints:

@@ -8,10 +8,11 @@ from collections import OrderedDict
 
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import REINDEX
+from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.sources import OpenShard, Place, RowGroups, open_shard, printable, shown
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import AUDIO, TEXT
+from disttrain_cli.spec.index import ITEMS, TEXT
 
 OPEN_SHARDS = 64
 NO_RECORD = Place(-1, 0)
@@ -38,8 +39,8 @@ class ShardReader:
         record = self._place(texts[0]) if texts else NO_RECORD
         try:
             shard = self._shard(sample)
-            read = shard.clip if self._index.kinds[segment] == AUDIO else shard.image
-            return read(self._place(segment), record)
+            media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
+            return shard.file(media, self._place(segment), record)
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
         except OSError as error:

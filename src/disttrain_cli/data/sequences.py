@@ -17,7 +17,7 @@ from disttrain_cli.data.arrays import ranges, starts_of
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import AUDIO, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT
 
 NOT_TRAINED = -100
 PADDING_DOCUMENT = -1
@@ -49,8 +49,7 @@ class SequencePlan:
         self.segment_at = starts_of(self.tokens)[:-1] + SAMPLE_SPECIALS * samples_before + 1
 
     def rows(self, kind: int) -> list[Ints]:
-        """Places of the tokens of each image (IMAGE), clip (AUDIO) or image to be generated
-        (TARGET)."""
+        """Places of the tokens of each item of a kind."""
         chosen = np.flatnonzero(self.kinds == kind)
         return [np.arange(self.segment_at[s], self.segment_at[s] + self.tokens[s]) for s in chosen]
 
@@ -73,13 +72,9 @@ class SequencePlan:
             tokenizer.eos,
             self.end_trained,
         )
-        for kind, placeholder in (
-            (IMAGE, tokenizer.image),
-            (AUDIO, tokenizer.image),
-            (TARGET, tokenizer.context),
-        ):
+        for item, kind in KINDS.items():
             for place in self.rows(kind):
-                ids[place] = placeholder
+                ids[place] = tokenizer.context if item == "target" else tokenizer.image
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

@@ -3,14 +3,18 @@ the data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
 from disttrain_cli.data.packing import Packing
-from disttrain_cli.data.slots import Ints
+from disttrain_cli.data.slots import Ints, columns
+from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import SizeSample
 
@@ -18,78 +22,84 @@ SAMPLED_BATCH = 4  # purpose of `mix`, beside those of packing
 
 
 @dataclass(frozen=True)
+class ItemAreas:
+    """Areas of the items of one modality in Q packed sequences, one sequence after the other."""
+
+    start: Ints  # [Q + 1]
+    area: Ints  # [N] (`spec.heads.Head`)
+
+    @property
+    def counts(self) -> Ints:
+        """[Q]"""
+        return np.diff(self.start)
+
+    def take(self, chosen: Ints) -> ItemAreas:
+        """Those of the chosen sequences, in that order."""
+        counts = self.counts[chosen]
+        return ItemAreas(starts_of(counts), self.area[ranges(self.start[chosen], counts)])
+
+    def per_sequence(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[Q, …] sums of the items' values [N, …]."""
+        total = np.cumsum(
+            np.concatenate([np.zeros_like(values, shape=(1, *values.shape[1:])), values]), axis=0
+        )
+        return np.asarray(total[self.start[1:]] - total[self.start[:-1]])
+
+    def lists(self) -> list[list[int]]:
+        """Areas by sequence."""
+        return [own.tolist() for own in np.split(self.area, self.start[1:-1])]
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """Sizes of Q packed sequences; images of all of them lie one after the other."""
+    """Sizes of Q packed sequences."""
 
     tokens: Ints  # [Q] without padding
     length_sq: Ints  # [Q] Σ length² over the samples inside
-    image_start: Ints  # [Q + 1]
-    patches: Ints  # [images]
-    targets: Ints  # [Q] images to generate
-    clips: Ints  # [Q] audio clips
+    items: Mapping[Item, ItemAreas]  # of every modality
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, chosen: Ints) -> Sizes:
         """The chosen sequences, in that order; one may be chosen several times."""
-        counts = np.diff(self.image_start)[chosen]
         return Sizes(
-            tokens=self.tokens[chosen],
-            length_sq=self.length_sq[chosen],
-            image_start=starts_of(counts),
-            patches=self.patches[ranges(self.image_start[chosen], counts)],
-            targets=self.targets[chosen],
-            clips=self.clips[chosen],
+            self.tokens[chosen],
+            self.length_sq[chosen],
+            {item: own.take(chosen) for item, own in self.items.items()},
         )
-
-    def per_sequence(self, per_image: Ints) -> Ints:
-        """[Q] sums of a value per image."""
-        total = starts_of(per_image)
-        return total[self.image_start[1:]] - total[self.image_start[:-1]]
 
     def work(self, inputs: ModelInputs) -> dict[str, NDArray[np.float64]]:
         """By module name, [Q, 3]: the columns of `Work` that each sequence brings to the module."""
         work = {inputs.llm: np.stack([np.ones(len(self)), self.tokens, self.length_sq], axis=1)}
-        if inputs.images:
-            columns = (
-                np.diff(self.image_start),
-                self.per_sequence(self.patches),
-                self.per_sequence(self.patches**2),
-            )
-            work |= dict.fromkeys(
-                [head.module for head in inputs.images], np.stack(columns, axis=1).astype(float)
-            )
-        if inputs.audio is not None:
-            work[inputs.audio.module] = self.clips[:, None] * np.array(inputs.audio.work(1))
-        for head in inputs.targets:
-            work[head.module] = self.targets[:, None] * np.array(head.work(1))
+        for head in inputs.heads:
+            own = self.items[head.item]
+            work[head.module] = own.per_sequence(columns(head.size(own.area)))
         return work
 
 
 def sizes_of(packing: Packing) -> Sizes:
     """The sizes of a packing's sequences."""
     return Sizes(
-        tokens=packing.tokens,
-        length_sq=packing.length_sq,
-        image_start=packing.image_start,
-        patches=packing.image_grid.prod(axis=1),
-        targets=np.diff(packing.target_start),
-        clips=packing.clips,
+        packing.tokens,
+        packing.length_sq,
+        {item: ItemAreas(own.start, own.area) for item, own in packing.items.items()},
     )
 
 
 def sizes_of_sample(sample: SizeSample) -> Sizes:
     """The sizes that a profile keeps."""
     return Sizes(
-        tokens=np.array(sample.tokens, dtype=np.int64),
-        length_sq=np.array(sample.length_sq, dtype=np.int64),
-        image_start=starts_of(np.array([len(images) for images in sample.images], dtype=np.int64)),
-        patches=np.array(
-            [patches for images in sample.images for patches in images], dtype=np.int64
-        ),
-        targets=np.array(sample.targets, dtype=np.int64),
-        clips=np.array(sample.clips or [0] * len(sample.tokens), dtype=np.int64),
+        np.array(sample.tokens, dtype=np.int64),
+        np.array(sample.length_sq, dtype=np.int64),
+        {item: _areas(sample.areas(item)) for item in KINDS},
+    )
+
+
+def _areas(by_sequence: Sequence[Sequence[int]]) -> ItemAreas:
+    return ItemAreas(
+        starts_of(np.array([len(own) for own in by_sequence], dtype=np.int64)),
+        np.array([area for own in by_sequence for area in own], dtype=np.int64),
     )
 
 

@@ -1,27 +1,43 @@
 """What an ordering decides: for every slot of a step, which replica of which unit works on which
 items.
 
-Items of a slot are numbered in canonical order: sequences as the ordering lists them, images, clips
-and targets by (sequence, place in the sequence). Replicas refer to them by these numbers, so routes
+Items of a slot are numbered in canonical order: sequences as the ordering lists them, those of a
+modality by (sequence, place in the sequence). Replicas refer to them by these numbers, so routes
 between units can be derived on every rank without a message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.spec.inputs import ModelInputs, number_of
+from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.index import KINDS
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.work import Work
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def no_items() -> Ints:
     """The numbers of no item."""
     return np.zeros(0, dtype=np.int64)
+
+
+def replica_items(**numbers: Ints) -> ReplicaItems:
+    """The items that are given, none of all others."""
+    return dict.fromkeys(("sequence", *KINDS), no_items()) | numbers
+
+
+#: The items of one replica of one unit in one slot: canonical numbers in the replica's own order.
+#: Sequences are empty for units without the LLM. Items of equal grid are adjacent: sorted by (grid
+#: rows, grid columns, number).
+ReplicaItems = Mapping[Item, Ints]
 
 
 @dataclass(frozen=True)
@@ -34,14 +50,27 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class ReplicaItems:
-    """The items of one replica of one unit in one slot, as canonical numbers in the replica's own
-    order."""
+class SlotItems:
+    """The items of one modality in a slot."""
 
-    sequences: Ints  # empty for units without the LLM
-    images: Ints  # images of equal grid adjacent: sorted by (grid rows, grid columns, number)
-    targets: Ints
-    clips: Ints = field(default_factory=no_items)
+    sequence: Ints  # [N] position in the slot's `sequences`
+    grid: Ints  # [N, 2] rows, columns (`spec.heads.Head`)
+
+    @property
+    def area(self) -> Ints:
+        """[N] rows · columns."""
+        return np.asarray(self.grid.prod(axis=1))
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+
+def slot_items(sequence: Ints | None = None, grid: Ints | None = None) -> SlotItems:
+    """Items of these sequences, all alike where there are no grids; without sequences none."""
+    sequence = no_items() if sequence is None else sequence
+    return SlotItems(
+        sequence, np.ones((len(sequence), 2), dtype=np.int64) if grid is None else grid
+    )
 
 
 @dataclass(frozen=True)
@@ -52,62 +81,33 @@ class Slot:
     sequences: Ints  # [S] packed-sequence ids
     sequence_tokens: Ints  # [S] unpadded tokens
     sequence_length_sq: Ints  # [S] Σ length² over the samples inside
-    image_sequence: Ints  # [N images] position in `sequences`
-    image_grid: Ints  # [N images, 2] patches (rows, columns)
-    target_sequence: Ints  # [N targets] position in `sequences`
-    replicas: dict[str, list[ReplicaItems]]  # unit name → its replicas
-    clip_sequence: Ints = field(default_factory=no_items)  # [N clips] position in `sequences`
+    items: Mapping[Item, SlotItems]  # of every modality
+    replicas: Mapping[str, list[ReplicaItems]]  # unit name → its replicas
 
-    def rows(self, item: str, column: str) -> Ints:
+    def rows(self, item: Item, column: str) -> Ints:
         """Rows that each item contributes to a state tensor (`models.layer.TensorSpec.rows`)."""
-        patches = self.image_grid[:, 0] * self.image_grid[:, 1]
-        image, audio, target = self.inputs.image, self.inputs.audio, self.inputs.target
-        if item == "image" and column.startswith("patches"):
-            return patches + self.inputs.images[number_of(column)].extra_tokens
-        if (item, column) == ("image", "tokens"):
-            assert image is not None
-            return patches // (image.merge * image.merge)
-        if item == "audio":
-            assert audio is not None
-            of_clip = {"positions": audio.positions, "tokens": audio.tokens}[column]
-            return np.full(len(self.clip_sequence), of_clip, dtype=np.int64)
-        if (item, column) == ("sequence", "tokens"):
+        if item == "sequence":
             return np.full(len(self.sequences), self.inputs.sequence_length, dtype=np.int64)
-        if (item, column) == ("target", "one"):
-            return np.ones(len(self.target_sequence), dtype=np.int64)
-        if (item, column) == ("target", "context"):
-            assert target is not None
-            return np.full(len(self.target_sequence), target.context_tokens, dtype=np.int64)
-        raise AssertionError(f"no rows for {item}/{column}")
-
-    def items(self, unit: str, replica: int, item: str) -> Ints:
-        """Canonical numbers of one replica's items, in its own order."""
-        own = self.replicas[unit][replica]
-        return {
-            "image": own.images,
-            "audio": own.clips,
-            "sequence": own.sequences,
-            "target": own.targets,
-        }[item]
+        head, area = self.inputs.of(item)[0], self.items[item].area
+        return np.asarray(self.inputs.rows(item, column).of(head.size(area)))
 
     def work(self, module: str, items: ReplicaItems) -> Work:
         """Work that these items bring to a module."""
-        item = self.inputs.item(module)
-        if item == "image":
-            patches = (self.image_grid[items.images, 0] * self.image_grid[items.images, 1]).astype(
-                float
-            )
-            return Work(len(items.images), float(patches.sum()), float((patches**2).sum()))
-        if item == "audio":
-            assert self.inputs.audio is not None
-            return self.inputs.audio.work(float(len(items.clips)))
-        if item == "sequence":
+        head = self.inputs.head(module)
+        if head is None:
+            own = items["sequence"]
             return Work(
-                len(items.sequences),
-                float(self.sequence_tokens[items.sequences].sum()),
-                float(self.sequence_length_sq[items.sequences].sum()),
+                len(own),
+                float(self.sequence_tokens[own].sum()),
+                float(self.sequence_length_sq[own].sum()),
             )
-        return self.inputs.target_of(module).work(float(len(items.targets)))
+        return Work(*columns(head.size(self.items[head.item].area[items[head.item]])).sum(axis=0))
+
+
+def columns(size: Ints) -> Floats:
+    """[N, 3] the columns of `Work` of items of these sizes."""
+    exact = size.astype(float)
+    return np.stack([np.ones(len(size)), exact, exact**2], axis=1)
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,21 @@ class StepOrder:
 
 
 @dataclass(frozen=True)
+class ItemArrays:
+    """Prepared items of one modality of one replica, in its own order; the fields of
+    `models.layer.Items`. Fields that were not asked for are None."""
+
+    grids: Ints  # [N, 2]; always comes
+    #: of each encoder or generator that was asked for, by its number among those of the modality:
+    #: per run of equal grids [n, ...]
+    values: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
+    rows: Ints | None = None
+    weights: NDArray[np.float32] | None = None
+    noise_seeds: Ints | None = None
+    seeds: Ints | None = None
+
+
+@dataclass(frozen=True)
 class SlotBatch:
     """Prepared inputs of one replica for one slot, as NumPy arrays; the fields of
     `models.layer.Batch`.
@@ -129,22 +144,34 @@ class SlotBatch:
     of the way there. Fields that were not asked for are None.
     """
 
-    image_grids: Ints
-    clips: Ints | None = None  # [] how many; of models that hear, always
-    pixels: list[NDArray[np.uint8]] | None = None
-    other_pixels: list[NDArray[np.uint8]] | None = None
-    audio_features: NDArray[np.float32] | None = None
+    items: dict[Item, ItemArrays]
     token_ids: Ints | None = None
     positions: Ints | None = None
     documents: Ints | None = None
-    image_rows: Ints | None = None
-    audio_rows: Ints | None = None
-    context_rows: Ints | None = None
     labels: Ints | None = None
-    target_pixels: NDArray[np.uint8] | None = None
-    other_targets: list[NDArray[np.uint8]] | None = None
-    target_weights: NDArray[np.float32] | None = None
-    noise_seeds: Ints | None = None
-    image_seeds: Ints | None = None
-    clip_seeds: Ints | None = None
-    target_seeds: Ints | None = None
+
+
+def flat_arrays(batch: SlotBatch) -> dict[str, Any]:
+    """All arrays by name, as "token_ids", "image/rows", or "image/values/0", which is a list."""
+    named = {name: value for name, value in vars(batch).items() if name != "items"}
+    for item, own in batch.items.items():
+        named |= {f"{item}/{name}": value for name, value in vars(own).items() if name != "values"}
+        named |= {f"{item}/values/{number}": value for number, value in own.values.items()}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def of_flat_arrays(named: Mapping[str, Any]) -> SlotBatch:
+    """The inverse of `flat_arrays`."""
+    whole: dict[str, Any] = {"items": {}}
+    of_items: dict[Item, dict[str, Any]] = {}
+    for name, value in named.items():
+        item, _, rest = name.rpartition("/") if "/values/" not in name else name.partition("/")
+        if not item:
+            whole[name] = value
+        elif rest.startswith("values/"):
+            own = of_items.setdefault(item, {}).setdefault("values", {})
+            own[int(rest.removeprefix("values/"))] = value
+        else:
+            of_items.setdefault(item, {})[rest] = value
+    whole["items"] = {item: ItemArrays(**own) for item, own in of_items.items()}
+    return SlotBatch(**whole)

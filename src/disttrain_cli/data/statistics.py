@@ -13,8 +13,8 @@ from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.index import IMAGE, TEXT
-from disttrain_cli.spec.profile import DataProfile, Distribution, SizeSample
+from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
+from disttrain_cli.spec.profile import NAMED_ITEMS, DataProfile, Distribution, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
@@ -33,12 +33,13 @@ def describe_data(packing: Packing) -> DataProfile:
         text_tokens=int(index.tokens[index.kinds == TEXT].sum()),
         label_tokens=int(index.label_tokens.sum()),
         image_tokens=int(index.tokens[index.kinds == IMAGE].sum()),
-        images=len(packing.image_segment),
+        images=len(packing.items["image"]),
         scaled_down=index.scaled_down,
-        targets=len(packing.target_segment),
-        clips=int(packing.clips.sum()),
+        targets=len(packing.items["target"]),
+        clips=len(packing.items["audio"]),
+        others={item: len(packing.items[item]) for item in KINDS if item not in NAMED_ITEMS},
         fill_fraction=packing.fill_fraction,
-        images_per_sequence=distribution(np.diff(packing.image_start)),
+        images_per_sequence=distribution(packing.items["image"].counts),
         skipped=len(index.skipped),
         skipped_first=[
             f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]
@@ -52,24 +53,26 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
     """Sizes of `count` sequences in packed order, or of all where there are fewer.
 
     They are spread evenly over the sequences sorted by patches read and, among similar ones, by
-    images to generate and then by audio clips: the means are the data's to a fraction of what they
-    would be of as many drawn by chance.
+    images to generate and then by items of other modalities: the means are the data's to a fraction
+    of what they would be of as many drawn by chance.
     """
     sizes = sizes_of(packing)
     count = min(count, len(sizes))
-    keys = [
-        sizes.per_sequence(sizes.patches),
-        sizes.targets,
-        *([sizes.clips] if sizes.clips.any() else []),
-    ]
+    areas = {item: own.per_sequence(own.area) for item, own in sizes.items.items()}
+    keys = [own for item, own in areas.items() if item in ("image", "target") or own.any()]
     spread = _spread(keys, groups=max(1, round(count ** (1 / len(keys)))))
     sizes = sizes.take(np.sort(spread[(2 * np.arange(count) + 1) * len(sizes) // (2 * count)]))
     return SizeSample(
         tokens=sizes.tokens.tolist(),
         length_sq=sizes.length_sq.tolist(),
-        images=[images.tolist() for images in np.split(sizes.patches, sizes.image_start[1:-1])],
-        targets=sizes.targets.tolist(),
-        clips=sizes.clips.tolist() if sizes.clips.any() else [],
+        images=sizes.items["image"].lists(),
+        targets=sizes.items["target"].counts.tolist(),
+        clips=sizes.items["audio"].counts.tolist() if len(sizes.items["audio"].area) else [],
+        others={
+            item: own.lists()
+            for item, own in sizes.items.items()
+            if item not in NAMED_ITEMS and len(own.area)
+        },
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models import clip, decoder, pixart, qwen_vision, siglip, unet, vae, vit, whisper
+from disttrain_cli.models.architecture import Architecture, Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import decoders, encoders
 from disttrain_cli.models.configs.checks import ModuleConfig, read_transformer, wrong
@@ -25,50 +26,15 @@ from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.files import parse_json
-from disttrain_cli.spec.inputs import AudioInput, ImageInput, Item, TargetInput
+from disttrain_cli.spec.heads import AudioInput, ImageInput, Item, TargetInput
+from disttrain_cli.spec.plugins import with_plugins
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.runfile.model import Kind, LossWeights, ModuleSpec
+from disttrain_cli.spec.runfile.model import ModuleSpec
 
 #: Folders of the parts of a diffusers pipeline that are modules here.
 PARTS = ("unet", "transformer")
 #: Ids of the built-in byte tokenizer: 256 bytes and 5 special tokens.
 BYTE_TOKENS = 261
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A module and what its makers must know of the rest of the model."""
-
-    module: ModuleConfig
-    spec: ModuleSpec
-    reads: tuple[str, ...]  # tensors that the encoders before the LLM leave
-    llm_width: int
-    projector_hidden: int
-    feeds_generator: bool
-    loss_weights: LossWeights
-    place: int = 0  # of the module among those of the model that work on the same items
-
-
-Inputs = ImageInput | AudioInput | TargetInput
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How a class of transformers or diffusers becomes a module.
-
-    Attributes:
-        item: what the module works on. published: the library's class whose weights
-        `PipelineLayer.published` names, as "MODULE:CLASS". read: the configuration (and a VAE's) of
-        (name, architecture, spec, fields of `config.json`); SpecError. make: the layers in pipeline
-        order. inputs: what it asks of the data; None for an LLM.
-    """
-
-    kind: Kind
-    item: Item
-    published: str
-    read: Callable[[str, str, ModuleSpec, dict[str, Any]], tuple[Any, dict[str, Any] | None]]
-    make: Callable[[Joined], list[LayerMaker]]
-    inputs: Callable[[Run, ModuleConfig], Inputs] | None = None
 
 
 def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
@@ -218,7 +184,7 @@ def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
     )
 
 
-ARCHITECTURES: dict[str, Architecture] = {
+_OWN: dict[str, Architecture] = {
     "vit": Architecture(
         "encoder",
         "image",
@@ -226,6 +192,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _tower_config("ViTConfig", encoders.check_vit),
         partial(_tower, vit.makers),
         partial(_tower_input, HALVES, 1),
+        several=True,
     ),
     "clip_vision_model": Architecture(
         "encoder",
@@ -234,6 +201,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _tower_config("CLIPVisionConfig", encoders.check_clip_or_siglip),
         partial(_tower, clip.makers),
         partial(_tower_input, CLIP, 1),
+        several=True,
     ),
     "siglip_vision_model": Architecture(
         "encoder",
@@ -242,6 +210,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _tower_config("SiglipVisionConfig", encoders.check_clip_or_siglip),
         partial(_tower, siglip.makers),
         partial(_tower_input, HALVES, 0),
+        several=True,
     ),
     "qwen2_5_vl_vision": Architecture(
         "encoder",
@@ -250,6 +219,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _transformer("Qwen2_5_VLVisionConfig", encoders.check_qwen_vision),
         _qwen_vision,
         _qwen_vision_input,
+        several=True,
     ),
     "whisper": Architecture(
         "encoder",
@@ -276,6 +246,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_unet,
         partial(_generator, unet.makers),
         _generator_input,
+        several=True,
     ),
     "pixart": Architecture(
         "generator",
@@ -284,8 +255,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_pixart,
         partial(_generator, pixart.makers),
         _generator_input,
+        several=True,
     ),
 }
+
+#: By the `model_type` of a `config.json`, those of other packages too.
+ARCHITECTURES = with_plugins("disttrain.architectures", _OWN)
 
 #: What a `config.json` names otherwise: the architecture, and the field of its configuration
 #: inside the whole model's.
@@ -303,20 +278,18 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
 
     Raises:
         SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two
-        audio encoders.
+        encoders of items that only one can work on.
     """
     configs = {name: _read(run, name) for name in run.file.model.order}
-    alike = [
-        name
-        for name, module in configs.items()
-        if ARCHITECTURES[module.architecture].item == "audio"
-    ]
-    if len(alike) > 1:
-        raise SpecError(
-            f"{' and '.join(alike)} are both audio encoders",
-            "this version takes at most one",
-            "Remove one of them from model.modules.",
-        )
+    first: dict[Item, str] = {}
+    for name, module in configs.items():
+        entry = ARCHITECTURES[module.architecture]
+        if first.setdefault(entry.item, name) != name and not entry.several:
+            raise SpecError(
+                f"{first[entry.item]} and {name} are both {entry.item} {entry.kind}s",
+                "this version takes at most one",
+                "Remove one of them from model.modules.",
+            )
     llm = next(c for c in configs.values() if c.kind == "llm")
     if run.file.data.tokenizer == "bytes" and llm.config.vocab_size < BYTE_TOKENS:
         allowed = f"at least {BYTE_TOKENS}, the ids of the tokenizer 'bytes'"

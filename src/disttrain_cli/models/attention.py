@@ -79,7 +79,8 @@ class Segments:
         if self._together:
             return None
         with torch.device("cpu"):
-            sizes = torch.tensor(self.lengths).repeat_interleave(torch.tensor(self.lengths))
+            lengths = torch.tensor(self.lengths)
+            sizes = lengths.repeat_interleave(lengths, output_size=sum(self.lengths))
         rows = torch.argsort(sizes, stable=True)
         return to_device(rows, self._device), to_device(torch.argsort(rows), self._device)
 
@@ -124,10 +125,13 @@ def attend(
     """Attention of every row to the rows of its own segment: [R, H, D].
 
     Args:
-        key_RGD, value_RGD: of G heads, each of which serves H / G heads of the query. within: the
-        query's segments, to: and those of keys and values, where they are others; all of either are
-        equally long then. scale: of the scores; 1 / √D if None. causal: to itself and the rows
-        before it only, window: and of those to the last `window`, itself among them.
+        key_RGD, value_RGD: of G heads, each of which serves H / G heads of the query.
+        within: the query's segments,
+        to: and those of keys and values, where they are others; all of either are equally long
+            then.
+        scale: of the scores; 1 / √D if None.
+        causal: to itself and the rows before it only,
+        window: and of those to the last `window`, itself among them.
     """
     rows = _Rows(query_RHD, key_RGD, value_RGD)
     if window is not None and window >= within.longest:

@@ -27,7 +27,7 @@ from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms
 from disttrain_cli.models.host import to_device
-from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share
 
 
@@ -80,11 +80,13 @@ class Embed(DecoderLayer):
         ids = batch.token_ids.flatten()
         table = self.embedding.weight
         hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
-        for name, rows in (("image_embeds", batch.image_rows), ("audio_embeds", batch.audio_rows)):
+        for item in dict.fromkeys(name.partition(EMBEDS)[0] for name in self.reads):
             made = [
-                state[own] for own in self.reads if own.partition(".")[0] == name and own in state
+                state[name]
+                for name in self.reads
+                if name.startswith(f"{item}{EMBEDS}") and name in state
             ]
-            given = sum(made[1:], made[0]) if made else None
+            given, rows = sum(made[1:], made[0]) if made else None, batch.of(item).rows
             if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
@@ -161,18 +163,19 @@ class Head(DecoderLayer):
         self.name, self.module, self.weight = f"{module}.head", module, weight
         self.needs = ("labels", "context") if feeds_generator else ("labels",)
         if feeds_generator:
-            self.writes = (TensorSpec("context", "target", "context", (config.hidden_size,)),)
+            self.writes = (TensorSpec("context", "target", "tokens", (config.hidden_size,)),)
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.published = {"norm": "model.norm", "lm_head": "lm_head"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        rows = batch.labels.numel() if batch.labels is not None else len(state["hidden"])
-        hidden = gather(self.norm(state["hidden"]), rows, self.group)
+        count = batch.labels.numel() if batch.labels is not None else len(state["hidden"])
+        hidden = gather(self.norm(state["hidden"]), count, self.group)
         result: dict[str, Tensor] = {}
         if self.writes:
-            assert batch.context_rows is not None
-            result["context"] = share(hidden.index_select(0, batch.context_rows), self.group)
+            rows = batch.of("target").rows
+            assert rows is not None
+            result["context"] = share(hidden.index_select(0, rows), self.group)
         if batch.labels is not None:
             total = cross_entropy(
                 self.lm_head(hidden), batch.labels.flatten(), self.first_id or 0, self.group

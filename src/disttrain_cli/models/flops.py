@@ -22,7 +22,7 @@ from torch import Tensor
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
-from disttrain_cli.spec.inputs import Item, ModelInputs
+from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -97,50 +97,51 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
         kinds = counted.setdefault(info.module, {})
         if info.kind in kinds:
             continue
-        item = inputs.item(info.module)
+        head = inputs.head(info.module)
         layer = build_layers(run, index, index + 1, device="meta")[0]
         works, counts = [], []
-        for sizes in _sizes(inputs, item):
+        for sizes in _sizes(head):
             batch = probe_batch(inputs, device="meta", **sizes)
             counts.append(layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch))
             sizes.pop("length", None)
             works.append(probe_work(inputs, info.module, windows=False, **sizes))
         forward, backward, backward_input = (
-            _exact(works, column, item, inputs.probe_step) for column in zip(*counts, strict=True)
+            _exact(works, column, head) for column in zip(*counts, strict=True)
         )
         kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
     return counted
 
 
-def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
+def _sizes(head: Head | None) -> list[dict[str, Any]]:
     """Probe sizes that tell the features of `Work` apart."""
-    if item == "image":
-        m = inputs.probe_step
-        return [
-            {"grids": [(rows * m, columns * m)] * images}
-            for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))
-        ]
-    if item == "sequence":
+    if head is None:
         return [
             {"documents": [[length]] * sequences, "length": length}
             for sequences, length in ((1, 64), (1, 192), (2, 64), (3, 256))
         ]
-    return [{"clips": 1}] if item == "audio" else [{"targets": 1}]
+    if head.alike:
+        return [{head.item: 1}]
+    p = head.period
+    return [
+        {head.item: [head.grid_of(rows * p, columns * p)] * count}
+        for count, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))
+    ]
 
 
-def _exact(works: Sequence[Work], counts: Sequence[int], item: Item, merge: int) -> Polynomial:
-    """The polynomial through all counts; clips and images to generate all have one size: their
-    FLOPs are per item.
+def _exact(works: Sequence[Work], counts: Sequence[int], head: Head | None) -> Polynomial:
+    """The polynomial through all counts; where all items have one size, their FLOPs are per item.
 
-    A projector works once per block of `merge`² patches, so that FLOPs of a patch need not be
-    whole numbers.
+    A projector works once per block of merge² patches, so that FLOPs of a patch need not be whole
+    numbers, while those of the smallest item are.
     """
-    features = np.array(works, dtype=float)[:, : 3 if item in ("image", "sequence") else 1]
+    smallest = 1 if head is None else math.prod(head.grid_of(head.period, head.period))
+    alike = head is not None and head.alike
+    features = np.array(works, dtype=float)[:, : 1 if alike else 3]
     scale = features.max(axis=0)
     solution = (
         np.linalg.lstsq(features / scale, np.array(counts, dtype=float), rcond=None)[0] / scale
     )
-    terms = [round(value * merge**2) / merge**2 for value in solution] + [0.0, 0.0]
+    terms = [round(value * smallest) / smallest for value in solution] + [0.0, 0.0]
     polynomial = Polynomial(per_item=terms[0], per_token=terms[1], per_length_sq=terms[2])
     assert all(
         math.isclose(polynomial(work), count, rel_tol=1e-12)

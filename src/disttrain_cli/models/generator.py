@@ -52,16 +52,13 @@ class Canvas:
 def targets_field(place: int) -> str:
     """The field of the batch that brings the targets of a generator, by its place among the
     model's."""
-    return f"targets.{place}" if place else "targets"
+    return f"target.{place}" if place else "target"
 
 
 def targets_of(batch: Batch, place: int) -> Tensor:
     """A generator's targets [N, C, H, W]."""
-    if place:
-        assert batch.other_targets is not None
-        return batch.other_targets[place - 1]
-    assert batch.target_pixels is not None
-    return batch.target_pixels
+    (targets,) = batch.of("target").values[place]
+    return targets
 
 
 class GeneratorLayer(PipelineLayer):
@@ -70,8 +67,7 @@ class GeneratorLayer(PipelineLayer):
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         if self.reads:
             return len(state[self.reads[0]]) == 0
-        assert batch.target_weights is not None
-        return len(batch.target_weights) == 0
+        return not batch.of("target").grids
 
 
 class Projector(GeneratorLayer):
@@ -95,7 +91,7 @@ class Projector(GeneratorLayer):
     ) -> None:
         super().__init__()
         self.name, self.module, self.context_tokens = f"{module}.projector", module, context_tokens
-        self.writes = (TensorSpec("conditioning", "target", "context", (width,)),)
+        self.writes = (TensorSpec("conditioning", "target", "tokens", (width,)),)
         self.mlp = nn.Sequential(
             nn.Linear(llm_width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.LayerNorm(width)
         )
@@ -154,13 +150,14 @@ class Finish(GeneratorLayer):
         self.needs = (canvas.needs if sees_clean else "weights",)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.target_weights is not None
+        weights = batch.of("target").weights
+        assert weights is not None
         noise, (timesteps, drawn) = self.canvas.noise, self.canvas.draw(batch)
         clean = self.canvas.clean(state, batch) if noise.goal_needs_clean else None
         error_N = (
             (self.predict(state) - noise.goal(clean, drawn, timesteps)).square().mean(dim=(1, 2, 3))
         )
-        loss = self.weight * (batch.target_weights * error_N).sum() / batch.targets
+        loss = self.weight * (weights * error_N).sum() / batch.targets
         return {f"{LOSS_PREFIX}{self.loss}": once(loss, self.group)}
 
     def predict(self, state: dict[str, Tensor]) -> Tensor:

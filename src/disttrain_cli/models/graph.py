@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.architectures import ARCHITECTURES, Joined, read_configs
+from disttrain_cli.models.architecture import Joined
+from disttrain_cli.models.architectures import ARCHITECTURES, read_configs
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.configs.decoders import windows_of
-from disttrain_cli.models.layer import PipelineLayer, TensorSpec
-from disttrain_cli.models.towers import embeds_name
+from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name
 from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import parallel_to
@@ -47,14 +47,12 @@ def describe(run: Run) -> ModelInputs:
     are wrong."""
     configs = read_configs(run)
     llm = next(config for config in configs.values() if config.kind == "llm")
-    heads: dict[str, Any] = {}
+    heads: list[Head] = []
     for module in configs.values():
         entry = ARCHITECTURES[module.architecture]
-        if entry.inputs is not None and entry.item in heads:
-            heads.setdefault(f"other_{entry.item}s", []).append(entry.inputs(run, module))
-        elif entry.inputs is not None:
-            heads[entry.item] = entry.inputs(run, module)
-    eyes = [heads[key] for key in ("image",) if key in heads] + heads.get("other_images", [])
+        if entry.inputs is not None:
+            heads.append(entry.inputs(run, module))
+    eyes = [head for head in heads if isinstance(head, ImageInput)]
     if len({(eye.patch_px, eye.merge, eye.channels) for eye in eyes}) > 1:
         given = ", ".join(
             f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels"
@@ -72,7 +70,7 @@ def describe(run: Run) -> ModelInputs:
         vocabulary=llm.config.vocab_size,
         sequence_length=length,
         windows=windows_of(llm.config, length),
-        **heads,
+        heads=heads,
     )
 
 
@@ -179,7 +177,7 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
         for name, item in items.items()
     }
     reads = tuple(
-        embeds_name(places[name]) if items[name] == "image" else "audio_embeds"
+        embeds_name(items[name], places[name])
         for name, module in configs.items()
         if module.kind == "encoder"
     )

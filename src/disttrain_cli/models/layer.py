@@ -1,9 +1,9 @@
 """What a pipeline layer is: a module that maps a dict of named tensors to a dict, and says which it
 reads and writes.
 
-State tensors are rows: the first dimension counts rows, and every item (an image read, an audio
-clip, a packed sequence, an image to be generated) owns a known number of them, so that any set of
-items can be cut out, sent to another rank and put back in order without looking at the values
+State tensors are rows: the first dimension counts rows, and every item (a packed sequence, an image
+read, an audio clip, an image to be generated) owns a known number of them, so that any set of items
+can be cut out, sent to another rank and put back in order without looking at the values
 (`data.slots` has the row counts).
 
 Shape letters used in this room:
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import Division
-from disttrain_cli.spec.inputs import Item
+from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class TensorSpec:
     """A named state tensor [R, *shape]: whose rows it holds, how many per item, and the shape of a
     row.
 
-    `rows` names a column of the slot's item table (`data.slots.Slot.rows`): image: "patches" (with
-    extra tokens; "patches.N" of encoder N), "tokens"; audio: "positions", "tokens"; sequence:
-    "tokens"; target: "one", "context".
+    `rows` names what an item's head counts (`spec.heads.Head.rows`): "tokens" in the LLM; of an
+    image "patches" (with extra tokens; "patches.N" of encoder N), of a clip "positions", of an
+    image to be generated "one".
 
     Over a tensor-parallel group every rank has the whole tensor, or with `split` its own rows
     (`division.own_rows`).
@@ -52,63 +52,65 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Items:
+    """The items of one modality that a replica works on in a slot, in its own order; fields that a
+    stage did not ask for are None."""
+
+    grids: list[tuple[int, int]]  # (rows, columns) of each; equal grids are adjacent; always come
+    #: of the encoders or generators whose layers are on the stage, by their number among those of
+    #: the modality: per run of equal grids [n, …]
+    values: Mapping[int, list[Tensor]] = field(default_factory=dict)
+    rows: Tensor | None = None  # [R] int64, places in M·L of their tokens, in their order
+    seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
+    weights: Tensor | None = None  # [N] float32, 0 = could not be decoded; of targets
+    noise_seeds: Tensor | None = None  # [N] int64, as `seeds`; of targets
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+
+@dataclass(frozen=True)
 class Batch:
     """What one replica works on in one slot, as tensors on its device; fields a stage did not ask
     for are None.
 
-    Images, sequences and targets are in the replica's own order, which every state tensor follows.
+    Items and sequences are in the replica's own order, which every state tensor follows.
     """
 
-    # patches (rows, columns) of each image; equal grids are adjacent
-    image_grids: list[tuple[int, int]]
-    clips: int = 0  # audio clips; always comes
-    pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
-    # of one further encoder after the other; [0, …] where not asked for
-    other_pixels: list[Tensor] | None = None
-    audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
+    items: Mapping[Item, Items] = field(default_factory=dict)  # by modality
     token_ids: Tensor | None = None  # [M, L] int64
     positions: Tensor | None = None  # [M, L] int64, restarting with every sample
     # of the M·L rows: tokens of each sample, and a sequence's padding as one
     sample_lengths: list[int] | None = None
-    image_rows: Tensor | None = None  # [R] int64, places in M·L of the image tokens, in image order
-    audio_rows: Tensor | None = None  # [R] int64, the same of the audio tokens, in clip order
-    # [N·K] int64, places in M·L of the context tokens, in target order
-    context_rows: Tensor | None = None
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
-    # [N, C, H, W] in -1..1, or latents that were prepared beforehand
-    target_pixels: Tensor | None = None
-    # the same for further generators, in order; [0, …] where not asked for
-    other_targets: list[Tensor] | None = None
-    target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
-    noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
-    image_seeds: Tensor | None = None  # [N] int64, the same of the images read
-    clip_seeds: Tensor | None = None  # [N] int64, of the audio clips
-    target_seeds: Tensor | None = None  # [N] int64, of the images to generate
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
     # what the layers of a stage made of the batch, once for all
     cache: dict[str, Any] = field(default_factory=dict)
 
+    def of(self, item: Item) -> Items:
+        """The items of a modality."""
+        return self.items.get(item, NOTHING)
+
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch, with what was made of them so far."""
         made = [vars(value) for value in self.cache.values() if isinstance(value, Segments)]
-        return [value for value in tree_leaves([vars(self), made]) if isinstance(value, Tensor)]
+        items = [vars(own) for own in self.items.values()]
+        return [
+            value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
+        ]
 
 
-#: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
-#: "pixels.N" and "targets.N" ask for those of the model's encoder or generator N, counted from 0:
-#: they are in `other_pixels` and `other_targets`.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "pixels": ("pixels",),
-    "audio": ("audio_features",),
-    "tokens": ("token_ids", "image_rows", "audio_rows"),
-    "layout": ("positions", "sample_lengths"),
-    "context": ("context_rows",),
-    "labels": ("labels",),
-    "targets": ("target_pixels", "target_weights", "noise_seeds"),
-    "weights": ("target_weights", "noise_seeds"),
-    "dropout": ("image_seeds", "clip_seeds", "target_seeds"),
-}
+NOTHING = Items([])
+
+#: What an encoder leaves for the LLM is named ITEM_embeds, of a further one ITEM_embeds.N.
+EMBEDS = "_embeds"
+
+
+def embeds_name(item: Item, number: int = 0) -> str:
+    """Name of what encoder `number` of a modality leaves for the LLM, which reads the sum."""
+    return f"{item}{EMBEDS}.{number}" if number else f"{item}{EMBEDS}"
+
 
 #: State names with this prefix are summed losses (scalars), already weighted and normalised by
 #: global counts.
@@ -127,7 +129,11 @@ class PipelineLayer(nn.Module):
     kind: str  # cost kind: layers of equal kind have equal costs ("block")
     reads: tuple[str, ...] = ()  # state tensors it needs
     writes: tuple[TensorSpec, ...] = ()  # state tensors it leaves (also those it replaces)
-    needs: tuple[str, ...] = ()  # keys of FIELDS
+    #: groups of batch fields: "ITEM" (what encoder or generator 0 of a modality reads), "ITEM.N"
+    #: (the same of number N), "tokens" (ids, and rows of what encoders made), "layout" (positions,
+    #: sample_lengths), "context" (rows of targets), "labels", "weights" (of targets, with
+    #: noise_seeds), "dropout" (seeds)
+    needs: tuple[str, ...] = ()
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
     # whether this run trains any of its weights; set when a stage is put together, as is the next

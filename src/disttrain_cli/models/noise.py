@@ -116,16 +116,14 @@ def draw_noise(
     """
     timestep_of, noise_of = f"timesteps/{place}", f"noise/{place}"
     if noise_of not in batch.cache:
-        assert batch.target_weights is not None and batch.noise_seeds is not None
-        device = batch.target_weights.device
+        weights, seeds = batch.of("target").weights, batch.of("target").noise_seeds
+        assert weights is not None and seeds is not None
+        device = weights.device
         if device.type == "meta":
-            batch.cache[timestep_of] = batch.noise_seeds
-            batch.cache[noise_of] = torch.empty(len(batch.noise_seeds), *shape, device=device)
+            batch.cache[timestep_of] = seeds
+            batch.cache[noise_of] = torch.empty(len(seeds), *shape, device=device)
         else:
-            draws = [
-                _draw_one(own_seed(seed, place), shape, timesteps)
-                for seed in batch.noise_seeds.tolist()
-            ]
+            draws = [_draw_one(own_seed(seed, place), shape, timesteps) for seed in seeds.tolist()]
             batch.cache[timestep_of] = to_device(
                 torch.stack([timestep for timestep, _ in draws]), device
             )

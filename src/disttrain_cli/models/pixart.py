@@ -57,7 +57,7 @@ class In(Start):
         )
         self.caption_projection = copy.deepcopy(whole.caption_projection)
         if self.caption_projection is not None:
-            self.writes += (TensorSpec("conditioning", "target", "context", (width,)),)
+            self.writes += (TensorSpec("conditioning", "target", "tokens", (width,)),)
 
     def start(
         self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
@@ -134,7 +134,7 @@ class Block(GeneratorLayer):
         self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        begin(self, self.dropouts, batch.target_seeds, [1] * len(state["patches"]))
+        begin(self, self.dropouts, batch.of("target").seeds, [1] * len(state["patches"]))
         conditioning_NKD = state["conditioning"].unflatten(0, (-1, self.context_tokens))
         patches = self.block(
             state["patches"], encoder_hidden_states=conditioning_NKD, timestep=state["modulation"]

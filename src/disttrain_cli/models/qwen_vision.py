@@ -73,7 +73,7 @@ class Embed(QwenLayer):
     """Pixels [N, C, H, W] → a convolution of each patch, in the rows' order."""
 
     kind = "embed"
-    needs = ("pixels",)
+    needs = ("image",)
 
     def __init__(self, module: str, config: Any) -> None:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed
@@ -85,10 +85,9 @@ class Embed(QwenLayer):
         self.published = {"patch_embed": "patch_embed"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.pixels is not None
         kernel = self.patch_embed.proj.weight.sum(2)  # the same image at every time
         hidden = []
-        for pixels in batch.pixels:
+        for pixels in self.pixels(batch):
             # [N, D, rows, columns]
             grid = functional.conv2d(pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:])
             order = to_device(self.layout(*grid.shape[2:]).order, grid.device)
@@ -122,7 +121,11 @@ class Block(QwenLayer):
         self.published = {"layer": f"blocks.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, extra=0)
+        layer, hidden, rows = (
+            self.layer,
+            state["image_hidden"],
+            count(batch.of("image").grids, extra=0),
+        )
         hidden = hidden + across(
             partial(self._attention, batch), layer.norm1(hidden), rows, self.group
         )
@@ -153,7 +156,7 @@ class Block(QwenLayer):
             f"windows of {self.window}",
             lambda: [
                 length
-                for count, rows, columns in runs(batch.image_grids)
+                for count, rows, columns in runs(batch.of("image").grids)
                 for length in self.layout(rows, columns).windows * count
             ],
             like,
@@ -165,7 +168,7 @@ class Block(QwenLayer):
             with torch.device("cpu"):
                 places = [
                     torch.stack([own.order // columns, own.order % columns], 1).repeat(count, 1)
-                    for count, rows, columns in runs(batch.image_grids)
+                    for count, rows, columns in runs(batch.of("image").grids)
                     for own in (self.layout(rows, columns),)
                 ]
                 cos, sin = self._rotary()(torch.empty(0), torch.cat(places))
@@ -202,7 +205,7 @@ class Merger(QwenLayer):
         def merge(normed_RD: Tensor) -> Tensor:
             merged = self.merger.mlp(normed_RD.unflatten(0, (-1, self.merge**2)).flatten(1))
             start, parts = 0, []
-            for images, rows, columns in runs(batch.image_grids):
+            for images, rows, columns in runs(batch.of("image").grids):
                 tokens = to_device(self.layout(rows, columns).tokens, merged.device)
                 own = merged[start : start + images * len(tokens)].unflatten(
                     0, (images, len(tokens))
@@ -211,7 +214,7 @@ class Merger(QwenLayer):
                 start += images * len(tokens)
             return torch.cat(parts)
 
-        rows = count(batch.image_grids, extra=0)
+        rows = count(batch.of("image").grids, extra=0)
         return {
             "image_merged": across(merge, self.merger.ln_q(state["image_hidden"]), rows, self.group)
         }
@@ -232,7 +235,7 @@ class Projector(QwenLayer):
         )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        rows = count(batch.image_grids, extra=0) // self.merge**2
+        rows = count(batch.of("image").grids, extra=0) // self.merge**2
         return {"image_embeds": across(self.mlp, state["image_merged"], rows, self.group)}
 
 

@@ -26,19 +26,17 @@ def generate(
     decoder: VaeDecoder | None = None,
     generator: str | None = None,
 ) -> NDArray[np.uint8]:
-    """Images [N, H, W, C] for the context tokens of a batch, N = rows of `batch.context_rows` /
-    context tokens.
+    """Images [N, H, W, C] for the N targets of a batch, of which only the rows are used.
 
     `layers` is the whole model on one device, of which a VAE's encoder is left out; `generator`
     names the module that draws (the first one if not given), and `decoder` makes images of the
-    latents of one that denoises such. The batch's labels and target pixels are not used. Image i
+    latents of one that denoises such. Image i
     starts from noise drawn from (seed, i), the same on any device.
     """
     target = inputs.target_of(generator or inputs.generators[0])
-    assert batch.context_rows is not None
     others = set(inputs.generators) - {target.module}
     layers = [layer for layer in layers if layer.weights_of != "vae" and layer.module not in others]
-    count = len(batch.context_rows) // target.context_tokens
+    count = len(batch.of("target"))
     if not count:
         return np.zeros((0, target.size_px, target.size_px, 3), dtype=np.uint8)
     split = next(i for i, layer in enumerate(layers) if layer.module == target.module)

@@ -22,15 +22,11 @@ from torch.nn import functional
 from disttrain_cli.models.attention import Segments, segments_of
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.host import to_device
-from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec, embeds_name
 from disttrain_cli.models.parallel import across, split
 
-EMBEDS = "image_embeds"  # what the LLM reads; of several encoders it reads the sum
-
-
-def embeds_name(place: int) -> str:
-    """Name of what the image encoder at `place` leaves for the LLM."""
-    return f"{EMBEDS}.{place}" if place else EMBEDS
+#: What the only image encoder leaves for the LLM.
+EMBEDS = embeds_name("image")
 
 
 def runs(grids: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -62,7 +58,7 @@ def count(grids: list[tuple[int, int]], extra: int) -> int:
 def images_of(batch: Batch, extra: int, like: Tensor) -> Segments:
     """The rows of each image, which attend each other."""
     return segments_of(
-        batch.cache, f"images + {extra}", lambda: rows_of(batch.image_grids, extra), like
+        batch.cache, f"images + {extra}", lambda: rows_of(batch.of("image").grids, extra), like
     )
 
 
@@ -118,11 +114,11 @@ class ImageLayer(PipelineLayer):
         """Belong to a further image encoder, whose fields and tensors have names of their own where
         both are there."""
         self.place = place
-        self.needs = tuple(f"pixels.{place}" if name == "pixels" else name for name in self.needs)
+        self.needs = tuple(f"image.{place}" if name == "image" else name for name in self.needs)
         self.writes = tuple(
             replace(
                 spec,
-                name=embeds_name(place) if spec.name == EMBEDS else spec.name,
+                name=embeds_name("image", place) if spec.name == EMBEDS else spec.name,
                 rows=f"patches.{place}" if spec.rows == "patches" else spec.rows,
             )
             for spec in self.writes
@@ -130,19 +126,20 @@ class ImageLayer(PipelineLayer):
         return self
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        written = super().forward(state, batch)
         if not self.place:
-            return super().forward(state, batch)
-        count = sum(1 for _ in runs(batch.image_grids))
-        own = slice((self.place - 1) * count, self.place * count)
-        pixels = None if batch.other_pixels is None else batch.other_pixels[own]
-        written = super().forward(state, replace(batch, pixels=pixels))
+            return written
         return {
-            embeds_name(self.place) if name == EMBEDS else name: tensor
+            embeds_name("image", self.place) if name == EMBEDS else name: tensor
             for name, tensor in written.items()
         }
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        return not batch.image_grids
+        return not batch.of("image").grids
+
+    def pixels(self, batch: Batch) -> list[Tensor]:
+        """[n, C, H, W] of each run of equal grids."""
+        return batch.of("image").values[self.place]
 
 
 class PatchEmbed(ImageLayer):
@@ -153,7 +150,7 @@ class PatchEmbed(ImageLayer):
     """
 
     kind = "embed"
-    needs = ("pixels",)
+    needs = ("image",)
 
     def __init__(self, module: str, config: Any, class_token: bool) -> None:
         super().__init__()
@@ -179,8 +176,7 @@ class PatchEmbed(ImageLayer):
         }
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.pixels is not None
-        hidden = [self._embed(pixels).flatten(0, 1) for pixels in batch.pixels]
+        hidden = [self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)]
         return {"image_hidden": self.pre_norm(split(torch.cat(hidden), self.group))}
 
     def _embed(self, pixels: Tensor) -> Tensor:
@@ -214,7 +210,7 @@ class Block(ImageLayer):
         layer, hidden, rows = (
             self.layer,
             state["image_hidden"],
-            count(batch.image_grids, self.extra),
+            count(batch.of("image").grids, self.extra),
         )
 
         def attend(normed_RD: Tensor) -> Tensor:
@@ -264,7 +260,7 @@ class Projector(ImageLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         def project(normed_RD: Tensor) -> Tensor:
-            return self.mlp(merged(normed_RD, batch.image_grids, self.merge, self.extra))
+            return self.mlp(merged(normed_RD, batch.of("image").grids, self.merge, self.extra))
 
-        rows = count(batch.image_grids, self.extra)
+        rows = count(batch.of("image").grids, self.extra)
         return {"image_embeds": across(project, self.norm(state["image_hidden"]), rows, self.group)}

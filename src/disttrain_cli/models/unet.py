@@ -96,7 +96,7 @@ class Inner(GeneratorLayer):
         self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        begin(self, self.dropouts, batch.target_seeds, [1] * len(state[self.features]))
+        begin(self, self.dropouts, batch.of("target").seeds, [1] * len(state[self.features]))
         arguments: dict[str, Any] = {
             "hidden_states": state[self.features],
             "temb": state["time_embedding"],

@@ -55,8 +55,7 @@ class VaeEncoder(PipelineLayer):
         self.requires_grad_(False)
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        assert batch.target_weights is not None
-        return len(batch.target_weights) == 0
+        return not batch.of("target").grids
 
     @torch.no_grad()
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -78,10 +77,11 @@ class VaeEncoder(PipelineLayer):
     def _noise(self, batch: Batch) -> Tensor:
         """Standard normal [N, *latent shape], float32 on the CPU (without values on the meta
         device)."""
-        assert batch.noise_seeds is not None
-        if batch.noise_seeds.is_meta:
-            return torch.empty(len(batch.noise_seeds), *self.shape, device="meta")
-        seeds = [own_seed(seed, self.place) ^ _POSTERIOR for seed in batch.noise_seeds.tolist()]
+        noise_seeds = batch.of("target").noise_seeds
+        assert noise_seeds is not None
+        if noise_seeds.is_meta:
+            return torch.empty(len(noise_seeds), *self.shape, device="meta")
+        seeds = [own_seed(seed, self.place) ^ _POSTERIOR for seed in noise_seeds.tolist()]
         with torch.device("cpu"):
             return torch.stack(
                 [

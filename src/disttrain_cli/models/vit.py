@@ -25,7 +25,7 @@ class Embed(ImageLayer):
     section 3.1)."""
 
     kind = "embed"
-    needs = ("pixels",)
+    needs = ("image",)
 
     def __init__(self, module: str, config: Any) -> None:
         from transformers.models.vit.modeling_vit import ViTEmbeddings
@@ -44,9 +44,10 @@ class Embed(ImageLayer):
         self.published = {"embeddings": "embeddings"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.pixels is not None
-        hidden = [self._embed(pixels).flatten(0, 1) for pixels in batch.pixels]
-        begin(self, self.dropouts, batch.image_seeds, rows_of(batch.image_grids, extra=1))
+        hidden = [self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)]
+        begin(
+            self, self.dropouts, batch.of("image").seeds, rows_of(batch.of("image").grids, extra=1)
+        )
         return {"image_hidden": split(self.dropout(torch.cat(hidden)), self.group)}
 
     def _embed(self, pixels: Tensor) -> Tensor:
@@ -78,8 +79,14 @@ class Block(ImageLayer):
         self.published = {"layer": f"layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, extra=1)
-        begin(self, self.dropouts, batch.image_seeds, rows_of(batch.image_grids, extra=1))
+        layer, hidden, rows = (
+            self.layer,
+            state["image_hidden"],
+            count(batch.of("image").grids, extra=1),
+        )
+        begin(
+            self, self.dropouts, batch.of("image").seeds, rows_of(batch.of("image").grids, extra=1)
+        )
 
         def attend(normed_RD: Tensor) -> Tensor:
             attended_1RD = layer.attention(normed_RD[None], images_of(batch, 1, normed_RD))[0]

@@ -32,9 +32,14 @@ class WhisperLayer(PipelineLayer):
     """A layer whose items are audio clips."""
 
     by_rows = True
+    positions: int  # of a clip
+
+    def rows_of(self, batch: Batch) -> list[int]:
+        """Rows of each clip."""
+        return [self.positions] * len(batch.of("audio"))
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        return batch.clips == 0
+        return not batch.of("audio").grids
 
 
 class Embed(WhisperLayer):
@@ -62,11 +67,11 @@ class Embed(WhisperLayer):
         self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.audio_features is not None
-        hidden = functional.gelu(self.conv1(batch.audio_features.to(self.conv1.weight.dtype)))
+        (features,) = batch.of("audio").values[0]
+        hidden = functional.gelu(self.conv1(features.to(self.conv1.weight.dtype)))
         hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
         hidden_RD = (hidden_NPD + self._positions(hidden_NPD)).flatten(0, 1)
-        begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
+        begin(self, self.dropouts, batch.of("audio").seeds, self.rows_of(batch))
         return {"audio_hidden": split(self.dropout(hidden_RD), self.group)}
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -114,12 +119,16 @@ class Block(WhisperLayer):
         self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = self.layer, state["audio_hidden"], batch.clips * self.positions
-        begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
+        layer, hidden, rows = (
+            self.layer,
+            state["audio_hidden"],
+            len(batch.of("audio")) * self.positions,
+        )
+        begin(self, self.dropouts, batch.of("audio").seeds, self.rows_of(batch))
         clips = segments_of(
             batch.cache,
             f"clips of {self.positions}",
-            lambda: [self.positions] * batch.clips,
+            lambda: self.rows_of(batch),
             hidden,
         )
 
@@ -160,7 +169,7 @@ class Projector(WhisperLayer):
             # A clip's positions are whole groups of m, so that no group has rows of two clips.
             return self.mlp(normed_RD.unflatten(0, (-1, self.merge)).flatten(1))
 
-        rows = batch.clips * self.positions
+        rows = len(batch.of("audio")) * self.positions
         return {"audio_embeds": across(project, self.norm(state["audio_hidden"]), rows, self.group)}
 
 

@@ -67,11 +67,11 @@ def rounds(
     """Finalists with their times over one global batch.
 
     Args:
-        find: units and so many of the formula's best layouts within limits. wanted: finalists of
-        the first round, `EACH` at least. pool: of the formula's best, from which the different ones
-        of a round are taken. near: finalists after the last round with another TP or other
-        replicas, up to twice or half as many, than
-            those before.
+        find: units and so many of the formula's best layouts within limits.
+        wanted: finalists of the first round, `EACH` at least.
+        pool: of the formula's best, from which the different ones of a round are taken.
+        near: finalists after the last round with another TP or other replicas, up to twice or half
+            as many, than those before.
         others: finalists whatever the formula says.
     """
     finalists: list[Ranked] = []

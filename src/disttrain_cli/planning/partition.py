@@ -61,13 +61,14 @@ def slowest_stage(
 
     Args:
         times, states, activations: [B, L] per layer: time, static memory (of the first and the last
-        layer it may be
-            below 0: what their stages are spared), memory per slot in flight,
+            layer it may be below 0: what their stages are spared), memory per slot in flight,
         working: [B, L] and the most that it holds of a slot while it runs, no less than what it
-        keeps. limit: [B] memory that a device has for them, in the unit of the two others. slots:
-        slots per step, which bounds the slots in flight. after: stages of the units after this one.
-        most: largest number of stages wanted. allowed: [L+1, L+1] layer ranges that may form a
-        stage; None = any.
+            keeps.
+        limit: [B] memory that a device has for them, in the unit of the two others.
+        slots: slots per step, which bounds the slots in flight.
+        after: stages of the units after this one.
+        most: largest number of stages wanted.
+        allowed: [L+1, L+1] layer ranges that may form a stage; None = any.
     """
     options, layers = times.shape
     result = np.full((options, most + 1), np.inf)

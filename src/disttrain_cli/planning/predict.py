@@ -63,8 +63,9 @@ def simulated_step(
     """The step over the `number`-th global batch drawn from the data.
 
     Args:
-        policy: of several steps; None = made for this one. shared: ranks of a CPU share its cores;
-        if not, every rank has a device of its own, as on a cluster.
+        policy: of several steps; None = made for this one.
+        shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a
+            cluster.
     """
     stages = stages_of(profile, layout)
     loads = loads_of(profile, layout, policy or policy_of(profile, layout, cluster), number)

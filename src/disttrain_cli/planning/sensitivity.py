@@ -17,10 +17,12 @@ from disttrain_cli.costs.stage import tp_degrees
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import candidates, fewer_replicas
 from disttrain_cli.planning.units import Cluster, group, holder_of
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, Strategy
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
 
+_PICTURES = ("image", "target")
 SAME = 1e-9  # relative difference of two times that are one
 EXACT: tuple[Strategy, ...] = (
     "disaggregated",
@@ -182,7 +184,7 @@ def scale_images(profile: Profile, factor: float) -> Profile:
             modules[name] = module.model_copy(
                 update={"cut_bytes_per_sequence": [*cuts[:-1], cuts[-1] * factor]}
             )
-        elif profile.inputs.item(name) != "audio":
+        elif profile.inputs.item(name) in (*_PICTURES, "sequence"):
             modules[name] = module.model_copy(
                 update={
                     "work_per_sequence": module.work_per_sequence.scaled(factor),
@@ -195,16 +197,19 @@ def scale_images(profile: Profile, factor: float) -> Profile:
 
 def _has_images(profile: Profile) -> bool:
     return any(
-        profile.inputs.item(name) in ("image", "target") and module.work_per_sequence.items > 0
+        profile.inputs.item(name) in _PICTURES and module.work_per_sequence.items > 0
         for name, module in profile.modules.items()
     )
 
 
 def _more_than_fits(profile: Profile, factor: float) -> bool:
-    audio = profile.inputs.audio
-    heard = profile.data.clips * audio.tokens if audio is not None else 0
+    others = sum(
+        profile.data.count(item) * heads[0].rows("tokens").of(heads[0].size(1))
+        for item in KINDS
+        if item not in _PICTURES and (heads := profile.inputs.of(item))
+    )
     return (
-        factor * profile.data.image_tokens + heard
+        factor * profile.data.image_tokens + others
         > profile.data.sequences * profile.inputs.sequence_length
     )
 

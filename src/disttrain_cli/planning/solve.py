@@ -105,8 +105,9 @@ def solve(
     than a baseline that it could have chosen.
 
     Raises:
-        MismatchError: the profile belongs to another model or cluster. InfeasibleError: no layout
-        fits; names the stage that does not fit and the smallest change that helps.
+        MismatchError: the profile belongs to another model or cluster.
+        InfeasibleError: no layout fits; names the stage that does not fit and the smallest change
+            that helps.
     """
     check_profile(run, profile)
     cluster = cluster_of(run, profile, gpus)

@@ -9,6 +9,7 @@ from disttrain_cli.costs.layout import GRADIENT_BYTES, CostedStage, crossings, i
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
 from disttrain_cli.spec.profile import Pass, Profile
 from disttrain_cli.spec.work import Work
@@ -149,10 +150,8 @@ def preprocess_need(
     # Further generators and encoders have their images decoded once more.
     again_s = sum(
         item_s(profile, name) * profile.modules[name].work_per_sequence.items
-        for name in (
-            *profile.inputs.generators[1:],
-            *(head.module for head in profile.inputs.images[1:]),
-        )
+        for item in KINDS
+        for name in (head.module for head in profile.inputs.of(item)[1:])
     )
     cores = math.ceil(sequences_per_s * (1.0 / rate + again_s))
     return PreprocessNeed(

@@ -41,7 +41,7 @@ from disttrain_cli.profiling.fitting import Floats
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
-from disttrain_cli.spec.inputs import Item, ModelInputs
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
@@ -60,8 +60,9 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     Preprocessing is measured here, on this machine's cores.
 
     Raises:
-        SpecError: the device is unknown, or the model's configuration is wrong. DataError: the
-        dataset is missing, empty or too damaged, or has nothing for one of the modules.
+        SpecError: the device is unknown, or the model's configuration is wrong.
+        DataError: the dataset is missing, empty or too damaged, or has nothing for one of the
+            modules.
     """
     file = run.file
     precision = file.train.precision
@@ -145,7 +146,7 @@ def _series(
     found: dict[str, list[tuple[float, float, float]]] = {
         layer.kind: [] for layer in shards.values()
     }
-    for size in _sizes(inputs, item, tp):
+    for size in _sizes(inputs, module, tp):
         batch = probe_batch(inputs, device="meta", **size)
         own = {name: value for name, value in size.items() if name != "length"}
         works.append(probe_work(inputs, module, windows=False, **own))
@@ -172,16 +173,11 @@ def _series(
     )
 
 
-def _sizes(inputs: ModelInputs, item: Item, tp: int) -> list[dict[str, Any]]:
+def _sizes(inputs: ModelInputs, module: str, tp: int) -> list[dict[str, Any]]:
     """As many probe sizes as there are amounts that costs depend on, whose rows a TP group divides
     evenly."""
-    if item == "image":  # none square, so that all have positions of their own
-        m = inputs.probe_step
-        return [
-            {"grids": [(rows * m, columns * m)] * images * tp}
-            for images, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))
-        ]
-    if item == "sequence":  # whole ones: the loss takes as many rows at a time as it does in a step
+    head = inputs.head(module)
+    if head is None:  # whole ones: the loss takes as many rows at a time as it does in a step
         length = inputs.sequence_length
         return [
             {"documents": [lengths] * sequences * tp, "length": length}
@@ -191,7 +187,13 @@ def _sizes(inputs: ModelInputs, item: Item, tp: int) -> list[dict[str, Any]]:
                 (2, [length]),
             )
         ]
-    return [{"clips": count * tp} if item == "audio" else {"targets": count} for count in (2, 5)]
+    if head.alike:  # a TP group of a generator divides no rows
+        return [{head.item: count * (1 if head.item == "target" else tp)} for count in (2, 5)]
+    p = head.period
+    return [  # none square, so that all have positions of their own
+        {head.item: [head.grid_of(rows * p, columns * p)] * count * tp}
+        for count, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))
+    ]
 
 
 def _padded(

@@ -183,11 +183,11 @@ def _shard(
     """One rank's part of a kind of layer.
 
     Args:
-        input_size: bytes of the rank's input. batch_size: bytes that it reads of a slot's inputs.
+        input_size: bytes of the rank's input.
+        batch_size: bytes that it reads of a slot's inputs.
         divides: take it that a TP group divides all that the whole layer keeps: inside attention
-        and MLP by heads and
-            width, between them by rows (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). A
-            part measured alone keeps whole rows.
+            and MLP by heads and width, between them by rows (Korthikanti et al. 2022, arXiv
+            2205.05198, section 4.2). A part measured alone keeps whole rows.
     """
     running = known.running[tp]
     passes: dict[Pass, Messages] = {

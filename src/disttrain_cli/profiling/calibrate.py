@@ -64,7 +64,8 @@ def calibrate(paths: list[Path], run: Run) -> Calibration:
 
     Raises:
         DataError: no trace can be read there, it has no job.json that describes its stages, or no
-        measured step. MismatchError: the run trained another model; both fingerprints are named.
+            measured step.
+        MismatchError: the run trained another model; both fingerprints are named.
     """
     database = open_database(paths)
     job = _job(database, paths, run)

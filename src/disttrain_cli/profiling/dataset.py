@@ -19,6 +19,22 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
+#: How messages name items: missing for a module, one of them, several, the distribution's field.
+_WANTED = {
+    "image": (
+        "image for {} to read",
+        "an image to read",
+        "images to read",
+        "images_per_sequence",
+    ),
+    "target": (
+        "image for {} to generate",
+        "an image to generate",
+        "images to generate",
+        "generated_per_sequence",
+    ),
+    "audio": ("audio clip for {}", "a clip", "clips", "clips_per_sequence"),
+}
 SYNTHETIC = "decoding of synthetic JPEG files of the distribution's mean image size"
 
 
@@ -72,35 +88,19 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
 def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:
     """Refuse data that leaves a module without any work: there would be nothing to measure and
     nothing to plan."""
-    if inputs.audio and not epoch.clips.any():
+    for head in inputs.heads:
+        if len(epoch.items[head.item]):
+            continue
+        what, one, several, field = _WANTED.get(
+            head.item, (f"{head.item} for {{}}", *[head.item] * 3)
+        )
         source = (
-            "raise data.distribution.clips_per_sequence"
+            f"raise data.distribution.{field}"
             if run.file.data.distribution
-            else "add a source with clips to data.sources"
+            else f"add a source with {several} to data.sources"
         )
         raise DataError(
-            f"The data has no audio clip for {inputs.audio.module}",
-            f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with a clip",
-            f"Remove model.modules.{inputs.audio.module}, or {source}.",
+            f"The data has no {what.format(head.module)}",
+            f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with {one}",
+            f"Remove model.modules.{head.module}, or {source}.",
         )
-    heads = [
-        (head.module, len(epoch.image_segment), "read", "images_per_sequence")
-        for head in inputs.images
-    ]
-    heads += [
-        (name, len(epoch.target_segment), "generate", "generated_per_sequence")
-        for name in inputs.generators
-    ]
-    for module, count, purpose, field in heads:
-        if not count:
-            source = (
-                f"raise data.distribution.{field}"
-                if run.file.data.distribution
-                else f"add a source with images to {purpose} to data.sources"
-            )
-            raise DataError(
-                f"The data has no image for {module} to {purpose}",
-                f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with an"
-                f" image to {purpose}",
-                f"Remove model.modules.{module}, or {source}.",
-            )

@@ -28,8 +28,6 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 Sizes = dict[str, Any]
-#: Pixels of an image at which memory is recorded, at most.
-LARGE_IMAGE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -157,24 +155,20 @@ def _own_state(
 def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:
     """As many sizes as there are amounts that a layer's rows depend on; `items` of whatever divide
     evenly."""
-    item = inputs.item(module)
-    if item == "image":
-        assert inputs.image is not None
-        side, patch = inputs.probe_step, inputs.image.patch_px
-        most = max(
-            side, math.isqrt(min(inputs.image.max_pixels, LARGE_IMAGE)) // patch // side * side
-        )
-        return [
-            {"grids": [(rows, most)] * count}
-            for rows, count in ((most, items), (side, items), (most, 2 * items))
-        ]
-    if item == "sequence":
+    head = inputs.head(module)
+    if head is None:
         return [{"documents": [[inputs.sequence_length]] * sequences} for sequences in (1, 2)]
-    return [{"clips" if item == "audio" else "targets": count} for count in (items, 2 * items)]
+    if head.alike:
+        return [{head.item: count} for count in (items, 2 * items)]
+    most, columns = head.largest
+    return [
+        {head.item: [head.grid_of(rows, columns)] * count}
+        for rows, count in ((most, items), (head.period, items), (most, 2 * items))
+    ]
 
 
 def _rows_alone(inputs: ModelInputs, module: str, size: Sizes) -> Work:
     """The work of a size that rows depend on: a sequence's padding is rows too, and lengths make
     none."""
-    work = probe_work(inputs, module, **size)
-    return Work(work.items, work.tokens) if inputs.item(module) == "image" else Work(work.items)
+    work, head = probe_work(inputs, module, **size), inputs.head(module)
+    return Work(work.items) if head is None or head.alike else Work(work.items, work.tokens)

@@ -46,8 +46,9 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
     (`analytic.py`). A profile that was interrupted goes on from what it had measured (`kept.py`).
 
     Raises:
-        DisttrainError: no such device, or a module's layers do not fit into its memory. DataError:
-        the dataset is missing, empty or too damaged, or has nothing for one of the modules.
+        DisttrainError: no such device, or a module's layers do not fit into its memory.
+        DataError: the dataset is missing, empty or too damaged, or has nothing for one of the
+            modules.
         SpecError: the model's configuration is wrong, or the peak of this GPU is not known.
         RankFailedError: a measuring process failed (its log is named).
     """

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from disttrain_cli.models.graph import LayerInfo, live_tensors, parallel_layers
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.profiling.fitting import combine
-from disttrain_cli.spec.inputs import ModelInputs, number_of
+from disttrain_cli.spec.heads import number_of
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.work import Work
 
@@ -18,22 +19,15 @@ from disttrain_cli.spec.work import Work
 def rows(spec: TensorSpec, inputs: ModelInputs) -> Polynomial:
     """Rows of a state tensor in the work of the module that owns its items
     (`models.layer.TensorSpec`)."""
+    each = inputs.rows(spec.item, spec.rows)
     if spec.item == "sequence":
-        return Polynomial(per_item=float(inputs.sequence_length))
-    if spec.item == "audio":
-        assert inputs.audio is not None
-        return Polynomial(
-            per_item=float(inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions)
-        )
-    if spec.item == "image":
-        assert inputs.image is not None
-        if spec.rows.startswith("patches"):
-            return Polynomial(
-                per_item=float(inputs.images[number_of(spec.rows)].extra_tokens), per_token=1.0
-            )
-        return Polynomial(per_token=1.0 / inputs.image.merge**2)
-    assert inputs.target is not None
-    return Polynomial(per_item=float(inputs.target.context_tokens if spec.rows == "context" else 1))
+        return Polynomial(per_item=float(each.per_item))
+    head = inputs.of(spec.item)[0]
+    if head.alike:
+        return Polynomial(per_item=float(each.of(head.size(1))))
+    return Polynomial(
+        per_item=float(each.per_item), per_token=1.0 / each.every if each.every else 0.0
+    )
 
 
 def input_bytes(
@@ -86,22 +80,15 @@ def batch_bytes(
 
 
 def _field_bytes(field: str, inputs: ModelInputs, value_bytes: int) -> Polynomial:
-    """Bytes of a group of batch fields (`models.layer.FIELDS`); every rank of a TP group has all of
-    them."""
-    name = field.partition(".")[0]
-    if name == "pixels":
-        image = inputs.images[number_of(field)]
-        return Polynomial(per_token=float(image.channels * image.patch_px**2 * value_bytes))
-    if name == "targets":
-        return Polynomial(
-            per_item=float(math.prod(inputs.targets[number_of(field)].shape) * value_bytes)
-        )
-    if name == "audio":
-        assert inputs.audio is not None
-        return Polynomial(per_item=float(inputs.audio.mel_bins * inputs.audio.frames * value_bytes))
+    """Bytes of a group of batch fields (`models.layer.PipelineLayer.needs`); every rank of a TP
+    group has all of them."""
+    if heads := inputs.of(field.partition(".")[0]):
+        head = heads[number_of(field)]
+        whole = float(math.prod(head.shape_of((1, 1))) * value_bytes)
+        return Polynomial(per_item=whole) if head.alike else Polynomial(per_token=whole)
     return (
         Polynomial(per_item=8.0 * inputs.sequence_length)
-        if name in ("tokens", "labels")
+        if field in ("tokens", "labels")
         else Polynomial()
     )
 
@@ -134,6 +121,4 @@ def _owner(spec: TensorSpec, inputs: ModelInputs, module: str) -> str:
         return module
     if spec.item == "sequence":
         return inputs.llm
-    head = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}[spec.item]
-    assert head is not None
-    return head.module
+    return inputs.of(spec.item)[0].module

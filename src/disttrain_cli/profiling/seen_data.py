@@ -14,6 +14,7 @@ from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.data.drift import RECENT_STEPS, Drift, drift
 from disttrain_cli.data.sizes import Sizes, sizes_of_sample
 from disttrain_cli.data.statistics import SAMPLED_SEQUENCES, distribution
+from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import DataProfile, Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
@@ -90,18 +91,22 @@ def _described(data: DataProfile, inputs: ModelInputs, sizes: Sizes) -> DataProf
     def of_all(per_sequence: float) -> int:
         return round(data.sequences * per_sequence)
 
-    images = np.diff(sizes.image_start)
-    image_tokens = sizes.patches.sum() / inputs.image.merge**2 / len(sizes) if inputs.image else 0.0
-    audio_tokens = sizes.clips.mean() * inputs.audio.tokens if inputs.audio else 0.0
+    def tokens_of(item: Item) -> float:
+        """LLM tokens per sequence."""
+        head, area = inputs.of(item)[0], sizes.items[item].area
+        return float(head.rows("tokens").of(head.size(area)).sum()) / len(sizes)
+
+    encoded = {head.item: tokens_of(head.item) for head in inputs.heads if head.item != "target"}
+    counts = {item: own.counts for item, own in sizes.items.items()}
     tokens = sizes.tokens.mean()
     return data.model_copy(
         update={
-            "text_tokens": of_all(max(0.0, tokens - image_tokens - audio_tokens)),
-            "image_tokens": of_all(image_tokens),
-            "images": of_all(images.mean()),
-            "targets": of_all(sizes.targets.mean()),
-            "clips": of_all(sizes.clips.mean()),
+            "text_tokens": of_all(max(0.0, tokens - sum(encoded.values()))),
+            "image_tokens": of_all(encoded.get("image", 0.0)),
+            "images": of_all(counts["image"].mean()),
+            "targets": of_all(counts["target"].mean()),
+            "clips": of_all(counts["audio"].mean()),
             "fill_fraction": min(1.0, tokens / inputs.sequence_length),
-            "images_per_sequence": distribution(images),
+            "images_per_sequence": distribution(counts["image"]),
         }
     )

@@ -9,13 +9,13 @@ for every module: published planners that measured one average sample were wrong
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from disttrain_cli.data.packing import Packing
-from disttrain_cli.spec.inputs import Item
+from disttrain_cli.spec.heads import Grid, Item
 from disttrain_cli.spec.work import Work
 
 SEQUENCES = 256
@@ -32,20 +32,12 @@ class PackedSizes:
     """What one packed sequence holds."""
 
     documents: list[int]  # tokens of each sample
-    grids: list[tuple[int, int]]  # patches (rows, columns) of each image read
-    targets: int  # images to generate
-    clips: int = 0  # audio clips
+    items: dict[Item, list[Grid]] = field(default_factory=dict)  # by modality, grids of each
 
 
 def with_work(item: Item, sequences: Sequence[PackedSizes]) -> list[PackedSizes]:
     """The sequences that bring any such items."""
-    counts = {
-        "image": lambda sequence: len(sequence.grids),
-        "audio": lambda sequence: sequence.clips,
-        "sequence": lambda sequence: 1,
-        "target": lambda sequence: sequence.targets,
-    }
-    return [sequence for sequence in sequences if counts[item](sequence)]
+    return [own for own in sequences if item == "sequence" or own.items.get(item)]
 
 
 def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> list[dict[str, Any]]:
@@ -55,6 +47,7 @@ def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> l
     Sequences are drawn without repetition until all were drawn, then again.
     """
     random = np.random.default_rng(seed)
+    names = list(dict.fromkeys(name for sequence in sequences for name in sequence.items))
     endless = _shuffled_forever(sequences, random)
     draws: list[dict[str, Any]] = []
     drawn = turn = 0
@@ -63,27 +56,18 @@ def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> l
         share = SHARES[turn // len(PER_DRAW) % len(SHARES)]
         drawn += len(chosen)
         turn += 1
-        grids = [grid for sequence in chosen for grid in sequence.grids]
-        clips, targets = (
-            sum(sequence.clips for sequence in chosen),
-            sum(sequence.targets for sequence in chosen),
-        )
+        items = {
+            name: [grid for sequence in chosen for grid in sequence.items.get(name, [])]
+            for name in names
+        }
         if item == "sequence":
-            draws.append(
-                {
-                    "documents": [sequence.documents for sequence in chosen],
-                    "grids": grids,
-                    "clips": clips,
-                    "targets": targets,
-                }
-            )
-        elif item == "image" and grids:
-            kept = random.permutation(len(grids))[: max(1, round(share * len(grids)))]
-            draws.append({"grids": [grids[i] for i in sorted(kept.tolist())]})
-        elif item == "audio" and clips:
-            draws.append({"clips": max(1, round(share * clips))})
-        elif item == "target" and targets:
-            draws.append({"targets": max(1, round(share * targets))})
+            draws.append({"documents": [sequence.documents for sequence in chosen], **items})
+        elif grids := items.get(item):
+            count = max(1, round(share * len(grids)))
+            # where all are alike, nothing has to be drawn
+            alike = set(grids) == {(1, 1)}
+            kept = np.arange(count) if alike else random.permutation(len(grids))[:count]
+            draws.append({item: [grids[number] for number in sorted(kept.tolist())]})
     return draws
 
 
@@ -98,18 +82,23 @@ def fewer(works: Sequence[Work], count: int = FEWER) -> list[int]:
 
 def packed_sizes(packing: Packing) -> list[PackedSizes]:
     """What each sequence of a packing holds."""
-    lengths = packing.index.lengths[packing.samples].tolist()
-    grids = [(rows, columns) for rows, columns in packing.image_grid.tolist()]
-    samples, images = packing.sample_start.tolist(), packing.image_start.tolist()
-    targets, clips = np.diff(packing.target_start).tolist(), packing.clips.tolist()
+    lengths, samples = (
+        packing.index.lengths[packing.samples].tolist(),
+        packing.sample_start.tolist(),
+    )
+    items = {
+        head.item: [
+            [(rows, columns) for rows, columns in own.tolist()]
+            for own in np.split(packing.items[head.item].grid, packing.items[head.item].start[1:-1])
+        ]
+        for head in packing.index.inputs.heads
+    }
     return [
         PackedSizes(
-            lengths[samples[i] : samples[i + 1]],
-            grids[images[i] : images[i + 1]],
-            targets[i],
-            clips[i],
+            lengths[samples[number] : samples[number + 1]],
+            {item: of_all[number] for item, of_all in items.items()},
         )
-        for i in range(len(packing))
+        for number in range(len(packing))
     ]
 
 

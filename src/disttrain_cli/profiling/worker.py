@@ -213,6 +213,6 @@ class Session:
 
 def _size(sizes: dict[str, Any]) -> int:
     """Something that grows with the work of a draw."""
-    tokens = sum(map(sum, sizes.get("documents", ())))
-    items = int(sizes.get("clips", 0)) or int(sizes.get("targets", 0))
-    return tokens or sum(rows * columns for rows, columns in sizes.get("grids", ())) or items
+    if "documents" in sizes:
+        return sum(map(sum, sizes["documents"]))
+    return sum(rows * columns for grids in sizes.values() for rows, columns in grids)

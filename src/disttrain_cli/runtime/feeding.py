@@ -8,22 +8,28 @@ on the device. On a CPU nothing else is copied.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from disttrain_cli.data.slots import Ints, SlotBatch, StepOrder
+from disttrain_cli.data.slots import (
+    Ints,
+    ItemArrays,
+    SlotBatch,
+    StepOrder,
+    flat_arrays,
+    of_flat_arrays,
+)
 from disttrain_cli.models.host import constant
-from disttrain_cli.models.layer import Batch
-from disttrain_cli.spec.inputs import Affine, ImageInput, TargetInput
+from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.spec.heads import Affine, Head, Item
 
-#: Takes the model's precision on the way to the device.
-SOUND = "audio_features"
+#: Arrays that the host reads.
+KEPT = ("grids", "documents", "noise_seeds")
 
 
 class Slots(Protocol):
@@ -69,46 +75,32 @@ def to_batch(
     def tensor(value: Any, kind: torch.dtype | None = None) -> Any:
         return None if value is None else as_tensor(value).to(device, kind, non_blocking=True)
 
-    def pixels(value: Any, head: ImageInput | TargetInput) -> Tensor:
+    def read(value: Any, head: Head) -> Tensor:
+        if head.affine is None:
+            return tensor(value, dtype)
         return normalised(tensor(value), head.affine, dtype)
 
-    def blocks(
-        values: list[Any] | None, heads: Sequence[ImageInput | TargetInput]
-    ) -> list[Tensor] | None:
-        """Blocks of one head after the other, of each as many."""
-        return (
-            None
-            if values is None
-            else [
-                pixels(value, heads[number * len(heads) // len(values)])
-                for number, value in enumerate(values)
-            ]
+    def of_item(item: Item, own: ItemArrays) -> Items:
+        heads = inputs.of(item)
+        return Items(
+            grids=[(int(rows), int(columns)) for rows, columns in own.grids],
+            values={
+                number: [read(value, heads[number]) for value in blocks]
+                for number, blocks in own.values.items()
+            },
+            rows=tensor(own.rows),
+            seeds=tensor(own.seeds),
+            weights=tensor(own.weights),
+            noise_seeds=None if own.noise_seeds is None else as_tensor(own.noise_seeds),
         )
 
     inputs = order.slots[0].inputs
-    images, targets = inputs.images, inputs.targets
     return Batch(
-        image_grids=[(int(rows), int(columns)) for rows, columns in arrays.image_grids],
-        clips=0 if arrays.clips is None else int(arrays.clips),
-        audio_features=tensor(arrays.audio_features, dtype),
-        audio_rows=tensor(arrays.audio_rows),
-        pixels=blocks(arrays.pixels, images[:1]),
-        other_pixels=blocks(arrays.other_pixels, images[1:]),
+        items={item: of_item(item, own) for item, own in arrays.items.items()},
         token_ids=tensor(arrays.token_ids),
         positions=tensor(arrays.positions),
         sample_lengths=None if arrays.documents is None else sample_lengths(arrays.documents),
-        image_rows=tensor(arrays.image_rows),
-        context_rows=tensor(arrays.context_rows),
         labels=tensor(arrays.labels),
-        target_pixels=None
-        if arrays.target_pixels is None
-        else pixels(arrays.target_pixels, targets[0]),
-        target_weights=tensor(arrays.target_weights),
-        other_targets=blocks(arrays.other_targets, targets[1:]),
-        noise_seeds=None if arrays.noise_seeds is None else as_tensor(arrays.noise_seeds),
-        image_seeds=tensor(arrays.image_seeds),
-        clip_seeds=tensor(arrays.clip_seeds),
-        target_seeds=tensor(arrays.target_seeds),
         label_tokens=float(max(1, order.label_tokens)),
         targets=float(max(1, order.targets)),
     )
@@ -124,8 +116,6 @@ def sample_lengths(documents_ML: Ints) -> list[int]:
 def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:
     """Bytes [N, C, H, W] as a model reads them: computed in single precision, whatever the
     model's."""
-    if not len(planes):  # of an encoder or generator that is not asked for
-        return planes.to(dtype)
     scale, shift = constant(torch.tensor, affine, device=planes.device, dtype=torch.float32).T[
         ..., None, None
     ]
@@ -158,19 +148,21 @@ class PinnedAhead:
 
 
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
-    """The same in page-locked memory: tensors, sound in the model's precision; what the host reads
+    """The same in page-locked memory: tensors, numbers in the precision; what the host reads
     stays."""
-    kept = {"image_grids", "clips", "documents", "noise_seeds"}
-    copies: dict[str, Any] = {}
-    for name, value in vars(arrays).items():
-        if value is not None and name not in kept:
-            kind = dtype if name == SOUND else None
-            copies[name] = (
-                [page_locked(one, kind) for one in value]
-                if isinstance(value, list)
-                else page_locked(value, kind)
-            )
-    return replace(arrays, **copies)
+    copies = {
+        name: value if name.rpartition("/")[2] in KEPT else _locked(name, value, dtype)
+        for name, value in flat_arrays(arrays).items()
+    }
+    return of_flat_arrays(copies)
+
+
+def _locked(name: str, value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, list):
+        return page_locked(value, None)
+    return [
+        page_locked(one, dtype if np.issubdtype(one.dtype, np.floating) else None) for one in value
+    ]
 
 
 def page_locked(array: Any, dtype: torch.dtype | None) -> Tensor:

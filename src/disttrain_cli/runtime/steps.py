@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from disttrain_cli.costs.flops import mfu
@@ -193,7 +194,7 @@ def _step_row(
     flops = step_flops(profile, layout, order)
     tokens, images = (
         int(sum(slot.sequence_tokens.sum() for slot in order.slots)),
-        sum(len(slot.image_sequence) for slot in order.slots),
+        sum(len(slot.items["image"]) for slot in order.slots),
     )
     return {
         "step": order.step,
@@ -216,14 +217,15 @@ def _step_row(
 
 def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
-    for number in range(min(SIZES_PER_STEP, len(sizes))):
-        images = sizes.patches[sizes.image_start[number] : sizes.image_start[number + 1]]
+    some = sizes.take(np.arange(min(SIZES_PER_STEP, len(sizes))))
+    areas = {item: own.lists() for item, own in some.items.items()}
+    for number in range(len(some)):
         yield {
             "tokens": int(sizes.tokens[number]),
             "length_sq": int(sizes.length_sq[number]),
-            "images": images.tolist(),
-            "targets": int(sizes.targets[number]),
-            "clips": int(sizes.clips[number]),
+            "images": areas["image"][number],
+            "targets": len(areas["target"][number]),
+            "clips": len(areas["audio"][number]),
         }
 
 

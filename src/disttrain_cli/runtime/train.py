@@ -80,13 +80,13 @@ def train(
 
     Raises:
         SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or
-        there is, and it is
-            not said what to do with it; or a folder of the run cannot be written.
-        DataError: what `samples.judge` needs is not installed. UsageError: the run has none of the
-        steps to profile, or is past them. DisttrainError: another training of this run is under
-        way. MismatchError: the dataset or the checkpoint is not the one of the profile, or no
-        preprocessing worker is of
-            this run.
+            there is, and it is not said what to do with it; or a folder of the run cannot be
+            written.
+        DataError: what `samples.judge` needs is not installed.
+        UsageError: the run has none of the steps to profile, or is past them.
+        DisttrainError: another training of this run is under way.
+        MismatchError: the dataset or the checkpoint is not the one of the profile, or no
+            preprocessing worker is of this run.
         RankFailedError: a rank failed.
     """
     _check_one_host(run, plan, profile)

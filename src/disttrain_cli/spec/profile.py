@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_json, validate
+from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.work import Work
 
@@ -229,6 +230,10 @@ class Distribution(Strict):
     max: float
 
 
+#: Modalities that have fields of their own; `others` holds further ones.
+NAMED_ITEMS = ("image", "target", "audio")
+
+
 class SizeSample(Strict):
     """Sizes of some packed sequences of the data, for orderings that are simulated; lists of equal
     length."""
@@ -240,6 +245,18 @@ class SizeSample(Strict):
     clips: list[int] = Field(
         default_factory=list, description="Audio clips, by sequence; empty where there are none."
     )
+    others: dict[str, list[list[int]]] = Field(
+        default_factory=dict, description="By further modality, areas of each item, by sequence."
+    )
+
+    def areas(self, item: Item) -> list[list[int]]:
+        """Areas of the items of a modality (`spec.heads.Head`), by sequence."""
+        if item == "image":
+            return self.images
+        counts = {"target": self.targets, "audio": self.clips or [0] * len(self.tokens)}
+        if item in counts:
+            return [[1] * count for count in counts[item]]
+        return self.others.get(item, [[]] * len(self.tokens))
 
     @model_validator(mode="after")
     def _equal(self) -> SizeSample:
@@ -271,6 +288,7 @@ class DataProfile(Strict):
     )
     targets: int = Field(description="Images to generate.")
     clips: int = Field(0, description="Audio clips.")
+    others: dict[str, int] = Field(default_factory=dict, description="Items of further modalities.")
     fill_fraction: float = Field(description="Tokens that are not padding, of all.")
     images_per_sequence: Distribution
     skipped: int = Field(0, description="Samples that could not be read.")
@@ -283,13 +301,31 @@ class DataProfile(Strict):
     )
     sample: SizeSample
 
+    def count(self, item: Item) -> int:
+        """Items of a modality."""
+        known = {"image": self.images, "target": self.targets, "audio": self.clips}
+        return known[item] if item in known else self.others.get(item, 0)
+
 
 class PreprocessProfile(Strict):
     images_per_s_per_core: float
     clips_per_s_per_core: float = Field(
         0.0, description="Audio clips made into features; 0 where there are none."
     )
+    others_per_s_per_core: dict[str, float] = Field(
+        default_factory=dict, description="Items of further modalities."
+    )
     sequences_per_s_per_core: float
+
+    def rate(self, item: Item) -> float:
+        """Items of a modality that a core prepares per second; 0 = not known. Images read and
+        images to generate have one rate."""
+        known = {
+            "image": self.images_per_s_per_core,
+            "target": self.images_per_s_per_core,
+            "audio": self.clips_per_s_per_core,
+        }
+        return known[item] if item in known else self.others_per_s_per_core.get(item, 0.0)
 
 
 class Fingerprints(Strict):
@@ -317,11 +353,9 @@ class Profile(Strict):
 
     @model_validator(mode="after")
     def _modules_of_the_inputs(self) -> Profile:
-        heads = [("llm", self.inputs.llm)]
-        heads += [("image", head.module) for head in self.inputs.images]
-        heads += [("audio", self.inputs.audio.module)] if self.inputs.audio else []
-        heads += [("target", generator) for generator in self.inputs.generators]
-        for what, module in heads:
+        named = [("llm", self.inputs.llm)]
+        named += [("heads", head.module) for head in self.inputs.heads]
+        for what, module in named:
             if module not in self.modules:
                 raise ValueError(f"modules lacks {module!r}, which inputs.{what} names")
         return self

@@ -43,7 +43,9 @@ def random_batch(seed: int, count: int = 12) -> Packing:
         kinds, [[int(random.integers(5, 90)) if k == TEXT else 4 for k in row] for row in kinds]
     )
     grids = np.where(
-        index.kinds[:, None] == IMAGE, random.integers(1, 6, size=(len(index.kinds), 2)) * 2, 0
+        index.kinds[:, None] == IMAGE,
+        random.integers(1, 6, size=(len(index.kinds), 2)) * 2,
+        index.grids,
     )
     object.__setattr__(index, "grids", grids)
     return SequenceStream(index, seed).batch(0, count)
@@ -68,44 +70,49 @@ def check_step(batch: Packing, layout: Layout, order: StepOrder) -> None:
         chosen = slot.sequences - batch.ids[0]
         assert np.array_equal(slot.sequence_tokens, batch.tokens[chosen])
         for owner, start in (
-            (slot.image_sequence, batch.image_start),
-            (slot.target_sequence, batch.target_start),
+            (slot.items["image"].sequence, batch.items["image"].start),
+            (slot.items["target"].sequence, batch.items["target"].start),
         ):
             assert np.array_equal(np.bincount(owner, minlength=len(chosen)), np.diff(start)[chosen])
         assert np.array_equal(
-            slot.image_grid,
+            slot.items["image"].grid,
             np.concatenate(
-                [batch.image_grid[batch.image_start[q] : batch.image_start[q + 1]] for q in chosen]
+                [
+                    batch.items["image"].grid[
+                        batch.items["image"].start[q] : batch.items["image"].start[q + 1]
+                    ]
+                    for q in chosen
+                ]
             ),
         )
         for name, replicas in slot.replicas.items():
             own = next(u for u in layout.units if u.name == name)
             assert len(replicas) == own.dp
             works_on = {
-                "images": {"encoder", "llm"},
-                "targets": {"generator", "llm"},
-                "sequences": {"llm"},
+                "image": {"encoder", "llm"},
+                "target": {"generator", "llm"},
+                "sequence": {"llm"},
             }
             sizes = {
-                "images": len(slot.image_sequence),
-                "targets": len(slot.target_sequence),
-                "sequences": len(chosen),
+                "image": len(slot.items["image"].sequence),
+                "target": len(slot.items["target"].sequence),
+                "sequence": len(chosen),
             }
             for item, modules in works_on.items():
-                given_out = np.concatenate([getattr(replica, item) for replica in replicas])
+                given_out = np.concatenate([replica[item] for replica in replicas])
                 expected = list(range(sizes[item])) if modules & set(own.modules) else []
                 assert sorted(given_out) == expected
             for replica in replicas:
-                grids = slot.image_grid[replica.images].tolist()
-                by_grid = list(zip(grids, replica.images.tolist(), strict=True))
+                grids = slot.items["image"].grid[replica["image"]].tolist()
+                by_grid = list(zip(grids, replica["image"].tolist(), strict=True))
                 assert by_grid == sorted(by_grid)
                 if "llm" in own.modules:
-                    assert len(replica.sequences) == layout.microbatch_size
-                    assert set(slot.image_sequence[replica.images]) <= set(
-                        replica.sequences.tolist()
+                    assert len(replica["sequence"]) == layout.microbatch_size
+                    assert set(slot.items["image"].sequence[replica["image"]]) <= set(
+                        replica["sequence"].tolist()
                     )
-                    assert set(slot.target_sequence[replica.targets]) <= set(
-                        replica.sequences.tolist()
+                    assert set(slot.items["target"].sequence[replica["target"]]) <= set(
+                        replica["sequence"].tolist()
                     )
 
 
@@ -117,7 +124,7 @@ def test_items_are_given_out_once(seed: int, layout: Layout, policy: str) -> Non
     check_step(batch, layout, order)
     assert order.step == 4
     assert order.label_tokens == batch.label_tokens.sum()
-    assert order.targets == len(batch.target_segment)
+    assert order.targets == len(batch.items["target"].segment)
 
 
 def flat(order: StepOrder) -> list[list[int]]:
@@ -130,7 +137,7 @@ def flat(order: StepOrder) -> list[list[int]]:
                 part
                 for replicas in slot.replicas.values()
                 for r in replicas
-                for part in (r.sequences, r.images, r.targets)
+                for part in (r["sequence"], r["image"], r["target"])
             ),
         )
     ]
@@ -151,7 +158,7 @@ def test_none_keeps_the_packed_order() -> None:
 def llm_loads(order: StepOrder, cost: Ints, first: int) -> Ints:
     """Cost of each LLM replica over the step."""
     return sum(
-        np.array([cost[slot.sequences[r.sequences] - first].sum() for r in slot.replicas["llm"]])
+        np.array([cost[slot.sequences[r["sequence"]] - first].sum() for r in slot.replicas["llm"]])
         for slot in order.slots
     )
 
@@ -190,8 +197,11 @@ def test_a_batch_without_images() -> None:
 def test_count_costs(index: Index) -> None:
     batch = SequenceStream(index, 0).batch(0, 12)
     costs = count_costs(sizes_of(batch), INPUTS)
-    assert costs["encoder"].sum() == (batch.image_grid[:, 0] * batch.image_grid[:, 1]).sum()
-    assert costs["generator"].sum() == 256 * len(batch.target_segment)
+    assert (
+        costs["encoder"].sum()
+        == (batch.items["image"].grid[:, 0] * batch.items["image"].grid[:, 1]).sum()
+    )
+    assert costs["generator"].sum() == 256 * len(batch.items["target"].segment)
     assert costs["llm"].tolist() == batch.tokens.tolist()
 
 

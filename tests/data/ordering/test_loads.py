@@ -80,12 +80,16 @@ def test_a_size_sample_has_the_means_of_the_epoch(index: Index) -> None:
     packing = pack(index, INPUTS, 0, 0)
     whole = sizes_of_sample(size_sample(packing, len(packing) + 5))
     assert whole.tokens.tolist() == packing.tokens.tolist()
-    assert whole.patches.tolist() == packing.image_grid.prod(axis=1).tolist()
+    assert whole.items["image"].area.tolist() == packing.items["image"].grid.prod(axis=1).tolist()
     large = random_batch(0, 400)
     all_of_them, some = sizes_of(large), sizes_of_sample(size_sample(large, 100))
     assert len(some) == 100
-    assert some.targets.mean() == pytest.approx(all_of_them.targets.mean(), rel=0.05)
-    assert some.patches.sum() / 100 == pytest.approx(all_of_them.patches.sum() / 400, rel=0.02)
+    assert some.items["target"].counts.mean() == pytest.approx(
+        all_of_them.items["target"].counts.mean(), rel=0.05
+    )
+    assert some.items["image"].area.sum() / 100 == pytest.approx(
+        all_of_them.items["image"].area.sum() / 400, rel=0.02
+    )
 
 
 def test_sampled_batches_hold_every_sequence_equally_often() -> None:

@@ -19,13 +19,13 @@ from disttrain_cli.data.preparing import Preparer
 from disttrain_cli.data.serving.client import Workers
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.data.serving.worker import Worker
-from disttrain_cli.data.slots import SlotBatch
+from disttrain_cli.data.slots import SlotBatch, flat_arrays
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import MONOLITHIC
 
-ALL = {"pixels", "tokens", "layout", "context", "labels", "targets"}
+ALL = {"image", "tokens", "layout", "context", "labels", "target"}
 PLACES = [(step, slot) for step in range(3) for slot in range(MONOLITHIC.microbatches)]
 
 
@@ -119,7 +119,7 @@ def content(batch: SlotBatch) -> dict[str, Any]:
             else (value.dtype.str, value.shape, value.tobytes())
         )
 
-    return {name: of(value) for name, value in vars(batch).items() if value is not None}
+    return {name: of(value) for name, value in flat_arrays(batch).items()}
 
 
 def fetch_all(loader: Loader, places: list[tuple[int, int]] = PLACES) -> list[dict[str, Any]]:

@@ -82,9 +82,9 @@ def expected(run: Run, index: Index) -> list[dict[str, Any]]:
 
 def test_every_unit_gets_what_it_would_prepare_itself(run: Run, index: Index) -> None:
     wanted = {
-        "encoder": {"pixels"},
+        "encoder": {"image"},
         "llm": {"tokens", "layout", "context", "labels"},
-        "generator": {"targets"},
+        "generator": {"target"},
     }
     with serving(run, index, DISAGGREGATED) as worker:
         for unit in DISAGGREGATED.units:
@@ -412,8 +412,8 @@ def request(**changed: Any) -> Request:
         request(replica=2),
         request(replica=-1),
         request(unit="\x1b[2Jnone"),
-        request(fields=frozenset({"pixels.-1"})),
-        request(fields=frozenset({"targets.7"})),
+        request(fields=frozenset({"image.-1"})),
+        request(fields=frozenset({"target.7"})),
         request(fields=frozenset({"everything"})),
     ],
     ids=map(str, range(13)),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from disttrain_cli.data.checking import Broken
 from disttrain_cli.data.preparing import Prepared, Request
 from disttrain_cli.data.serving import wire
-from disttrain_cli.data.slots import Assignment, SlotBatch
+from disttrain_cli.data.slots import Assignment, ItemArrays, SlotBatch
 from disttrain_cli.data.sources import Skipped
 from tests.data.dataset import PROPERTY
 from tests.data.serving.services import content
@@ -50,11 +50,18 @@ def test_a_slot_arrives_as_it_was_sent(
     sides: list[tuple[int, int]], tokens: int, broken: list[tuple[int, str]], piece: int
 ) -> None:
     batch = SlotBatch(
-        image_grids=array((len(sides), 2), "<i8"),
-        pixels=[array((count, 3, side, side), "<f4", side) for count, side in sides],
-        other_targets=[array((0, 1, 1, 1), "<f4"), array((tokens, 1, 2, 2), "<f4", 1)],
+        items={
+            "image": ItemArrays(
+                array((len(sides), 2), "<i8"),
+                {0: [array((count, 3, side, side), "|u1", side) for count, side in sides]},
+            ),
+            "target": ItemArrays(
+                array((tokens, 2), "<i8"),
+                {1: [array((0, 1, 1, 1), "<f4"), array((tokens, 1, 2, 2), "<f4", 1)]},
+                weights=array((tokens,), "<f4"),
+            ),
+        },
         token_ids=array((2, tokens), "<i8"),
-        target_weights=array((tokens,), "<f4"),
     )
     prepared = Prepared(
         batch, [Broken(number, Skipped("a.tar", key, "why")) for number, key in broken]
@@ -67,9 +74,10 @@ def test_a_slot_arrives_as_it_was_sent(
 
 
 def test_a_tensor_of_one_piece_is_not_copied() -> None:
-    batch = SlotBatch(image_grids=array((0, 2), "<i8"), target_weights=array((1000,), "<f4"))
+    nothing = array((0, 2), "<i8")
+    batch = SlotBatch({"target": ItemArrays(nothing, weights=array((1000,), "<f4"))})
     chunks = list(sent(Prepared(batch, [])))
-    weights = wire.read_slot(iter(chunks)).batch.target_weights
+    weights = wire.read_slot(iter(chunks)).batch.items["target"].weights
     assert (
         weights is not None
         and weights.ctypes.data == chunks[-1].data.column(0).buffers()[1].address
@@ -85,7 +93,12 @@ def test_an_assignment_arrives_as_it_was_sent(carry: bool) -> None:
 
 def test_answers_that_end_too_early() -> None:
     chunks = list(
-        sent(Prepared(SlotBatch(image_grids=array((5, 2), "<i8"), labels=array((2, 8), "<i8")), []))
+        sent(
+            Prepared(
+                SlotBatch({"image": ItemArrays(array((5, 2), "<i8"))}, labels=array((2, 8), "<i8")),
+                [],
+            )
+        )
     )
     for length in range(len(chunks)):
         with pytest.raises(EOFError):

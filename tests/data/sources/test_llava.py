@@ -347,7 +347,9 @@ def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
     (captioned,) = read_shard(shards[0], "x")
     assert isinstance(captioned, Sample) and captioned.segments[1].text == "a picture to test"
     opened = open_shard(shards[1], RowGroups())
-    assert opened.image(sample.segments[0].place, sample.segments[1].place) == encoded(20, 30)
+    assert opened.file("image", sample.segments[0].place, sample.segments[1].place) == encoded(
+        20, 30
+    )
 
 
 def test_pictures_alone_need_texts(tmp_path: Path) -> None:

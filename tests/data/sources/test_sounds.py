@@ -66,7 +66,7 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
         ],
     }
     shard, content = open_shard(Shard("tar", str(path), path.name), RowGroups()), dict(files)
-    assert shard.clip(samples["3"].segments[1].place, Place(-1, 0)) == content["3.a.ogg"]
+    assert shard.file("audio", samples["3"].segments[1].place, Place(-1, 0)) == content["3.a.ogg"]
 
 
 @pytest.mark.parametrize(
@@ -110,26 +110,26 @@ def test_tables_of_clips(tmp_path: Path, write: object) -> None:
     path = write(tmp_path / ("a.parquet" if write is write_parquet else "a.arrow"), table)  # type: ignore[operator]
     samples, skipped = read(path)
     assert list(samples) == ["row 0", "row 3"]
-    assert "no whole sound file" in skipped["row 1"] and skipped["row 2"] == "the sound is missing"
+    assert "no whole sound file" in skipped["row 1"] and skipped["row 2"] == "the clip is missing"
     assert [(s.kind, s.text, s.width_px) for s in samples["row 3"].segments] == [
         (AUDIO, "", 500),
         (TEXT, "four", 0),
     ]
     shard = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
     first, words = samples["row 3"].segments
-    assert shard.clip(first.place, words.place) == sounds[3] and shard.texts(words.place) == [
-        "four"
-    ]
+    assert shard.file("audio", first.place, words.place) == sounds[3] and shard.texts(
+        words.place
+    ) == ["four"]
     with pytest.raises(ValueError, match="no column of such files"):
-        shard.image(first.place, words.place)
+        shard.file("image", first.place, words.place)
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ("audio text", (None, "text", False, "audio")),
-        ("image audio text sentence", ("image", "text", False, "audio")),
-        ("FLAC transcription speaker", (None, "transcription", False, "FLAC")),
+        ("audio text", ({"audio": "audio"}, "text", False)),
+        ("image audio text sentence", ({"image": "image", "audio": "audio"}, "text", False)),
+        ("FLAC transcription speaker", ({"audio": "FLAC"}, "transcription", False)),
     ],
 )
 def test_sound_columns_go_by_their_names(names: str, expected: tuple[object, ...]) -> None:

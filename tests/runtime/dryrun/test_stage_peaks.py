@@ -74,9 +74,9 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 LENGTH = 4096
 SIZES: dict[str, dict[str, Any]] = {
-    "eye": {"grids": [[36, 36]] * 8},
+    "eye": {"image": [[36, 36]] * 8},
     "llm": {"documents": [[LENGTH]]},
-    "brush": {"targets": 8},
+    "brush": {"target": 8},
 }
 
 
@@ -134,7 +134,7 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
     from torch.utils._pytree import tree_map
 
     from disttrain_cli.models.graph import build_layers, layer_table, live_tensors
-    from disttrain_cli.models.layer import Batch
+    from disttrain_cli.models.layer import Batch, Items
     from disttrain_cli.models.parallel import Group
     from disttrain_cli.models.probe import probe_batch, state_at
     from disttrain_cli.models.tensor_parallel import join
@@ -201,12 +201,17 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
         with unset_fake_temporarily():
             batch = probe_batch(inputs, **SIZES[module])
             whole = state_at(table, start, inputs, batch, "meta")
-        batch = Batch(
-            **{
-                name: value if name.endswith("_seeds") else tree_map(moved, value)
-                for name, value in vars(batch).items()
-            }
-        )
+        items = {
+            item: Items(
+                **{
+                    name: value if name.endswith("seeds") else tree_map(moved, value)
+                    for name, value in vars(own).items()
+                }
+            )
+            for item, own in batch.items.items()
+        }
+        rest = {name: value for name, value in vars(batch).items() if name != "items"}
+        batch = Batch(items, **tree_map(moved, rest))
         before = storages.peak_bytes = storages.alive_bytes
         for slot in range(flight):
             made = {

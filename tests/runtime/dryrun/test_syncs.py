@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 from torch.utils._pytree import tree_map_only
 
-from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.layer import Batch, Items
 from tests.models.conftest import AUDIO, LLAMA
 from tests.models.test_generators import GENERATORS
 from tests.models.test_towers import TOWERS
@@ -234,17 +234,23 @@ def slot(path: str, bf16: bool, recompute: bool) -> list[list[Any]]:
     with unset_fake_temporarily():
         batch = probe_batch(
             inputs,
-            grids=[(4, 4), (4, 4), (4, 8)],
-            clips=2 if inputs.audio else 0,
+            image=[(4, 4), (4, 4), (4, 8)],
+            audio=2 if inputs.of("audio") else 0,
             documents=[[20, 20], [41], [4, 30]],
-            targets=3,
+            target=3,
         )
         for layer in layers:  # what the host computes of sizes alone
             if isinstance(layer, QwenLayer):
                 layer.layout(4, 4), layer.layout(4, 8)
     there = partial(torch.empty_like, device=cuda)  # what brings a batch there is `feeding`'s
     batch = replace(
-        Batch(**tree_map_only(torch.Tensor, there, vars(batch))), noise_seeds=batch.noise_seeds
+        Batch(**tree_map_only(torch.Tensor, there, vars(batch))),
+        items={
+            item: replace(
+                Items(**tree_map_only(torch.Tensor, there, vars(own))), noise_seeds=own.noise_seeds
+            )
+            for item, own in batch.items.items()
+        },
     )
     with Waits() as waits:
         outputs = runner.forward(0, {}, batch, lambda module: lambda: None)

@@ -4,7 +4,6 @@ not finite."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from disttrain_cli.runtime.watching.tracing import wall_clock
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import stage_graph
+from tests.batches import changed
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.options_worker import CountingTracer
 
@@ -96,8 +96,9 @@ class Job:
 
         def given(slot: int) -> Batch:
             batch = fetch(slot)
-            assert batch.pixels is not None
-            return replace(batch, pixels=[p * torch.nan for p in batch.pixels]) if spoilt else batch
+            (blocks,) = batch.of("image").values.values()
+            spoiled = changed(batch, "image", values={0: [p * torch.nan for p in blocks]})
+            return spoiled if spoilt else batch
 
         self.engine.run_step(order, given)
 

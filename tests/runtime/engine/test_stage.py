@@ -101,7 +101,7 @@ def _untimed(module: str) -> Callable[[], None]:
 
 
 def _train(runner: StageRunner, given: Tensor) -> float:
-    batch = Batch(image_grids=[], cache={"input": given})
+    batch = Batch(cache={"input": given})
     outputs = runner.forward(0, {}, batch, _untimed)
     runner.backward(
         0, {name: torch.ones_like(tensor) for name, tensor in outputs.items()}, _untimed
@@ -115,7 +115,7 @@ def _plain(layers: list[PipelineLayer], given: Tensor) -> None:
     """The same by autograd alone: the loss, and ones as the gradient of what leaves the stage."""
     state: dict[str, Tensor] = {}
     for layer in layers:
-        state.update(layer(state, Batch(image_grids=[], cache={"input": given})))
+        state.update(layer(state, Batch(cache={"input": given})))
     (state[f"{LOSS_PREFIX}text"] + state["out"].sum()).backward()
 
 
@@ -151,7 +151,7 @@ def test_a_still_module_keeps_nothing_and_is_not_recomputed() -> None:
         seen.append(module)
         return lambda: None
 
-    batch = Batch(image_grids=[], cache={"input": torch.randn(3, WIDTH)})
+    batch = Batch(cache={"input": torch.randn(3, WIDTH)})
     outputs = runner.forward(0, {}, batch, timed)
     assert [segment.still for segment in runner.segments] == [True, False]
     assert len(runner.in_flight[0]) == 1

@@ -15,11 +15,12 @@ import yaml
 
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.assigning import order_step
-from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.messages.hollow import record_steps
 from disttrain_cli.runtime.messages.records import Record
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
@@ -172,14 +173,15 @@ def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> Ste
     numbers = np.random.default_rng(generator.getrandbits(32))
     n = layout.global_batch_size
 
-    def members(present: bool) -> tuple[Ints, Ints]:
-        counts = numbers.choice([0, 0, 1, 2, 5], n) * present
-        return np.concatenate(([0], np.cumsum(counts))), np.zeros(counts.sum(), dtype=np.int64)
+    def members(item: str) -> Members:
+        counts = numbers.choice([0, 0, 1, 2, 5], n) * bool(inputs.of(item))
+        sides = 2 * numbers.integers(1, 5, (counts.sum(), 2))
+        return Members(
+            np.concatenate(([0], np.cumsum(counts))),
+            np.zeros(counts.sum(), dtype=np.int64),
+            sides if item == "image" else np.ones_like(sides),
+        )
 
-    (image_start, images), (target_start, targets), (clip_start, clips) = (
-        members(bool(present))
-        for present in (inputs.images, inputs.targets, inputs.audio is not None)
-    )
     batch = Packing(
         index=cast(Index, SimpleNamespace(inputs=inputs)),
         ids=np.arange(n),
@@ -188,13 +190,7 @@ def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> Ste
         tokens=numbers.integers(1, 257, n),
         length_sq=numbers.integers(1, 257, n) ** 2,
         label_tokens=np.ones(n, dtype=np.int64),
-        image_start=image_start,
-        image_segment=images,
-        image_grid=2 * numbers.integers(1, 5, (len(images), 2)),
-        target_start=target_start,
-        target_segment=targets,
-        clip_start=clip_start,
-        clip_segment=clips,
+        items={item: members(item) for item in KINDS},
     )
     dp = layout.unit_of(inputs.llm).dp
     places = numbers.permutation(n).reshape(layout.microbatches, dp, layout.microbatch_size)
@@ -210,7 +206,7 @@ def _scattered(
     """The slot with the items of units without the LLM on any replica, in any order."""
 
     def shuffled(own: list[ReplicaItems], name: str) -> list[Ints]:
-        items = numbers.permutation(np.concatenate([getattr(one, name) for one in own]))
+        items = numbers.permutation(np.concatenate([one[name] for one in own]))
         owners = numbers.integers(0, len(own), len(items))
         return [items[owners == replica] for replica in range(len(own))]
 
@@ -221,11 +217,8 @@ def _scattered(
             own
             if inputs.llm in one.modules
             else [
-                ReplicaItems(*items)
-                for items in zip(
-                    *(shuffled(own, name) for name in ("sequences", "images", "targets", "clips")),
-                    strict=True,
-                )
+                dict(zip(own[0], items, strict=True))
+                for items in zip(*(shuffled(own, name) for name in own[0]), strict=True)
             ]
         )
     return replace(slot, replicas=replicas)

@@ -133,7 +133,7 @@ def test_outputs_of_the_loaded_classes_equal_the_trained_models(
     projectors = load_file(tmp_path / "out" / "projectors.safetensors")
     by_name = {layer.name: layer for layer in layers}
     batch = probe_batch(
-        describe(run), grids=[(4, 4), (4, 4)], clips=2, documents=[[40], [48]], targets=2
+        describe(run), image=[(4, 4), (4, 4)], audio=2, documents=[[40], [48]], target=2
     )
     with torch.no_grad():
         check_equal(run, by_name, models, projectors, batch)
@@ -158,12 +158,12 @@ def check_equal(run, layers, models, projectors, batch):
     patches = torch.cat(
         [
             models["image_encoder"](pixels, interpolate_pos_encoding=True).last_hidden_state
-            for pixels in batch.pixels
+            for pixels in batch.of("image").values[0]
         ]
     )
     norm = layers["image_encoder.projector"].norm
     torch.testing.assert_close(norm(state["image_hidden"]), patches.flatten(0, 1), **close)
-    heard = models["audio_encoder"](batch.audio_features).last_hidden_state
+    heard = models["audio_encoder"](batch.of("audio").values[0][0]).last_hidden_state
     torch.testing.assert_close(
         layers["audio_encoder.projector"].norm(state["audio_hidden"]), heard.flatten(0, 1), **close
     )
@@ -187,7 +187,7 @@ def check_equal(run, layers, models, projectors, batch):
     torch.testing.assert_close(head.lm_head(head.norm(own)), found.logits, **close)
     assert tokens.shape == found.logits.shape[:2]
     vae = config["image_generator"].vae
-    posterior = models["image_generator_vae"].encode(batch.target_pixels).latent_dist
+    posterior = models["image_generator_vae"].encode(batch.of("target").values[0][0]).latent_dist
     encoder = layers["image_generator.vae_encoder"]
     expected = (posterior.mean + posterior.std * encoder._noise(batch)) * vae["scaling_factor"]
     torch.testing.assert_close(state["latents"], expected, **close)

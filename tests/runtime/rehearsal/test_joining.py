@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
+from disttrain_cli.data.slots import Slot, StepOrder, replica_items, slot_items
 from disttrain_cli.runtime.rehearsal.joining import (
     joined_layout,
     joined_order,
@@ -17,7 +17,8 @@ from disttrain_cli.runtime.rehearsal.joining import (
 )
 from disttrain_cli.runtime.units.routes import End, local_rows, routes
 from disttrain_cli.simulation.grouping import unit_shares
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import stage_graph
 
@@ -25,9 +26,8 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=10,
     sequence_length=64,
-    image=ImageInput(module="eye", patch_px=8, merge=1, max_pixels=4096),
+    heads=[ImageInput(module="eye", patch_px=8, merge=1, max_pixels=4096)],
 )
-NONE = np.zeros(0, dtype=np.int64)
 
 
 def layout(eye_dp: int, llm_dp: int, tp: int = 1) -> Layout:
@@ -61,9 +61,9 @@ def test_items_stay_with_their_process_and_all_rows_travel(
     count = int(random.integers(0, 20))
     sequence = np.sort(random.integers(0, llm, count))
     owner = random.integers(0, eye, count)
-    images = [ReplicaItems(NONE, np.flatnonzero(owner == replica), NONE) for replica in range(eye)]
+    images = [replica_items(image=np.flatnonzero(owner == replica)) for replica in range(eye)]
     texts = [
-        ReplicaItems(np.array([replica]), np.flatnonzero(sequence == replica), NONE)
+        replica_items(sequence=np.array([replica]), image=np.flatnonzero(sequence == replica))
         for replica in range(llm)
     ]
     slot = Slot(
@@ -71,9 +71,7 @@ def test_items_stay_with_their_process_and_all_rows_travel(
         np.arange(llm),
         np.full(llm, 60),
         np.full(llm, 3600),
-        sequence,
-        random.integers(1, 5, (count, 2)),
-        NONE,
+        {"image": slot_items(sequence, random.integers(1, 5, (count, 2)))},
         {"eye": images, "llm": texts},
     )
     plan = layout(eye, llm)
@@ -82,11 +80,11 @@ def test_items_stay_with_their_process_and_all_rows_travel(
     for unit, replicas in slot.replicas.items():
         for process, own in enumerate(joined.replicas[unit]):
             theirs = [replicas[replica] for replica in replicas_of(shares[unit], process)]
-            assert own.images.tolist() == [
-                item for items in theirs for item in items.images.tolist()
+            assert own["image"].tolist() == [
+                item for items in theirs for item in items["image"].tolist()
             ]
-            assert own.sequences.tolist() == [
-                item for items in theirs for item in items.sequences.tolist()
+            assert own["sequence"].tolist() == [
+                item for items in theirs for item in items["sequence"].tolist()
             ]
     for process in range(len(shares["llm"])):
         here, there = End("llm", replica=process), End("eye")

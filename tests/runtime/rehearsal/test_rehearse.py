@@ -201,7 +201,7 @@ def test_steps_that_are_ordered_beforehand_are_those_of_the_policy(tmp_path: Pat
         for replica in range(3)
     ] == [
         [
-            len(slot.replicas["image_encoder"][replica].images)
+            len(slot.replicas["image_encoder"][replica]["image"])
             for step in steps
             for slot in orders.of(step)[0].slots
         ]

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from disttrain_cli.costs.memory import SENT_SLOTS
 from disttrain_cli.costs.memory import communicators as counted
-from disttrain_cli.data.slots import ReplicaItems, Slot
+from disttrain_cli.data.slots import Slot, replica_items, slot_items
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.runtime.messages.hollow import alone
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 from tests.runtime.factory import unit
@@ -30,7 +31,7 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=272,
     sequence_length=16,
-    image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096),
+    heads=[ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096)],
 )
 ROWS = TensorSpec("rows", "image", "patches", (3,))
 
@@ -48,15 +49,13 @@ def graph_of(*units: UnitPlan) -> StageGraph:
 
 def slot(images: int = 4) -> Slot:
     none = np.zeros(0, dtype=np.int64)
-    own = [ReplicaItems(none, np.arange(images), none)]
+    own = [replica_items(image=np.arange(images))]
     return Slot(
         inputs=INPUTS,
         sequences=none,
         sequence_tokens=none,
         sequence_length_sq=none,
-        image_sequence=np.zeros(images, dtype=np.int64),
-        image_grid=np.ones((images, 2), dtype=np.int64),
-        target_sequence=none,
+        items={"image": slot_items(np.zeros(images, dtype=np.int64))},
         replicas={"all": own},
     )
 

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from disttrain_cli.data.slots import ReplicaItems, Slot
+from disttrain_cli.data.slots import ReplicaItems, Slot, replica_items, slot_items
 from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.models.parallel import Group
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 from tests.runtime.factory import unit
@@ -28,7 +29,7 @@ INPUTS = ModelInputs(
     llm="llm",
     vocabulary=272,
     sequence_length=16,
-    image=ImageInput(module="eye", patch_px=8, merge=1, max_pixels=4096),
+    heads=[ImageInput(module="eye", patch_px=8, merge=1, max_pixels=4096)],
 )
 #: A tensor with a row per patch, of two numbers: divided over a TP group's ranks, like its rows.
 SPEC = TensorSpec("rows", "image", "tokens", (2,), split=True)
@@ -68,7 +69,7 @@ def drawn_slot(images: int, sizes: dict[str, int], random: np.random.Generator) 
     def shares(dp: int) -> list[ReplicaItems]:
         owner = random.integers(0, dp, images)
         return [
-            ReplicaItems(none, random.permutation(np.flatnonzero(owner == replica)), none)
+            replica_items(image=random.permutation(np.flatnonzero(owner == replica)))
             for replica in range(dp)
         ]
 
@@ -77,9 +78,11 @@ def drawn_slot(images: int, sizes: dict[str, int], random: np.random.Generator) 
         sequences=none,
         sequence_tokens=none,
         sequence_length_sq=none,
-        image_sequence=np.zeros(images, dtype=np.int64),
-        image_grid=random.integers(1, 4, size=(images, 2)),
-        target_sequence=none,
+        items={
+            "image": slot_items(
+                np.zeros(images, dtype=np.int64), random.integers(1, 4, size=(images, 2))
+            )
+        },
         replicas={name: shares(dp) for name, dp in sizes.items()},
     )
 
@@ -115,7 +118,7 @@ def test_rows_and_gradients_arrive_where_a_dense_reference_has_them(
 
     def rows(number: int, coords: RankCoords) -> Tensor:
         """The reference: this rank's rows of a slot."""
-        items = slots[number].items(coords.unit.name, coords.replica, "image")
+        items = slots[number].replicas[coords.unit.name][coords.replica]["image"]
         whole = torch.cat(
             [torch.zeros(0, 2, dtype=torch.float64), *(dense[number][item] for item in items)]
         )

@@ -9,26 +9,26 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data.slots import ReplicaItems, Slot
+from disttrain_cli.data.slots import ReplicaItems, Slot, replica_items, slot_items
 from disttrain_cli.models.division import own_rows
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.inputs import ModelInputs
 
 INPUTS = ModelInputs(
     llm="llm",
     vocabulary=272,
     sequence_length=16,
-    image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096),
+    heads=[ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096)],
 )
 
 
 def _replicas(owners: list[int], dp: int, order: np.random.Generator) -> list[ReplicaItems]:
-    none = np.zeros(0, dtype=np.int64)
     shares = []
     for replica in range(dp):
         own = np.flatnonzero(np.array(owners, dtype=np.int64) == replica)
         order.shuffle(own)
-        shares.append(ReplicaItems(none, own, none))
+        shares.append(replica_items(image=own))
     return shares
 
 
@@ -54,9 +54,7 @@ def test_both_sides_agree(
         sequences=np.zeros(0, dtype=np.int64),
         sequence_tokens=np.zeros(0, dtype=np.int64),
         sequence_length_sq=np.zeros(0, dtype=np.int64),
-        image_sequence=np.zeros(images, dtype=np.int64),
-        image_grid=grids,
-        target_sequence=np.zeros(0, dtype=np.int64),
+        items={"image": slot_items(np.zeros(images, dtype=np.int64), grids)},
         replicas={
             "a": _replicas(random.integers(0, up, images).tolist(), up, random),
             "b": _replicas(random.integers(0, down, images).tolist(), down, random),
@@ -67,7 +65,7 @@ def test_both_sides_agree(
     values = [np.arange(n) + 100 * i for i, n in enumerate(counts)]
 
     def tensor(end: End) -> np.ndarray:
-        items = slot.items(end.unit, end.replica, "image")
+        items = slot.replicas[end.unit][end.replica]["image"]
         whole = (
             np.concatenate([values[i] for i in items])
             if len(items)
@@ -101,13 +99,11 @@ def test_inside_a_unit_everything_goes_to_the_namesake() -> None:
         sequences=none,
         sequence_tokens=none,
         sequence_length_sq=none,
-        image_sequence=np.zeros(3, dtype=np.int64),
-        image_grid=np.ones((3, 2), dtype=np.int64),
-        target_sequence=none,
+        items={"image": slot_items(np.zeros(3, dtype=np.int64))},
         replicas={
             "a": [
-                ReplicaItems(none, np.array([2, 0]), none),
-                ReplicaItems(none, np.array([1]), none),
+                replica_items(image=np.array([2, 0])),
+                replica_items(image=np.array([1])),
             ]
         },
     )

@@ -105,8 +105,9 @@ def other_layouts(
     """Other shares of the devices, or one device more; empty where the traces cannot tell.
 
     Args:
-        why: `explain` of the graph's recorded passes. moved_on: the data are not those of the
-        profile any more, so that nothing is planned with them.
+        why: `explain` of the graph's recorded passes.
+        moved_on: the data are not those of the profile any more, so that nothing is planned with
+            them.
     """
     record, measured_s = record_of(database, graph), float(graph.window.mean())
     if record is None:

@@ -82,8 +82,7 @@ def can_replan(record: Record | None) -> bool:
 def _complete(profile: Profile) -> bool:
     """Whether it says what brings every module its work."""
     inputs = profile.inputs
-    heads = {inputs.llm, *(head.module for head in inputs.images), *inputs.generators}
-    return set(profile.modules) <= heads | ({inputs.audio.module} if inputs.audio else set())
+    return set(profile.modules) <= {inputs.llm, *(head.module for head in inputs.heads)}
 
 
 def cluster_of(job: Job) -> Cluster:

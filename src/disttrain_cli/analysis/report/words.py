@@ -59,7 +59,8 @@ def table(
 
     Args:
         label: what it shows, for whoever does not see the heading above it; else its first columns
-        do. narrow: no wider than its text.
+            do.
+        narrow: no wider than its text.
     """
     top = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "".join(

@@ -25,7 +25,8 @@ def moved_data(database: Database) -> list[Drift]:
         "SELECT tokens, length_sq, images, targets, clips FROM sizes WHERE step >= $first",
         {"first": last[0]["step"] if last else 0},
     )
-    lists = {name: [row[name] for row in sizes] for name in SizeSample.model_fields}
+    columns = ("tokens", "length_sq", "images", "targets", "clips")
+    lists = {name: [row[name] for row in sizes] for name in columns}
     return drift(job.profile, steps, SizeSample(**lists))
 
 

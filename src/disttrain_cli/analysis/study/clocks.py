@@ -33,8 +33,9 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
     warnings.
 
     Args:
-        trace: as read. groups: operations of a replica that are two sides of one transfer, the send
-        first; others are passed over.
+        trace: as read.
+        groups: operations of a replica that are two sides of one transfer, the send first; others
+            are passed over.
     """
     sent, left_s = _sent(trace, groups), _left(trace)
     contradictions = _contradictions(sent, left_s)

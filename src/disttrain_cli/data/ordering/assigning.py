@@ -1,5 +1,4 @@
-"""Which sequences, images, clips and targets every replica gets in every slot of a step: pure
-functions.
+"""Which sequences and items every replica gets in every slot of a step: pure functions.
 
 Policy `none` keeps the packed order. Policy `paper` levels the sequences of the global batch over
 the LLM's replicas (each still gets n * M), levels each replica's microbatches, puts the k-th
@@ -19,28 +18,32 @@ import numpy as np
 from disttrain_cli.data.arrays import ranges
 from disttrain_cli.data.ordering.intervals import interval_order
 from disttrain_cli.data.ordering.levelling import image_owners, item_shares, level
-from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.sizes import Sizes
-from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder
-from disttrain_cli.spec.inputs import Item, ModelInputs
+from disttrain_cli.data.slots import (
+    Assignment,
+    Ints,
+    ReplicaItems,
+    Slot,
+    SlotItems,
+    StepOrder,
+    no_items,
+)
+from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
 #: Integer cost of each sequence of a batch, by module name.
 Costs = Mapping[str, Ints]
 
-NO_ITEMS: Ints = np.zeros(0, dtype=np.int64)
-
 
 def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
-    """Costs where nothing was measured: tokens, patches read, positions heard, latent pixels
-    generated."""
+    """Costs where nothing was measured: tokens, and sizes of items (patches read, positions heard,
+    latent pixels generated)."""
     costs = {inputs.llm: sizes.tokens}
-    for image in inputs.images:
-        costs[image.module] = sizes.per_sequence(sizes.patches)
-    if inputs.audio is not None:
-        costs[inputs.audio.module] = sizes.clips * inputs.audio.positions
-    for head in inputs.targets:
-        costs[head.module] = sizes.targets * head.latent_pixels
+    for head in inputs.heads:
+        own = sizes.items[head.item]
+        costs[head.module] = own.per_sequence(head.size(own.area))
     return costs
 
 
@@ -69,8 +72,8 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
 def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
     """Order one global batch: the sequences step · BS … (step + 1) · BS - 1 of the stream.
 
-    Depends on nothing but its arguments. The set of sequences never changes, and every image, clip
-    and target is given to exactly one replica of each unit that works on it.
+    Depends on nothing but its arguments. The set of sequences never changes, and every item is
+    given to exactly one replica of each unit that works on it.
     """
     assert len(batch) == layout.global_batch_size
     owners = _owners(batch, layout, assignment)
@@ -81,23 +84,23 @@ def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment
             for slot, members in enumerate(assignment.places)
         ],
         label_tokens=int(batch.label_tokens.sum()),
-        targets=len(batch.target_segment),
+        targets=len(batch.items["target"]),
     )
 
 
 def _owners(
     batch: Packing, layout: Layout, assignment: Assignment
 ) -> dict[tuple[str, Item], list[Ints]]:
-    """By unit and item, for every slot: the replica of each of its images, clips and targets, in
-    canonical order.
+    """By unit and item, for every slot: the replica of each of its items, in canonical order.
 
     Only of units that work on them.
     """
     inputs, places, carry = batch.index.inputs, assignment.places, assignment.carry
     slots, dp, m = places.shape
     found: dict[tuple[str, Item], list[Ints]] = {}
-    for item, start in _starts(batch).items():
-        counts = np.diff(start)[places].reshape(slots, -1)
+    alike = {head.item: head.alike for head in inputs.heads}
+    for item, members in batch.items.items():
+        counts = members.counts[places].reshape(slots, -1)
         of_slot = counts.sum(axis=1)
         for unit in layout.units:
             if inputs.llm in unit.modules:
@@ -105,20 +108,14 @@ def _owners(
                 found[unit.name, item] = [np.repeat(own, of_sequences) for of_sequences in counts]
             elif item not in map(inputs.item, unit.modules):
                 continue
-            elif item == "image":
-                listed = ranges(start[places.reshape(-1)], counts.reshape(-1))
-                owner = image_owners(batch.image_grid[listed].prod(axis=1), of_slot, unit.dp, carry)
-                found[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
-            # all clips cost the same, as do targets: neighbours stay together, for fewer transfers
-            else:
+            elif alike[item]:  # neighbours stay together, for fewer transfers
                 shares = item_shares(of_slot, unit.dp, carry)
                 found[unit.name, item] = [np.repeat(np.arange(unit.dp), own) for own in shares]
+            else:
+                listed = ranges(members.start[places.reshape(-1)], counts.reshape(-1))
+                owner = image_owners(members.area[listed], of_slot, unit.dp, carry)
+                found[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
     return found
-
-
-def _starts(batch: Packing) -> dict[Item, Ints]:
-    """By item, where the members of each sequence start."""
-    return {"image": batch.image_start, "audio": batch.clip_start, "target": batch.target_start}
 
 
 def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
@@ -161,43 +158,48 @@ def _slot(
     """One slot from the places of its sequences [LLM replicas, M] and, by unit and item, the
     replica of every item."""
     inputs, chosen = batch.index.inputs, members.reshape(-1)
-    counts = {item: np.diff(start)[chosen] for item, start in _starts(batch).items()}
-    grid = batch.image_grid[ranges(batch.image_start[chosen], counts["image"])]
-    sequence = {item: np.repeat(np.arange(len(chosen)), own) for item, own in counts.items()}
-    replicas = {}
+    items = {item: _chosen(own, chosen) for item, own in batch.items.items()}
+    replicas: dict[str, list[ReplicaItems]] = {}
     for unit in layout.units:
+        none = [no_items()] * unit.dp
         own = {
             item: (
-                _by_owner(owners[unit.name, item], unit.dp, grid if item == "image" else None)
+                by_owner(owners[unit.name, item], unit.dp, of_slot.grid)
                 if (unit.name, item) in owners
-                else [NO_ITEMS] * unit.dp
+                else none
             )
-            for item in counts
+            for item, of_slot in items.items()
         }
-        sequences = (
+        own["sequence"] = (
             list(np.arange(len(chosen)).reshape(members.shape))
             if inputs.llm in unit.modules
-            else [NO_ITEMS] * unit.dp
+            else none
         )
         replicas[unit.name] = [
-            ReplicaItems(*items)
-            for items in zip(sequences, own["image"], own["target"], own["audio"], strict=True)
+            dict(zip(own, numbers, strict=True)) for numbers in zip(*own.values(), strict=True)
         ]
     return Slot(
         inputs=inputs,
         sequences=batch.ids[chosen],
         sequence_tokens=batch.tokens[chosen],
         sequence_length_sq=batch.length_sq[chosen],
-        image_sequence=sequence["image"],
-        image_grid=grid,
-        target_sequence=sequence["target"],
+        items=items,
         replicas=replicas,
-        clip_sequence=sequence["audio"],
     )
 
 
-def _by_owner(owner: Ints, dp: int, grid: Ints | None = None) -> list[Ints]:
-    """Item numbers of each replica in ascending order; with `grid`, equal grids (rows, columns)
-    adjacent."""
-    keys = (owner,) if grid is None else (grid[:, 1], grid[:, 0], owner)
-    return np.split(np.lexsort(keys), np.cumsum(np.bincount(owner, minlength=dp))[:-1])
+def _chosen(members: Members, sequences: Ints) -> SlotItems:
+    """The items of the chosen sequences."""
+    counts = members.counts[sequences]
+    return SlotItems(
+        np.repeat(np.arange(len(sequences)), counts),
+        members.grid[ranges(members.start[sequences], counts)],
+    )
+
+
+def by_owner(owner: Ints, dp: int, grid: Ints) -> list[Ints]:
+    """Item numbers of each replica: equal grids (rows, columns) adjacent, and then ascending."""
+    return np.split(
+        np.lexsort((grid[:, 1], grid[:, 0], owner)),
+        np.cumsum(np.bincount(owner, minlength=dp))[:-1],
+    )

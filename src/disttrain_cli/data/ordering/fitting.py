@@ -26,8 +26,9 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     """[bins, N / bins] positions of the sequences of every bin, ascending.
 
     Args:
-        costs: [N, U] integer loads of every sequence. targets: [bins, U] the loads wanted in every
-        bin, in any unit: their sums are scaled to those of `costs`.
+        costs: [N, U] integer loads of every sequence.
+        targets: [bins, U] the loads wanted in every bin, in any unit: their sums are scaled to
+            those of `costs`.
     """
     bins = len(targets)
     count, own = len(costs) // bins, _scaled(costs, len(costs))

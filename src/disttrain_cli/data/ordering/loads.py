@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.ordering.levelling import image_owners, item_shares
-from disttrain_cli.data.sizes import Sizes
-from disttrain_cli.data.slots import Assignment, Ints, StepOrder
+from disttrain_cli.data.sizes import ItemAreas, Sizes
+from disttrain_cli.data.slots import Assignment, Ints, StepOrder, columns
+from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 
@@ -26,8 +27,8 @@ def replica_loads(
     """By module name, [n slots, DP of its unit, 3]: items, tokens, Σ length² of every replica
     (columns of `Work`).
 
-    Modules in the LLM's unit work on the replica's own sequences; others get the slot's images
-    levelled one by one, or its clips or targets evenly.
+    Modules in the LLM's unit work on the replica's own sequences; others get the slot's items
+    levelled one by one, or evenly where all are alike.
     """
     places, carry = assignment.places, assignment.carry
     work = sizes.work(inputs)
@@ -36,20 +37,13 @@ def replica_loads(
         for module in unit.modules:
             if inputs.llm in unit.modules:
                 loads[module] = work[module][places].sum(axis=2)
-            elif inputs.item(module) == "image":
-                loads[module] = _levelled_images(sizes, places, unit.dp, carry)
             else:
-                alike = {
-                    head.module: (head, counts)
-                    for head, counts in (
-                        (inputs.audio, sizes.clips),
-                        *((target, sizes.targets) for target in inputs.targets),
-                    )
-                    if head is not None
-                }
-                head, counts = alike[module]
-                shares = item_shares(counts[places].sum(axis=(1, 2)), unit.dp, carry)
-                loads[module] = shares[..., None] * np.array(head.work(1))
+                head = inputs.head(module)
+                assert head is not None
+                items = sizes.items[head.item]
+                loads[module] = (_even if head.alike else _levelled)(
+                    head, items, places, unit.dp, carry
+                )
     return loads
 
 
@@ -80,14 +74,19 @@ def unit_loads(
     }
 
 
-def _levelled_images(sizes: Sizes, places: Ints, dp: int, carry: bool) -> Floats:
-    """[n, DP, 3] images, patches and Σ patches² of every replica of an encoder on ranks of its
-    own."""
+def _even(head: Head, items: ItemAreas, places: Ints, dp: int, carry: bool) -> Floats:
+    """[n, DP, 3] work of every replica on ranks of its own; all items are alike."""
+    shares = item_shares(items.counts[places].sum(axis=(1, 2)), dp, carry)
+    return np.asarray(shares[..., None] * np.array(head.work(1)))
+
+
+def _levelled(head: Head, items: ItemAreas, places: Ints, dp: int, carry: bool) -> Floats:
+    """[n, DP, 3] work of every replica on ranks of its own, levelled item by item."""
     slots = len(places)
-    counts = np.diff(sizes.image_start)[places].sum(axis=(1, 2))
-    patches = sizes.take(places.reshape(-1)).patches
-    owner = np.repeat(np.arange(slots) * dp, counts) + image_owners(patches, counts, dp, carry)
-    columns = (np.ones_like(patches), patches, patches**2)
+    counts = items.counts[places].sum(axis=(1, 2))
+    size = head.size(items.take(places.reshape(-1)).area)
+    owner = np.repeat(np.arange(slots) * dp, counts) + image_owners(size, counts, dp, carry)
     return np.stack(
-        [np.bincount(owner, column, slots * dp).reshape(slots, dp) for column in columns], axis=2
+        [np.bincount(owner, column, slots * dp).reshape(slots, dp) for column in columns(size).T],
+        axis=2,
     )

@@ -94,10 +94,11 @@ class Workers:
         """An answer from worker `number` of those that answer, or from another one.
 
         Raises:
-            DataError: no worker can read a shard. MismatchError, DisttrainError: all workers refuse
-            this run, or would prepare other bytes. RankFailedError: none answered for
-            `preprocess.wait_s`, one lives and prepares this for as long, or all
-                fail at it.
+            DataError: no worker can read a shard.
+            MismatchError, DisttrainError: all workers refuse this run, or would prepare other
+                bytes.
+            RankFailedError: none answered for `preprocess.wait_s`, one lives and prepares this for
+                as long, or all fail at it.
         """
         unread: dict[Connection, DisttrainError] = {}
         # since when; a slot at which every worker ends is lost for good

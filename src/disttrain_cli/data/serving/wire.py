@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from disttrain_cli.data.checking import Broken
 from disttrain_cli.data.preparing import Prepared, Request
-from disttrain_cli.data.slots import Assignment, SlotBatch
+from disttrain_cli.data.slots import Assignment, flat_arrays, of_flat_arrays
 from disttrain_cli.data.sources import Skipped
 
 SCHEMA = pa.schema([("bytes", pa.uint8())])
@@ -73,9 +73,9 @@ def beating(chunks: Iterable[Any], beat: Callable[[], None]) -> Iterator[Any]:
 
 def slot_messages(prepared: Prepared) -> Iterator[Message]:
     """What a worker sends for a slot."""
-    fields = {name: value for name, value in vars(prepared.batch).items() if value is not None}
     return _messages(
-        fields, {"broken": [[broken.segment, *broken.what] for broken in prepared.broken]}
+        flat_arrays(prepared.batch),
+        {"broken": [[broken.segment, *broken.what] for broken in prepared.broken]},
     )
 
 
@@ -84,7 +84,8 @@ def read_slot(chunks: Iterator[Any]) -> Prepared:
     too early."""
     fields, about = _read_messages(chunks)
     return Prepared(
-        SlotBatch(**fields), [Broken(segment, Skipped(*what)) for segment, *what in about["broken"]]
+        of_flat_arrays(fields),
+        [Broken(segment, Skipped(*what)) for segment, *what in about["broken"]],
     )
 
 

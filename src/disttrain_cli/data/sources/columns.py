@@ -16,23 +16,21 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     Place,
     Sample,
     Segment,
     Skipped,
-    read_duration,
-    read_size,
 )
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
+from disttrain_cli.spec.index import KINDS, TEXT
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img")
-AUDIO_NAMES = ("audio", "wav", "flac", "ogg", "mp3", "sound", "speech")
+MEDIA_NAMES = tuple(name for media in MEDIA.values() for name in media.columns)
 TEXT_NAMES = ("text", "caption", "txt")
 SPOKEN_NAMES = (
     "transcription",
@@ -49,15 +47,14 @@ BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 class Columns(NamedTuple):
     """Names of the columns that are read."""
 
-    image: str | None
+    files: dict[str, str]  # by type of file (`data.modalities.MEDIA`)
     text: str
     interleaved: bool
-    audio: str | None = None
 
     @property
     def names(self) -> list[str]:
-        """Those that there are."""
-        return [name for name in (self.image, self.audio, self.text) if name is not None]
+        """All of them."""
+        return [*self.files.values(), self.text]
 
 
 def find_columns(schema: pa.Schema, label: str) -> Columns:
@@ -69,7 +66,7 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
     kinds = {field.name: _kind(field.type) for field in schema}
     if all(name in kinds for name in LISTS) and kinds["texts"] == "list of text":
         if kinds["images"] == "list of image":
-            return Columns(*LISTS, interleaved=True)
+            return Columns({"image": LISTS[0]}, LISTS[1], interleaved=True)
         if kinds["images"] == "list of text":
             raise _refused(
                 label,
@@ -86,20 +83,21 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
             "beside a list `images`",
             "Write texts and images in turn (`images` and `texts`), or conversations as JSON.",
         )
-    sounds = {
-        name: own for name, own in kinds.items() if own == "image" and name.lower() in AUDIO_NAMES
-    }
-    others = {name: own for name, own in kinds.items() if name not in sounds}
-    audio = _one(sounds, "image", AUDIO_NAMES, label, schema) if sounds else None
-    texts_alone = not sounds and "image" not in others.values() and not _pictures_elsewhere(kinds)
-    image = (
-        None
-        if texts_alone or (sounds and "image" not in others.values())
-        else _one(others, "image", IMAGE_NAMES, label, schema)
-    )
+    binary = {name: own for name, own in kinds.items() if own == "image"}
+    files = {}
+    for name, media in MEDIA.items():  # images are what has no name of another type
+        of_type = {key: own for key, own in binary.items() if key.lower() in media.columns}
+        if name != "image" and of_type:
+            files[name] = _one(of_type, "image", media.columns, label, schema)
+            binary = {key: own for key, own in binary.items() if key not in of_type}
+    texts_alone = not files and not binary and not _pictures_elsewhere(kinds)
+    if not texts_alone and (binary or not files):
+        others = kinds if not files else binary
+        files = {"image": _one(others, "image", MEDIA["image"].columns, label, schema), **files}
     usual = any(own == "text" and name.lower() in TEXT_NAMES for name, own in kinds.items())
-    text = _one(kinds, "text", SPOKEN_NAMES if sounds and not usual else TEXT_NAMES, label, schema)
-    return Columns(image, text, interleaved=False, audio=audio)
+    spoken = "audio" in files and not usual
+    text = _one(kinds, "text", SPOKEN_NAMES if spoken else TEXT_NAMES, label, schema)
+    return Columns(files, text, interleaved=False)
 
 
 def read_rows(
@@ -132,13 +130,8 @@ def texts_at(column: pa.Array) -> list[str]:
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
     wanted = [
-        (kind, what, name)
-        for kind, what, name in (
-            (IMAGE, "image", columns.image),
-            (AUDIO, "sound", columns.audio),
-            (TEXT, "text", columns.text),
-        )
-        if name
+        *((name, MEDIA[name].what, column) for name, column in columns.files.items()),
+        ("", "text", columns.text),
     ]
     for cells in zip(*(_views(batch.column(name)) for _, _, name in wanted), strict=True):
         missing = [what for (_, what, _), cell in zip(wanted, cells, strict=True) if cell is None]
@@ -147,7 +140,7 @@ def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
         elif len(cells) == 1 and not cells[0]:
             yield "the text is empty"
         else:
-            yield [(kind, 0, cell) for (kind, _, _), cell in zip(wanted, cells, strict=True)]
+            yield [(media, 0, cell) for (media, _, _), cell in zip(wanted, cells, strict=True)]
 
 
 def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
@@ -170,28 +163,30 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             yield f"position {wrong[0]} must have either an image's bytes or a text"
         else:
             yield [
-                (TEXT, at, text) if text is not None else (IMAGE, at, image)
+                ("", at, text) if text is not None else ("image", at, image)
                 for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))
             ]
 
 
 def _segments(row: int, cells: Any) -> Iterator[Segment]:
-    """Segments of a row; ValueError with the reason, which may stand in place of the cells."""
+    """Segments of a row; ValueError with the reason, which may stand in place of the cells.
+
+    A cell is the name of a type of file ("" of a text), its position, and its bytes.
+    """
     if isinstance(cells, str):
         raise ValueError(cells)
-    for kind, at, value in cells:
-        if kind == TEXT:
-            if len(value) > MAX_TEXT_BYTES:
-                raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")
-            try:
-                yield Segment(TEXT, Place(row, at), str(value, "utf-8"), trained=True)
-            except UnicodeDecodeError:
-                raise ValueError("text is not UTF-8") from None
-        else:
-            header = (read_duration if kind == AUDIO else read_size)(
-                partial(_part, value), len(value)
-            )
-            yield Segment(kind, Place(row, at), "", *(header[:2] if kind == AUDIO else header[1:3]))
+    for name, at, value in cells:
+        if name:
+            media = MEDIA[name]
+            sizes = media.read_sizes(partial(_part, value), len(value))
+            yield Segment(KINDS[media.item], Place(row, at), "", *sizes)
+            continue
+        if len(value) > MAX_TEXT_BYTES:
+            raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")
+        try:
+            yield Segment(TEXT, Place(row, at), str(value, "utf-8"), trained=True)
+        except UnicodeDecodeError:
+            raise ValueError("text is not UTF-8") from None
 
 
 def _part(data: memoryview, offset: int, size: int) -> bytes:
@@ -266,7 +261,7 @@ def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
     media = [
         name
         for name, own in kinds.items()
-        if name.lower() in (*IMAGE_NAMES, *AUDIO_NAMES, "images")
+        if name.lower() in (*MEDIA_NAMES, "images")
         or (own in ("text", "list of text") and ELSEWHERE.search(name))
     ]
     lower = {name.lower() for name in kinds}

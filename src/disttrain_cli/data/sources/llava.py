@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.chats import conversation, image_names
 from disttrain_cli.data.sources.files import File, LocalFile, is_url, join, open_file
 from disttrain_cli.data.sources.samples import (
@@ -28,7 +29,6 @@ from disttrain_cli.data.sources.samples import (
     Segment,
     Shard,
     Skipped,
-    read_size,
 )
 from disttrain_cli.spec.index import IMAGE, TEXT
 
@@ -53,7 +53,7 @@ class LlavaShard:
     def __init__(self, shard: Shard) -> None:
         self._file, self._folder = open_file(shard.path), shard.images
 
-    def image(self, place: Place, record: Place) -> bytes:
+    def file(self, media: str, place: Place, record: Place) -> bytes:
         name = image_names(self._record(record))[place.offset]
         file = open_image(self._folder, name)
         if file.size != place.size:
@@ -62,9 +62,6 @@ class LlavaShard:
         if len(data) < place.size:
             raise ValueError(f"{name} is cut")
         return data
-
-    def clip(self, place: Place, record: Place) -> bytes:
-        raise ValueError("conversations have no clips")
 
     def texts(self, record: Place) -> list[str]:
         return [part.value for part in conversation(self._record(record)) if part.kind == TEXT]
@@ -147,12 +144,10 @@ def _segments(record: Record, folder: str) -> list[Segment]:
             continue
         file = open_image(folder, part.value)
         try:
-            header = read_size(file.read, file.size)
+            sizes = MEDIA["image"].read_sizes(file.read, file.size)
         except ValueError as error:
             raise ValueError(f"{part.value}: {error}") from None
-        segments.append(
-            Segment(IMAGE, Place(images, file.size), "", header.width_px, header.height_px)
-        )
+        segments.append(Segment(IMAGE, Place(images, file.size), "", *sizes))
         images += 1
     return segments
 

@@ -6,12 +6,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from disttrain_cli.data.clips import ClipHeader, read_clip_header
-from disttrain_cli.data.headers import ImageHeader, Read, is_whole, read_header
-
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
-MAX_IMAGE_BYTES = 256 * 1024 * 1024  # a larger image or sound file is none
-HEAD_BYTES = 4096  # of an image that are read at once; most headers end before
 MOST_SHOWN = 200  # characters of a name in a message
 
 
@@ -34,8 +29,9 @@ class Segment(NamedTuple):
     """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows
     inside the sample.
 
-    A clip has its duration in ms in the place of the width, its samples per second in that of the
-    height; a piece of a document (`data.documents`) its first character, and how many it has.
+    A file that is no image has the two numbers of its type (`data.modalities.Media`) in the place
+    of width and height; a piece of a document (`data.documents`) its first character, and how many
+    it has.
     """
 
     kind: int
@@ -55,7 +51,7 @@ class Sample(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A segment as a sample's json says it: a text, or the name of an image or sound file."""
+    """A segment as a sample's json says it: a text, or the name of a file."""
 
     kind: int
     value: str
@@ -80,42 +76,11 @@ class OpenShard(Protocol):
     lies there is not what was indexed, and pyarrow's own errors (ValueErrors, OSErrors).
     """
 
-    def image(self, place: Place, record: Place) -> bytes:
-        """The image file at `place`."""
-
-    def clip(self, place: Place, record: Place) -> bytes:
-        """The sound file at `place`."""
+    def file(self, media: str, place: Place, record: Place) -> bytes:
+        """The file at `place`, of a type (`data.modalities.Media`)."""
 
     def texts(self, record: Place) -> list[str]:
         """All texts of a sample, in order."""
-
-
-def read_size(read: Read, file_bytes: int) -> ImageHeader:
-    """Format and size in pixels of an image file of so many bytes; ValueError where it is none, or
-    its end is missing.
-    """
-    if file_bytes > MAX_IMAGE_BYTES:
-        raise ValueError(
-            f"oversized image file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read"
-        )
-    head = read(0, HEAD_BYTES)
-
-    def part(offset: int, size: int) -> bytes:
-        return head[offset : offset + size] if offset + size <= len(head) else read(offset, size)
-
-    header = read_header(part)
-    if not is_whole(part, file_bytes):
-        raise ValueError(f"truncated {header.format} file")
-    return header
-
-
-def read_duration(read: Read, file_bytes: int) -> ClipHeader:
-    """Duration of a sound file of so many bytes; ValueError with the reason where it is none."""
-    if file_bytes > MAX_IMAGE_BYTES:
-        raise ValueError(
-            f"oversized sound file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read"
-        )
-    return read_clip_header(read, file_bytes)
 
 
 def clean(text: str) -> str:

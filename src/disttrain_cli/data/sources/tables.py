@@ -69,11 +69,8 @@ class ParquetShard:
         )
         self._lock = threading.Lock()  # a Parquet reader is not for two threads
 
-    def image(self, place: Place, record: Place) -> bytes:
-        return file_at(self._row(self._columns.image, place.offset), place)
-
-    def clip(self, place: Place, record: Place) -> bytes:
-        return file_at(self._row(self._columns.audio, place.offset), place)
+    def file(self, media: str, place: Place, record: Place) -> bytes:
+        return file_at(self._row(self._columns.files.get(media), place.offset), place)
 
     def texts(self, record: Place) -> list[str]:
         return texts_at(self._row(self._columns.text, record.offset))
@@ -109,21 +106,18 @@ class ArrowShard:
         self._ends = list(accumulate(len(batch) for batch in self._batches))
         self._columns = find_columns(self._batches[0].schema, shard.name) if self._batches else None
 
-    def image(self, place: Place, record: Place) -> bytes:
-        return file_at(self._row("image", place.offset), place)
-
-    def clip(self, place: Place, record: Place) -> bytes:
-        return file_at(self._row("audio", place.offset), place)
+    def file(self, media: str, place: Place, record: Place) -> bytes:
+        name = self._columns.files.get(media) if self._columns else None
+        return file_at(self._row(name, place.offset), place)
 
     def texts(self, record: Place) -> list[str]:
-        return texts_at(self._row("text", record.offset))
+        return texts_at(self._row(self._columns.text if self._columns else None, record.offset))
 
-    def _row(self, which: str, row: int) -> pa.Array:
+    def _row(self, name: str | None, row: int) -> pa.Array:
         number = bisect_right(self._ends, row)
         if number == len(self._ends):
             raise ValueError("the shard has fewer rows")
         first = self._ends[number - 1] if number else 0
-        name = getattr(self._columns, which)
         if name is None:
             raise ValueError("the shard has no column of such files")
         return self._batches[number].column(name).slice(row - first, 1)

@@ -15,8 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from disttrain_cli.data.clips import ClipHeader
-from disttrain_cli.data.headers import ImageHeader
+from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.files import File, LocalFile, open_file
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
@@ -27,13 +26,15 @@ from disttrain_cli.data.sources.samples import (
     Shard,
     Skipped,
     clean,
-    read_duration,
-    read_size,
 )
-from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET, TEXT
+from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
-CLIP_SUFFIXES = ("wav", "flac", "ogg", "mp3")
+
+class Header(NamedTuple):
+    """What is known of a file that is no text: its type, and the two numbers of that."""
+
+    media: str
+    sizes: tuple[int, int]
 
 
 class Member(NamedTuple):
@@ -42,7 +43,7 @@ class Member(NamedTuple):
 
     name: str
     place: Place
-    content: bytes | ImageHeader | ClipHeader | str
+    content: bytes | Header | str
 
 
 class TarShard:
@@ -51,10 +52,7 @@ class TarShard:
     def __init__(self, shard: Shard) -> None:
         self._file = open_file(shard.path)
 
-    def image(self, place: Place, record: Place) -> bytes:
-        return self._read(place)
-
-    def clip(self, place: Place, record: Place) -> bytes:
+    def file(self, media: str, place: Place, record: Place) -> bytes:
         return self._read(place)
 
     def texts(self, record: Place) -> list[str]:
@@ -165,9 +163,7 @@ def _members(file: File) -> Iterator[Member | str]:
         yield f"damaged tar: no valid header at byte {end}"
 
 
-def _content(
-    file: File, stream: BinaryIO, name: str, place: Place
-) -> bytes | ImageHeader | ClipHeader | str:
+def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | Header | str:
     """A text, an image's or sound's header, or the reason why it is none of them."""
 
     def read(offset: int, length: int) -> bytes:
@@ -182,9 +178,8 @@ def _content(
             return f"{name} has {place.size} bytes, at most {MAX_TEXT_BYTES} are read"
         return read(0, place.size)
     try:
-        return (read_duration if name.lower().rpartition(".")[2] in CLIP_SUFFIXES else read_size)(
-            read, place.size
-        )
+        media = _media_of(name)
+        return Header(media.name, media.read_sizes(read, place.size))
     except ValueError as error:
         return f"{name}: {error}"
 
@@ -193,34 +188,37 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
     """Segments of one sample: interleaved where its json says so, else an image or clip with its
     caption."""
     media = [
-        (kind, group[suffix])
-        for kind, suffixes in ((IMAGE, IMAGE_SUFFIXES), (AUDIO, CLIP_SUFFIXES))
-        for suffix in suffixes
+        (name, group[suffix])
+        for name, own in MEDIA.items()
+        for suffix in own.suffixes
         if suffix in group
     ]
     described = group.get("txt") or group.get("json")
     if described is None:
-        what = "an image" if not media or media[0][0] == IMAGE else "a clip"
-        raise ValueError(f"{what} without a caption (KEY.txt or KEY.json)")
+        what = MEDIA[media[0][0] if media else "image"].what
+        raise ValueError(f"{_a(what)} without a caption (KEY.txt or KEY.json)")
     if not isinstance(described.content, bytes):
         raise ValueError(described.content)
     parts = parse_parts(described.content) if "txt" in group else _parse_json(described.content)
     if isinstance(parts, str):
         if not media:
             raise ValueError(
-                "a caption without its image (KEY.jpg, .png or .webp) or clip (KEY.wav, .flac, .ogg"
-                " or .mp3)"
+                "a caption without its "
+                + " or ".join(
+                    f"{own.what} (KEY.{', .'.join(own.suffixes[:-1])} or .{own.suffixes[-1]})"
+                    for own in MEDIA.values()
+                )
             )
         first = dict(reversed(media))
         return [
-            *(_file(kind, first[kind]) for kind in (IMAGE, AUDIO) if kind in first),
+            *(_file(KINDS[MEDIA[name].item], name, first[name]) for name in MEDIA if name in first),
             Segment(TEXT, described.place, parts, trained=True),
         ]
     return [
         (
             Segment(TEXT, described.place, part.value, trained=part.trained)
             if part.kind == TEXT
-            else _file(part.kind, _find(part, described.name, by_name))
+            else _file(part.kind, _media(part), _find(part, described.name, by_name))
         )
         for part in parts
     ]
@@ -254,11 +252,12 @@ def _parts(segments: Any) -> list[Part]:
         elif kind == "image" and isinstance(value := segment.get("file"), str):
             generated = "generate" in segment and _flag(segment, place, "generate")
             parts.append(Part(TARGET if generated else IMAGE, value))
-        elif kind == "audio" and isinstance(value := segment.get("file"), str):
-            parts.append(Part(AUDIO, value))
+        elif kind in MEDIA and isinstance(value := segment.get("file"), str):
+            parts.append(Part(KINDS[MEDIA[kind].item], value))
         else:
+            types = " or ".join([_a(next(iter(MEDIA))), *list(MEDIA)[1:]])
             raise ValueError(
-                f"segments[{place}] must be a text with `value` or an image or audio with `file`"
+                f"segments[{place}] must be a text with `value` or {types} with `file`"
             )
     return parts
 
@@ -273,19 +272,29 @@ def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
     folder, slash, _ = beside.rpartition("/")
     member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
     if member is None:
-        raise ValueError(
-            f"the {'clip' if part.kind == AUDIO else 'image'} {part.value} is missing from the"
-            " shard"
-        )
+        raise ValueError(f"the {MEDIA[_media(part)].what} {part.value} is missing from the shard")
     return member
 
 
-def _file(kind: int, member: Member) -> Segment:
-    """The segment of an image or sound file."""
+def _media(part: Part) -> str:
+    """Type of the file that a part names."""
+    return MODALITIES[ITEMS[part.kind]].media.name
+
+
+def _media_of(name: str) -> Media:
+    """Type of a file by its name; what has no suffix of another is taken for an image."""
+    suffix = name.lower().rpartition(".")[2]
+    return next((media for media in MEDIA.values() if suffix in media.suffixes), MEDIA["image"])
+
+
+def _file(kind: int, media: str, member: Member) -> Segment:
+    """The segment of a file, which has to be of that type."""
     if isinstance(member.content, str):
         raise ValueError(member.content)
-    if kind == AUDIO and isinstance(member.content, ClipHeader):
-        return Segment(AUDIO, member.place, "", *member.content)
-    if kind == AUDIO or not isinstance(member.content, ImageHeader):
-        raise ValueError(f"{member.name} is no {'sound' if kind == AUDIO else 'image'}")
-    return Segment(kind, member.place, "", member.content.width_px, member.content.height_px)
+    if not isinstance(member.content, Header) or member.content.media != media:
+        raise ValueError(f"{member.name} is no {'sound' if media == 'audio' else media}")
+    return Segment(kind, member.place, "", *member.content.sizes)
+
+
+def _a(what: str) -> str:
+    return f"an {what}" if what[0] in "aeiou" else f"a {what}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import parse_json
-from disttrain_cli.spec.inputs import ImageInput
+from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.runfile import Run
 
 #: Mean and standard deviation of each channel, as the classes' processors have them.

@@ -151,7 +151,7 @@ def _look_up_layouts(run: Run, place: RankCoords, slot: Slot) -> None:
     for number in {(table[number].module, table[number].kind): number for number in own}.values():
         layer = build_layers(run, number, number + 1, "meta")[0]
         if isinstance(layer, QwenLayer):
-            for rows, columns in np.unique(slot.image_grid, axis=0).tolist():
+            for rows, columns in np.unique(slot.items["image"].grid, axis=0).tolist():
                 layer.layout(rows, columns)
 
 

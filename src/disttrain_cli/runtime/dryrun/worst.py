@@ -13,8 +13,18 @@ import math
 import numpy as np
 
 from disttrain_cli.costs.memory import WHOLE, worst_mix
-from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, StepOrder, no_items
-from disttrain_cli.spec.inputs import ImageInput
+from disttrain_cli.data.ordering.assigning import by_owner
+from disttrain_cli.data.slots import (
+    Ints,
+    ReplicaItems,
+    Slot,
+    SlotItems,
+    StepOrder,
+    no_items,
+    slot_items,
+)
+from disttrain_cli.spec.heads import Head
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
@@ -23,37 +33,32 @@ from disttrain_cli.spec.work import Work
 def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
     """So many slots of the worst work, all alike."""
     slot = worst_slot(profile, layout)
-    labels, targets = (slots * len(items) for items in (slot.sequences, slot.target_sequence))
+    labels, targets = (slots * len(items) for items in (slot.sequences, slot.items["target"]))
     return StepOrder(0, [slot] * slots, labels * profile.inputs.sequence_length, targets)
 
 
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
     """A slot in which the first replica of every unit has the worst work."""
     inputs, sequences = profile.inputs, slot_sequences(profile, layout)
-    heads = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}
-    of_item = {
-        item: _Items(profile, layout, head.module) if head else None for item, head in heads.items()
+    worst = {
+        head.item: _Items(profile, layout, head) for head in reversed(inputs.heads)
+    }  # of several heads the first
+    items = {
+        item: worst[item].in_slot(sequences) if item in worst else slot_items() for item in KINDS
     }
-    sequence = {
-        item: np.repeat(np.arange(sequences), own.counts) if own else no_items()
-        for item, own in of_item.items()
-    }
-    images = of_item["image"]
-    grid = images.grids(inputs.image) if images and inputs.image else np.zeros((0, 2), np.int64)
-    replicas = {}
+    replicas: dict[str, list[ReplicaItems]] = {}
     for unit in layout.units:
         kinds = {inputs.item(module) for module in unit.modules}
-        holds = inputs.llm in unit.modules
+        holds, none = inputs.llm in unit.modules, [no_items()] * unit.dp
         own = {
-            item: _split(found.owners(unit, holds), unit.dp, grid if item == "image" else None)
-            if found and (holds or item in kinds)
-            else [no_items()] * unit.dp
-            for item, found in of_item.items()
+            item: by_owner(worst[item].owners(unit, holds), unit.dp, items[item].grid)
+            if item in worst and (holds or item in kinds)
+            else none
+            for item in items
         }
-        whole = np.split(np.arange(sequences), unit.dp) if holds else [no_items()] * unit.dp
+        own["sequence"] = np.split(np.arange(sequences), unit.dp) if holds else none
         replicas[unit.name] = [
-            ReplicaItems(*items)
-            for items in zip(whole, own["image"], own["target"], own["audio"], strict=True)
+            dict(zip(own, numbers, strict=True)) for numbers in zip(*own.values(), strict=True)
         ]
     lengths = sample_lengths(profile)
     return Slot(
@@ -61,11 +66,8 @@ def worst_slot(profile: Profile, layout: Layout) -> Slot:
         sequences=np.arange(sequences),
         sequence_tokens=np.full(sequences, sum(lengths)),
         sequence_length_sq=np.full(sequences, inputs.length_sq(lengths).sum()),
-        image_sequence=sequence["image"],
-        image_grid=grid,
-        target_sequence=sequence["target"],
+        items=items,
         replicas=replicas,
-        clip_sequence=sequence["audio"],
     )
 
 
@@ -112,10 +114,10 @@ def sample_lengths(profile: Profile) -> list[int]:
 
 
 class _Items:
-    """The images, clips or targets of a slot, as `module` has them."""
+    """The items of a modality in a slot, as the module of `head` has them."""
 
-    def __init__(self, profile: Profile, layout: Layout, module: str) -> None:
-        self._profile = profile
+    def __init__(self, profile: Profile, layout: Layout, head: Head) -> None:
+        self._profile, self._head, module = profile, head, head.module
         self._llm, self._unit = layout.unit_of(profile.inputs.llm), layout.unit_of(module)
         of = profile.modules[module]
         self._mean, self._worst = of.work_per_sequence, of.max_work_per_sequence
@@ -131,6 +133,11 @@ class _Items:
         )
         self.counts: Ints = np.diff(until, prepend=0.0).astype(np.int64)  # by sequence
 
+    def in_slot(self, sequences: int) -> SlotItems:
+        """The items of a slot of so many sequences."""
+        sequence = np.repeat(np.arange(sequences), self.counts)
+        return slot_items(sequence, None if self._head.alike else self.grids())
+
     def owners(self, unit: UnitPlan, holds_llm: bool) -> Ints:
         """The replica of every item."""
         if holds_llm:
@@ -141,16 +148,18 @@ class _Items:
         others = np.arange(total - first) * max(1, unit.dp - 1) // max(1, total - first) + 1
         return np.concatenate([np.zeros(first, np.int64), others])
 
-    def grids(self, image: ImageInput) -> Ints:
-        """Patches (rows, columns) of every image: those of the first replica have as many together
-        as its work, spread evenly in whole merge blocks."""
-        unit = self._unit
+    def grids(self) -> Ints:
+        """Rows and columns of every item: those of the first replica have as large sizes together
+        as its work, spread evenly in whole blocks."""
+        unit, head = self._unit, self._head
         work = self._worst if self.inside else self._mix(unit)
         images = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
-        blocks = math.ceil(work.tokens / image.merge**2 - WHOLE)
+        blocks = math.ceil(work.tokens / head.size(math.prod(head.grid_of(1, 1))) - WHOLE)
         least, more = divmod(max(blocks, images), max(1, images))
-        of_first = [_near_square(least + (number < more)) for number in range(max(1, images))]
-        return np.resize(np.array(of_first) * image.merge, (int(self.counts.sum()), 2))
+        of_first = [
+            head.grid_of(*_near_square(least + (number < more))) for number in range(max(1, images))
+        ]
+        return np.resize(np.array(of_first), (int(self.counts.sum()), 2))
 
     def _mix(self, unit: UnitPlan) -> Work:
         worst, mean, item = (
@@ -174,8 +183,3 @@ def _near_square(blocks: int) -> tuple[int, int]:
 def slot_sequences(profile: Profile, layout: Layout) -> int:
     """Sequences of a slot, over all replicas of the LLM."""
     return layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
-
-
-def _split(owner: Ints, dp: int, grid: Ints | None) -> list[Ints]:
-    keys = (owner,) if grid is None else (grid[:, 1], grid[:, 0], owner)
-    return np.split(np.lexsort(keys), np.cumsum(np.bincount(owner, minlength=dp))[:-1])

@@ -443,13 +443,13 @@ def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:
     item = slot.inputs.item(module)
     work = slot.work(module, items)
     images = (
-        int(np.isin(slot.image_sequence, items.sequences).sum())
+        int(np.isin(slot.items["image"].sequence, items["sequence"]).sum())
         if item == "sequence"
         else int(work.items)
     )
     return {
         "tokens": int(work.tokens),
         "images": images,
-        "sequences": len(items.sequences),
+        "sequences": len(items["sequence"]),
         "sum_length_sq": int(work.sum_length_sq),
     }

@@ -41,9 +41,11 @@ def needed(world_size: int, groups: Sequence[int], *, gloo: bool, first: bool, s
     """Descriptors that a rank needs at most.
 
     Args:
-        groups: sizes of this rank's groups besides the world. gloo: the groups are gloo's; else
-        NCCL's, and only checkpoints have one of gloo, which is lazy. first: this is rank 0, which
-        gathers what checkpoints hold. serves: this process serves the rendezvous.
+        groups: sizes of this rank's groups besides the world.
+        gloo: the groups are gloo's; else NCCL's, and only checkpoints have one of gloo, which is
+            lazy.
+        first: this is rank 0, which gathers what checkpoints hold.
+        serves: this process serves the rendezvous.
     """
     made = (
         2 * gloo_group(world_size) + sum(map(gloo_group, groups))

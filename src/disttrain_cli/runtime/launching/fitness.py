@@ -27,8 +27,9 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
 
     Raises:
         DisttrainError: the device is too old for flash attention, and the profile is not one of
-        such a device. SpecError: a module has heads for which every kernel needs memory that grows
-        with the square of the length.
+            such a device.
+        SpecError: a module has heads for which every kernel needs memory that grows with the square
+            of the length.
     """
     if device.type != "cuda" or run.file.train.precision != "bf16":
         return

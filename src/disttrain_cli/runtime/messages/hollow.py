@@ -164,7 +164,7 @@ class HollowEngine(UnitEngine):
 
 
 def _nothing(slot: int) -> Batch:
-    return Batch([])
+    return Batch()
 
 
 def join(group: dist.ProcessGroup | None) -> None:

@@ -14,10 +14,11 @@ from disttrain_cli.data.decoding import decode_image
 from disttrain_cli.data.headers import ImageHeader, read_header
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
-from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.runtime.feeding import normalised
 from disttrain_cli.runtime.outputs.trained import Trained
-from disttrain_cli.spec.inputs import ImageInput
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.index import KINDS
 
 
 @dataclass(frozen=True)
@@ -99,27 +100,26 @@ def batch_of(
         )
         return normalised(torch.from_numpy(planes).to(device), head.affine, torch.float32)
 
-    pixels = [
-        [pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)]
-        for head in inputs.images
-    ]
-    audio = inputs.audio
+    items = {item: Items([], rows=places([])) for item in KINDS}
+    items["image"] = Items(
+        [grids[number] for number in order],
+        {
+            at: [pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)]
+            for at, head in enumerate(inputs.images)
+        },
+        rows=places([(number, image_rows[number]) for number in order]),
+    )
+    drawn = len(rows) if draws else 0
+    items["target"] = Items(
+        [(1, 1)] * drawn,
+        rows=places(list(enumerate(context_rows))),
+        weights=torch.ones(drawn),
+    )
     batch = Batch(
-        image_grids=[grids[number] for number in order],
-        pixels=pixels[0] if pixels else None,
-        other_pixels=[block for blocks in pixels[1:] for block in blocks]
-        if len(pixels) > 1
-        else None,
-        audio_features=None
-        if audio is None
-        else torch.zeros(0, audio.mel_bins, audio.frames, device=device),
-        audio_rows=None if audio is None else places([]),
+        items,
         token_ids=ids,
         positions=torch.arange(width, device=device).expand(len(rows), width),
         sample_lengths=[width] * len(rows),
-        image_rows=places([(number, image_rows[number]) for number in order]),
-        context_rows=places(list(enumerate(context_rows))),
-        target_weights=torch.ones(len(rows) if draws else 0),
     )
     return PromptBatch(batch, [len(row) for row in rows])
 

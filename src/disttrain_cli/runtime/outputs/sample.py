@@ -21,7 +21,7 @@ from disttrain_cli.runtime.checkpoints.origin import EXPORT
 from disttrain_cli.runtime.outputs.prompts import Prompt, header_of
 from disttrain_cli.runtime.outputs.sampling import Images, draw, save, write_after
 from disttrain_cli.runtime.outputs.trained import load_trained
-from disttrain_cli.spec.inputs import ImageInput
+from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import Samples, Written

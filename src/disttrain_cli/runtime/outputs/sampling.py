@@ -43,7 +43,7 @@ TEXT_TOKENS = 64  # written at most after an image at the end of training
 TOGETHER = 50  # prompts of a batch
 _OF_TRAINING = (
     "labels",
-    "targets",
+    "target",
     "weights",
     "dropout",
 )  # fields of the batch that are not asked for
@@ -204,7 +204,7 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
     with Loader(run, orders, unit="all", replica=0, fields=fields) as loader:
         for step, slot in product(range(MOST_STEPS), range(slots)):
             order = loader.order(step)
-            if len(texts) >= wanted or not len(order.slots[slot].target_sequence):
+            if len(texts) >= wanted or not len(order.slots[slot].items["target"]):
                 continue
             batch = to_batch(loader.fetch(step, slot), order, model.device, torch.float32)
             for name, images in _generated(
@@ -217,13 +217,14 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
 
 def _texts_before(batch: Batch, tokenizer: Tokenizer, context_tokens: int) -> list[str]:
     """The text right before the context tokens of each image to be drawn."""
-    assert batch.token_ids is not None and batch.context_rows is not None
+    rows = batch.of("target").rows
+    assert batch.token_ids is not None and rows is not None
     ids, special = (
         batch.token_ids.flatten().tolist(),
         (tokenizer.bos, tokenizer.image, tokenizer.context),
     )
     texts = []
-    for end in batch.context_rows.tolist()[::context_tokens]:
+    for end in rows.tolist()[::context_tokens]:
         begin = end
         while begin and ids[begin - 1] not in special:
             begin -= 1

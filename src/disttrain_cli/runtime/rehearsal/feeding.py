@@ -131,7 +131,7 @@ class Feeder:
                 slot, spec.item, spec.rows, self._place.unit.name, self._place.replica
             )
 
-        return EmulatedBatch(image_grids=[], rows=rows, seconds=work.waits[number])
+        return EmulatedBatch(rows=rows, seconds=work.waits[number])
 
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)

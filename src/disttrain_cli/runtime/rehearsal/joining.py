@@ -67,11 +67,6 @@ def _joined(replicas: Sequence[ReplicaItems], shares: Sequence[int]) -> list[Rep
     ends = list(itertools.accumulate(shares))
     groups = [replicas[end - count : end] for end, count in zip(ends, shares, strict=True)]
     return [
-        ReplicaItems(
-            *(
-                np.concatenate([getattr(items, name) for items in group])
-                for name in ("sequences", "images", "targets", "clips")
-            )
-        )
+        {item: np.concatenate([items[item] for items in group]) for item in group[0]}
         for group in groups
     ]

@@ -42,7 +42,7 @@ class Route:
 
 def local_rows(slot: Slot, item: str, column: str, unit: str, replica: int) -> int:
     """Rows of a replica's own tensor."""
-    return int(slot.rows(item, column)[slot.items(unit, replica, item)].sum())
+    return int(slot.rows(item, column)[slot.replicas[unit][replica][item]].sum())
 
 
 def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Route]:
@@ -52,7 +52,7 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
     Inside one unit a rank exchanges everything with its own namesake, in its own order.
     """
     counts = slot.rows(item, column)
-    mine = slot.items(here.unit, here.replica, item)
+    mine = slot.replicas[here.unit][here.replica][item]
     first, last = own_rows(int(counts[mine].sum()), here.tp, here.tp_rank)
     if here.unit == there.unit:
         whole = ((0, last - first),)
@@ -60,7 +60,7 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
     start_of = _starts(mine, counts)
     found = []
     for replica in range(len(slot.replicas[there.unit])):
-        theirs = slot.items(there.unit, replica, item)
+        theirs = slot.replicas[there.unit][replica][item]
         shared = np.sort(theirs[start_of[theirs] >= 0])
         if len(shared):
             own, lengths = start_of[shared], counts[shared]

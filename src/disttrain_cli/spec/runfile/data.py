@@ -54,9 +54,18 @@ class DistributionSpec(Strict):
         4096, ge=1, le=100_000, description="Packed sequences drawn; together they are one epoch."
     )
 
+    @property
+    def per_sequence(self) -> dict[str, float]:
+        """By modality, mean items per packed sequence."""
+        return {
+            "image": self.images_per_sequence,
+            "target": self.generated_per_sequence,
+            "audio": self.clips_per_sequence,
+        }
+
     @model_validator(mode="after")
     def _drawn(self) -> DistributionSpec:
-        each = self.images_per_sequence + self.generated_per_sequence + self.clips_per_sequence
+        each = sum(self.per_sequence.values())
         if each * self.sequences > MOST_DRAWN:
             raise ValueError(
                 f"{each:g} images and clips × {self.sequences:,} sequences are more than are drawn;"

@@ -1,0 +1,315 @@
+"""What encoders and generators ask of their items, in numbers; a class per modality.
+
+Other packages add theirs (`spec.plugins`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.work import Work
+
+FRAME_MS = 10  # of sound in a column of a spectrogram
+
+#: What a module works on: packed sequences, or the items of a modality ("image": images read,
+#: "audio": clips, "target": images to generate).
+Item = str
+
+#: Pixels of an image at which memory is recorded, at most.
+LARGE_IMAGE_PX = 1 << 18
+
+#: Rows and columns.
+Grid = tuple[int, int]
+
+#: Of each channel, the scale and shift of a byte x: x · scale - shift.
+Affine = tuple[tuple[float, float], ...]
+
+
+def number_of(name: str) -> int:
+    """Number of the encoder or generator among those of its kind that a name speaks of: 0 of
+    "NAME", N of "NAME.N"."""
+    return int(name.partition(".")[2] or 0)
+
+
+class Rows(NamedTuple):
+    """Rows that an item has in a state tensor: `per_item`, and one for each `every` of its size."""
+
+    per_item: int
+    every: int = 0  # 0 = none
+
+    def of(self, size: Any) -> Any:
+        """The rows of items of these sizes (int64 array, or a number)."""
+        return self.per_item + (size // self.every if self.every else 0 * size)
+
+
+class Head(Strict):
+    """What an encoder or generator asks of the items that it works on; a class per modality.
+
+    An item has a grid (rows, columns), known from its file's header, and an area, their product.
+    Where all items of a module are alike, their grid is (1, 1). A module's work grows with the
+    *size* of an item: what it computes of it, as patches, positions, latent pixels.
+    """
+
+    #: Of the items in the index's column `kinds`; a number that no other modality has.
+    kind: ClassVar[int]
+    #: As users are told of several items.
+    what: ClassVar[str]
+    #: All items of a module have one size.
+    alike: ClassVar[bool] = True
+
+    item: str
+    module: str
+
+    @property
+    def affine(self) -> Affine | None:
+        """By which bytes become what the module reads; None where the data bring numbers."""
+        return None
+
+    def grids(self, sizes: Any) -> Any:
+        """Grids [N, 2] of items whose files' headers say these two numbers each [N, 2]: widths and
+        heights in pixels, or durations in ms and samples per second."""
+        import numpy as np
+
+        return np.ones_like(sizes)
+
+    def misfit(self, width: int, height: int) -> str | None:
+        """Why an item with these numbers in its header is not read, if it is not."""
+        return None
+
+    def size(self, area: Any) -> Any:
+        """Sizes of items of these areas: int64 array, or a number."""
+        raise NotImplementedError
+
+    def rows(self, column: str) -> Rows:
+        """Rows of an item in a state tensor (`models.layer.TensorSpec.rows`); "tokens" are those
+        in the LLM."""
+        raise NotImplementedError
+
+    def shape_of(self, grid: Grid) -> tuple[int, ...]:
+        """Shape of what the data bring for an item of this grid."""
+        raise NotImplementedError
+
+    def grid_of(self, rows: int, columns: int) -> Grid:
+        """The grid of an item of rows × columns blocks, the smallest that grids grow by; for
+        measuring. Where items have one column only, of rows · columns blocks."""
+        return 1, 1
+
+    @property
+    def period(self) -> int:
+        """Blocks per side after which a block costs the same again."""
+        return 1
+
+    @property
+    def largest(self) -> Grid:
+        """Rows and columns, in blocks, of an item that memory is recorded at; whole periods."""
+        return 1, 1
+
+    def work(self, count: float) -> Work:
+        """Work that so many items bring; where all are alike."""
+        size = self.size(1)
+        return Work(count, count * size, count * float(size) ** 2)
+
+
+class ImageInput(Head):
+    """How an image that the model reads is prepared (encoder)."""
+
+    kind: ClassVar[int] = 1
+    what: ClassVar[str] = "images to read"
+    alike: ClassVar[bool] = False
+
+    item: Literal["image"] = "image"
+    patch_px: int = Field(ge=1, description="Side of a patch in pixels.")
+    merge: int = Field(1, ge=1, description="Patches per side that one LLM token stands for.")
+    channels: int = 3
+    mean: tuple[float, ...] = Field(
+        (0.5, 0.5, 0.5), description="Of each channel: subtracted from pixel values scaled to 0..1."
+    )
+    std: tuple[float, ...] = Field(
+        (0.5, 0.5, 0.5), description="Of each channel: what the rest is divided by."
+    )
+    max_pixels: int = Field(description="Pixel budget of one image.")
+    extra_tokens: int = Field(
+        1, ge=0, description="Rows the encoder adds to every image (a class token)."
+    )
+    window: int = Field(
+        1,
+        ge=1,
+        description=(
+            "Patches per side of the squares that most blocks' attention stays inside, whole merge "
+            "blocks; 1 = none: all attend the whole image."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _values_per_channel(self) -> ImageInput:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError(f"mean and std need a value for each of {self.channels} channels")
+        if min(self.std) <= 0:
+            raise ValueError("std must be positive")
+        return self
+
+    @property
+    def affine(self) -> Affine:
+        """By which bytes become what the encoder reads: (x / 255 - mean) / std."""
+        return tuple(
+            (1 / (255 * std), mean / std) for mean, std in zip(self.mean, self.std, strict=True)
+        )
+
+    def grid_of(self, rows: int, columns: int) -> Grid:
+        return rows * self.merge, columns * self.merge
+
+    @property
+    def period(self) -> int:
+        """Whole windows."""
+        return math.lcm(self.merge, self.window) // self.merge
+
+    @property
+    def largest(self) -> Grid:
+        side_px, period_px = (
+            math.isqrt(min(self.max_pixels, LARGE_IMAGE_PX)),
+            self.period * self.merge * self.patch_px,
+        )
+        side = max(1, side_px // period_px) * self.period
+        return side, side
+
+    def grid(self, width_px: int, height_px: int) -> tuple[int, int]:
+        """Patches (rows, columns) of an image after resizing: whole merge blocks, within the pixel
+        budget.
+
+        The aspect ratio is kept as far as whole blocks allow; never less than one block per side.
+        """
+        rows, columns = self.grids([[width_px, height_px]])[0].tolist()
+        return rows, columns
+
+    def grids(self, sizes_px: Any) -> Any:
+        """`grid` of many images at once: [N, 2] patches (rows, columns) of [N, 2] widths and
+        heights, int64 arrays."""
+        import numpy as np
+
+        width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
+        block_px = self.patch_px * self.merge
+        scale = np.minimum(1.0, np.sqrt(self.max_pixels / (width * height)))
+        rows, columns = (
+            np.maximum(1, np.rint(side * scale / block_px)).astype(np.int64)
+            for side in (height, width)
+        )
+        limit = max(1, self.max_pixels // (block_px * block_px))
+        while (over := rows * columns > limit).any():
+            shrink_rows = rows >= columns
+            rows, columns = rows - (over & shrink_rows), columns - (over & ~shrink_rows)
+        return np.stack([rows, columns], axis=1) * self.merge
+
+    def patches(self, width_px: int, height_px: int) -> int:
+        """Rows the encoder computes for an image, without the extra ones."""
+        rows, columns = self.grid(width_px, height_px)
+        return rows * columns
+
+    def tokens(self, width_px: int, height_px: int) -> int:
+        """LLM tokens of an image."""
+        return self.patches(width_px, height_px) // (self.merge * self.merge)
+
+    def size(self, area: Any) -> Any:
+        """Patches."""
+        return area
+
+    def rows(self, column: str) -> Rows:
+        """ "patches", with the extra ones; "tokens"."""
+        return {"patches": Rows(self.extra_tokens, 1), "tokens": Rows(0, self.merge**2)}[column]
+
+    def shape_of(self, grid: Grid) -> tuple[int, ...]:
+        """Channels, height and width."""
+        return self.channels, grid[0] * self.patch_px, grid[1] * self.patch_px
+
+
+class AudioInput(Head):
+    """How an audio clip that the model hears is prepared (encoder); all clips are padded to one
+    length."""
+
+    kind: ClassVar[int] = 3
+    what: ClassVar[str] = "audio clips"
+
+    item: Literal["audio"] = "audio"
+    mel_bins: int = Field(ge=1, description="Rows of the log-mel spectrogram.")
+    frames: int = Field(ge=2, description="Its columns: 10 ms of sound each.")
+    merge: int = Field(1, ge=1, description="Positions that one LLM token stands for.")
+
+    @property
+    def longest_ms(self) -> int:
+        """Duration of the longest clip that the model hears."""
+        return self.frames * FRAME_MS
+
+    @property
+    def positions(self) -> int:
+        """Rows the encoder computes for a clip: its second convolution takes every other frame."""
+        return self.frames // 2
+
+    @property
+    def tokens(self) -> int:
+        """LLM tokens of a clip."""
+        return self.positions // self.merge
+
+    def misfit(self, width: int, height: int) -> str | None:
+        """Longer than the encoder hears."""
+        if width <= self.longest_ms:
+            return None
+        return (
+            f"a clip of {width / 1e3:.1f} s, longer than the {self.longest_ms / 1e3:g} s that the"
+            " model hears"
+        )
+
+    def size(self, area: Any) -> Any:
+        """Positions."""
+        return area * self.positions
+
+    def rows(self, column: str) -> Rows:
+        """ "positions"; "tokens"."""
+        return {"positions": Rows(0, 1), "tokens": Rows(0, self.merge)}[column]
+
+    def shape_of(self, grid: Grid) -> tuple[int, ...]:
+        """Mel bins and frames."""
+        return self.mel_bins, self.frames
+
+
+class TargetInput(Head):
+    """How an image that the model learns to generate is prepared (generator)."""
+
+    kind: ClassVar[int] = 2
+    what: ClassVar[str] = "images to generate"
+
+    item: Literal["target"] = "target"
+    size_px: int = Field(ge=8, description="Side of the square image.")
+    channels: int = Field(
+        3, description="Of the image, or of its latents where they were prepared beforehand."
+    )
+    context_tokens: int = Field(ge=1, description="LLM positions that condition one image.")
+    latent_pixels: int = Field(ge=1, description="Height × width of the tensor that is denoised.")
+    cached_latents: bool = Field(
+        False, description="Latents come in the place of the image's pixels."
+    )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of what the data brings for one image."""
+        side = math.isqrt(self.latent_pixels) if self.cached_latents else self.size_px
+        return self.channels, side, side
+
+    @property
+    def affine(self) -> Affine:
+        """By which bytes become what the generator draws: -1..1."""
+        return ((1 / 127.5, 1.0),) * self.channels
+
+    def shape_of(self, grid: Grid) -> tuple[int, ...]:
+        """Channels, height and width of what the data brings."""
+        return self.shape
+
+    def size(self, area: Any) -> Any:
+        """Latent pixels."""
+        return area * self.latent_pixels
+
+    def rows(self, column: str) -> Rows:
+        """ "tokens", which condition it; "one"."""
+        return {"tokens": Rows(self.context_tokens), "one": Rows(1)}[column]
