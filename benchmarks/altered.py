@@ -143,7 +143,7 @@ def _write_study(
     recordings."""
     time = np.concatenate([launch, taken])
     ends = np.empty_like(time)
-    ends[graph.walk.place] = graph.walk.ends(time[graph.walk.place])
+    ends[graph.walk.node] = graph.walk.ends(time[graph.walk.node])
     start, end = ends[: len(taken)], ends[len(taken) :]
     step_s = end.max(axis=0) + PAUSE_S
     origin = np.concatenate([[0.0], np.cumsum(step_s)[:-1]])

@@ -266,12 +266,12 @@ def _lines(columns: list[_Column], width: int | None) -> str:
     """One part of a table."""
     widths = [column.width for column in columns]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-        slack, place = max(
-            (widths[place] - column.least, place) for place, column in enumerate(columns)
+        slack, index = max(
+            (widths[index] - column.least, index) for index, column in enumerate(columns)
         )
         if slack <= 0:
             break
-        widths[place] -= 1
+        widths[index] -= 1
     rows = [
         [
             textwrap.wrap(cell, wide) if len(cell) > wide else [cell]

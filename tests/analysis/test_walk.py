@@ -50,7 +50,7 @@ def test_ends_are_those_of_the_recursion(graph, data):
         else None
     )
     walk = walk_of(previous, sources, feeds)
-    found = walk.ends(time[walk.place], lag[walk.place])
+    found = walk.ends(time[walk.node], lag[walk.node])
 
     def end(node):
         before = end(previous[node]) if previous[node] >= 0 else np.zeros(2)
@@ -60,7 +60,7 @@ def test_ends_are_those_of_the_recursion(graph, data):
         ]
         return np.max([before + lag[node], *ends], axis=0) + time[node]
 
-    for place, node in enumerate(walk.place):
+    for place, node in enumerate(walk.node):
         assert found[place] == pytest.approx(end(node))
 
 

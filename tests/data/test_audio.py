@@ -85,7 +85,7 @@ def test_every_replica_of_an_audio_unit_gets_its_even_share(tmp_path: Path) -> N
     costs = count_costs(sizes, HEARING)
     assert costs["ear"].tolist() == (sizes.items["audio"].counts * 1500).tolist()
     assignment = assign(costs, layout, "llm", "paper")
-    places = assignment.places
+    places = assignment.positions
     loads = replica_loads(sizes, HEARING, layout, assignment)["ear"]
     clips = sizes.items["audio"].counts[places].sum(axis=(1, 2))
     assert loads[..., 0].sum(axis=1).tolist() == clips.tolist()

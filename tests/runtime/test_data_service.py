@@ -27,7 +27,7 @@ from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.serving.client import Workers
 from disttrain_cli.data.serving.identity import identity_of
-from disttrain_cli.data.serving.places import AT_ONCE
+from disttrain_cli.data.serving.permits import AT_ONCE
 from disttrain_cli.errors import RankFailedError
 from disttrain_cli.runtime.train import train
 from disttrain_cli.spec.files import fingerprint

@@ -99,14 +99,16 @@ def _key(inputs: list[Path], version: str) -> str:
     digest = hashlib.sha256(version.encode())
     folders = {folder: os.path.realpath(folder) for folder in {path.parent for path in inputs}}
     for path in inputs:
-        place = (
+        real_path = (
             os.path.realpath(path)
             if path.is_symlink()
             else os.path.join(folders[path.parent], path.name)
         )
         about = path.stat()
         digest.update(
-            f"\0{place}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape")
+            f"\0{real_path}\0{about.st_size}\0{about.st_mtime_ns}".encode(
+                "utf-8", "surrogateescape"
+            )
         )
     return digest.hexdigest()[:32]
 

@@ -86,14 +86,14 @@ class _Condition:
         return result
 
     def _split(self) -> list[Token]:
-        found, place = list[Token](), 0
+        found, offset = list[Token](), 0
         text = self._expression.rstrip()
-        while place < len(text):
-            match = _TOKEN.match(text, place)
+        while offset < len(text):
+            match = _TOKEN.match(text, offset)
             if match is None:
                 raise self._unread()
             found.append((str(match.lastgroup), match[str(match.lastgroup)]))
-            place = match.end()
+            offset = match.end()
         return found
 
     def _next(self, *texts: str) -> bool:

@@ -106,8 +106,8 @@ def _look_through(folder: Path) -> Found:
     """What a folder holds: a run's own traces, operations, or files of JSON, the first of these
     that is there."""
     if any(
-        any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
-        for place in (folder, folder / "traces")
+        any(path.glob("rank-*/segment-*")) or (path / "job.json").is_file()
+        for path in (folder, folder / "traces")
     ):
         return Found("disttrain", [folder], [])
     runs = sorted(file.parent.parent for file in folder.glob("*/traces/job.json"))
@@ -178,10 +178,10 @@ def _json_files(folder: Path, said: list[str]) -> list[Path]:
     def skip(error: OSError) -> None:
         said.append(f"{error.filename} cannot be listed ({error.strerror}); left out")
 
-    for place, folders, names in os.walk(folder, onerror=skip):
+    for path, folders, names in os.walk(folder, onerror=skip):
         folders.sort()
         found += [
-            Path(place) / name
+            Path(path) / name
             for name in names
             if name.endswith(JSON_ENDINGS) and name not in _NO_TRACE
         ]

@@ -184,11 +184,11 @@ def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
         by_step=[
             StepLosses(
                 step=int(step),
-                ideal_s=float(losses.ideal[place]),
-                step_s=float(losses.measured[place]),
-                lost_s={cause: seconds[place] for cause, seconds in lost.items()},
+                ideal_s=float(losses.ideal[index]),
+                step_s=float(losses.measured[index]),
+                lost_s={cause: seconds[index] for cause, seconds in lost.items()},
             )
-            for place, step in enumerate(losses.steps)
+            for index, step in enumerate(losses.steps)
         ],
     )
 
@@ -219,8 +219,8 @@ def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
     """Seconds of a step, of the rank of each replica that has most."""
     ranks, first = np.unique(graph.rank, return_index=True)
     found: dict[tuple[str, int], float] = {}
-    for rank, place in zip(ranks, first, strict=True):
-        replica = graph.unit[place], int(graph.replica[place])
+    for rank, index in zip(ranks, first, strict=True):
+        replica = graph.unit[index], int(graph.replica[index])
         found[replica] = max(
             found.get(replica, 0.0), float(values[graph.rank == rank].sum(axis=0).mean())
         )

@@ -130,9 +130,7 @@ class Graph(Passes):
         """Sums per step by the cut that the passes received over."""
         fed = np.array([len(feeding) > 0 for feeding in self.walk.sources])
         sums = values.mean(axis=1) * fed
-        return {
-            place: float(sums[own].sum()) for place, own in self.cuts().items() if fed[own].any()
-        }
+        return {cut: float(sums[own].sum()) for cut, own in self.cuts().items() if fed[own].any()}
 
 
 def group_mean(values: Floats, groups: Ints) -> Floats:
@@ -198,8 +196,8 @@ def build_graph(database: Database) -> Graph | None:
             " replayed"
         )
         return None
-    columns = {name: values[walk.place] for name, values in columns.items()}
-    table = {name: values[walk.place] for name, values in table.items()}
+    columns = {name: values[walk.node] for name, values in columns.items()}
+    table = {name: values[walk.node] for name, values in table.items()}
     end = table["start_s"] + table["duration_s"]
     transfer = np.zeros_like(end)
     for index, feeding in enumerate(walk.sources):
@@ -279,21 +277,21 @@ def _unheard(
     told = np.isin(received_peer, columns["rank"]).any(axis=1)
     groups: dict[tuple[tuple[str, int, int], ...], int] = {}
     found = np.full(len(depth), -1, dtype=np.int64)
-    for place in np.flatnonzero(~told).tolist() if stages else ():
-        own = stages[depth[place]]
-        senders = own.after if backward[place] else own.before
+    for index in np.flatnonzero(~told).tolist() if stages else ():
+        own = stages[depth[index]]
+        senders = own.after if backward[index] else own.before
         lost = tuple(
             (stages[number].unit.name, stages[number].index, copy)
             for number in senders
             for copy in (
-                [int(replica[place])]
+                [int(replica[index])]
                 if stages[number].unit.name == own.unit.name
                 else range(stages[number].unit.dp)
             )
             if (number, copy) not in there
         )
         if lost:
-            found[place] = groups.setdefault(lost, len(groups))
+            found[index] = groups.setdefault(lost, len(groups))
     return found, [list(lost) for lost in groups]
 
 
@@ -328,14 +326,14 @@ def expected_transfers(
     cuts = cuts_of(stages)
     seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
     for back in (False, True):
-        for place in range(len(stages)):
+        for index in range(len(stages)):
             own = [
                 second
                 for cut, second in zip(cuts, seconds, strict=True)
-                if cut[0 if back else 1] == place
+                if cut[0 if back else 1] == index
             ]
             if own:
-                found[(backward == back) & (depth == place)] = max(own)
+                found[(backward == back) & (depth == index)] = max(own)
     return found
 
 
@@ -362,8 +360,10 @@ def _messages(
         (else NaN)."""
         size, peer = table[f"{side}_bytes"], table[f"{side}_peer"]
         # of a TP group perhaps only the first rank was recorded
-        place = np.searchsorted(ranks, np.nan_to_num(peer, nan=-1.0), side="right") - 1
-        return (size == 0) & bool((size > 0).any()), np.where(peer >= 0, home[first[place]], np.nan)
+        position = np.searchsorted(ranks, np.nan_to_num(peer, nan=-1.0), side="right") - 1
+        return (size == 0) & bool((size > 0).any()), np.where(
+            peer >= 0, home[first[position]], np.nan
+        )
 
     (silent, to), (unfed, source) = known("sent"), known("received")
 

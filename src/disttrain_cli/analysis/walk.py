@@ -40,7 +40,7 @@ class Level:
 class Walk:
     """A graph in the order in which it is walked; all numbers are those of this order."""
 
-    place: Ints  # by number, the number that the node had before
+    node: Ints  # by number, the number that the node had before
     previous: Ints  # node before it on its rank, -1 = none
     sources: list[Ints]
     # by node [its sources, steps]: whether it waits for them in a step; None: always
@@ -90,32 +90,32 @@ def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = Non
     while sorter.is_active():
         found.append(sorter.get_ready())
         sorter.done(*found[-1])
-    place = np.array([node for ready in found for node in ready], dtype=np.int64)
+    former = np.array([node for ready in found for node in ready], dtype=np.int64)
     number = np.empty(count, dtype=np.int64)
-    number[place] = np.arange(count)
+    number[former] = np.arange(count)
     moved = np.array(
-        [number[previous[node]] if previous[node] >= 0 else -1 for node in place], dtype=np.int64
+        [number[previous[node]] if previous[node] >= 0 else -1 for node in former], dtype=np.int64
     )
-    fed_by = [number[sources[node]] for node in place]
-    fed_in = None if feeds is None else [feeds[node] for node in place]
+    fed_by = [number[sources[node]] for node in former]
+    fed_in = None if feeds is None else [feeds[node] for node in former]
     first = np.concatenate([[0], np.cumsum([len(ready) for ready in found])]).tolist()
     levels = [
         _level(slice(*ends), fed_by[slice(*ends)], None if fed_in is None else fed_in[slice(*ends)])
         for ends in itertools.pairwise(first)
     ]
-    return Walk(place, moved, fed_by, fed_in, levels)
+    return Walk(former, moved, fed_by, fed_in, levels)
 
 
 def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Level:
-    fed = [place for place, own in enumerate(sources) if len(own)]
+    fed = [index for index, own in enumerate(sources) if len(own)]
     names = [
-        sources[place].tobytes() + (b"" if feeds is None else feeds[place].tobytes())
-        for place in fed
+        sources[index].tobytes() + (b"" if feeds is None else feeds[index].tobytes())
+        for index in fed
     ]
     sets = dict(zip(names, fed, strict=True))  # of each set one node that has it
     numbers = {name: number for number, name in enumerate(sets)}
-    members = [sources[place] for place in sets.values()]
-    always = feeds is None or all(feeds[place].all() for place in sets.values())
+    members = [sources[index] for index in sets.values()]
+    always = feeds is None or all(feeds[index].all() for index in sets.values())
     return Level(
         nodes=nodes,
         fed=np.array(fed, dtype=np.int64),
@@ -124,5 +124,5 @@ def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Leve
         sources=np.concatenate([*members, np.empty(0, dtype=np.int64)]),
         absent=None
         if feeds is None or always
-        else np.concatenate([np.where(feeds[place], 0.0, -np.inf) for place in sets.values()]),
+        else np.concatenate([np.where(feeds[index], 0.0, -np.inf) for index in sets.values()]),
     )

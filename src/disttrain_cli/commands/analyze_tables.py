@@ -27,10 +27,10 @@ def render(console: Console, found: Analysis) -> None:
     if job.rehearsed is not None:
         console.say(job.rehearsed)
     console.say(verdict.headline)
-    place = ", ".join(
+    where = ", ".join(
         f"{name} {value}" for name, value in asdict(verdict.place).items() if value is not None
     )
-    console.say(f"Where       {place}" if place else "Where       the whole job")
+    console.say(f"Where       {where}" if where else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
     console.table(

@@ -342,7 +342,7 @@ def _render(
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
     shown = (
-        [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)]
+        [steps[round(index * (len(steps) - 1) / gaps)] for index in range(gaps + 1)]
         if gaps > 0
         else steps
     )

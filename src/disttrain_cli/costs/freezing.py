@@ -29,9 +29,9 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
     for name, module in profile.modules.items():
         states: list[Backward] = []
         before = ahead and module.kind != "encoder"  # whether something before the layer trains
-        for place in range(len(module.layers)):
-            owner = PROJECTORS if place in module.projector else name
-            if place in module.frozen:
+        for index in range(len(module.layers)):
+            owner = PROJECTORS if index in module.projector else name
+            if index in module.frozen:
                 states.append("still")
             elif trained is None or owner in trained:
                 states.append("trained")

@@ -48,8 +48,10 @@ def try_decoding(
         decode(reader.file(sample, segment))
     except ValueError as error:
         shard = shard_label(run, index.shards[int(index.shard[sample])])
-        place = segment - int(index.segment_start[sample])
-        return [Broken(segment, Skipped(shard, index.keys[sample], f"segments[{place}]: {error}"))]
+        position = segment - int(index.segment_start[sample])
+        return [
+            Broken(segment, Skipped(shard, index.keys[sample], f"segments[{position}]: {error}"))
+        ]
     return []
 
 

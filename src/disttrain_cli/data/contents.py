@@ -21,8 +21,8 @@ def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[
     for number, slot in enumerate(order.slots):
         unit = layout.unit_of(slot.inputs.llm).name
         for replica, items in enumerate(slot.replicas[unit]):
-            for place in items["sequence"].tolist():
-                sequence = int(slot.sequences[place])
+            for index in items["sequence"].tolist():
+                sequence = int(slot.sequences[index])
                 at = sequence - int(batch.ids[0])
                 samples = batch.samples[
                     batch.sample_start[at] : batch.sample_start[at + 1]
@@ -32,7 +32,7 @@ def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[
                     "unit": unit,
                     "replica": replica,
                     "sequence": sequence,
-                    "tokens": int(slot.sequence_tokens[place]),
+                    "tokens": int(slot.sequence_tokens[index]),
                     "samples": samples,
                     "names": [_name(batch.index, sample) for sample in samples],
                 }

@@ -237,20 +237,20 @@ def _lay_out(
     start = starts_of(2 * np.bincount(document, minlength=spec.sequences) + 1)
     count, last = int(start[-1]), start[1:] - 1
     # every document before adds its last text
-    place = np.arange(len(order)) * 2 + 1 + document[order]
+    segment = np.arange(len(order)) * 2 + 1 + document[order]
     kinds, tokens = np.full(count, TEXT, dtype=np.int64), np.zeros(count, dtype=np.int64)
     grids = np.zeros((count, 2), dtype=np.int64)
-    kinds[place], tokens[place], grids[place] = (
+    kinds[segment], tokens[segment], grids[segment] = (
         items.kinds[order],
         items.tokens[order],
         items.grids[order],
     )
-    tokens[place - 1] = items.captions[order]
+    tokens[segment - 1] = items.captions[order]
     rest = inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
     share = _log_normal(
         LogNormal(median=1.0, sigma=form.text_sigma), _uniform(count, form.seed, TEXT_SHARE)
     )
-    share[place] = 0.0
+    share[segment] = 0.0
     part = rest / np.add.reduceat(share, start[:-1])
     tokens += (share * np.repeat(part, np.diff(start))).astype(np.int64)
     tokens[last] += inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])

@@ -33,10 +33,10 @@ def pieces(text: str, most: int, tokenizer: Tokenizer) -> list[Piece]:
 
     A single character of more tokens stays as it is.
     """
-    places = [0, *_ends(text, max(1, most - min(SPARE, most // 8)), tokenizer), len(text)]
+    cuts = [0, *_ends(text, max(1, most - min(SPARE, most // 8)), tokenizer), len(text)]
     return [
         piece
-        for first, end in pairwise(places)
+        for first, end in pairwise(cuts)
         for piece in _fitting(text, first, end, most, tokenizer)
     ]
 

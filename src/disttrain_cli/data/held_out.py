@@ -32,7 +32,7 @@ def hashes(keys: pa.Array) -> NDArray[np.uint64]:
     bytes_ = np.frombuffer(content or b"", dtype=np.uint8).astype(np.int64)
     lengths = np.diff(starts)
     state = mix(lengths)
-    for place in range(int(lengths.max(initial=0))):
-        longer = lengths > place
-        state[longer] = mix(state[longer].view(np.int64), bytes_[starts[:-1][longer] + place])
+    for index in range(int(lengths.max(initial=0))):
+        longer = lengths > index
+        state[longer] = mix(state[longer].view(np.int64), bytes_[starts[:-1][longer] + index])
     return state

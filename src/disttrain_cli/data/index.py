@@ -264,7 +264,7 @@ def _build(
                 "fingerprint": _content_fingerprint(run, tokenizer, files),
                 "inputs": made_for(run, inputs, tokenizer),
                 "files": files,
-                "skipped": [[place, *one] for place, one in skipped],
+                "skipped": [[index, *one] for index, one in skipped],
             }
         )
     return _index(run, inputs, read_stored(run.dir.index), shards)

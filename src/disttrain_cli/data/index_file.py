@@ -54,13 +54,13 @@ class Stored(NamedTuple):
         """Every shard with its rows and what was left out of it, in order; one shard's rows are in
         memory."""
         left_out: dict[int, list[Skipped]] = {}
-        for place, one in self.skipped:
-            left_out.setdefault(place, []).append(one)
+        for index, one in self.skipped:
+            left_out.setdefault(index, []).append(one)
         group = 0
-        for place, indexed in enumerate(self.files):
+        for index, indexed in enumerate(self.files):
             rows = self.file.read_row_group(group) if indexed.rows else schema().empty_table()
             group += indexed.rows > 0
-            yield indexed, rows, left_out.get(place, [])
+            yield indexed, rows, left_out.get(index, [])
 
 
 def read_stored(path: Path) -> Stored:
@@ -85,7 +85,7 @@ def read_stored(path: Path) -> Stored:
         version = stored["version"]
         if version == INDEX_VERSION:
             files = [Indexed(*entry) for entry in stored["files"]]
-            skipped = [(place, Skipped(*entry)) for place, *entry in stored["skipped"]]
+            skipped = [(index, Skipped(*entry)) for index, *entry in stored["skipped"]]
             if file.num_row_groups != sum(indexed.rows > 0 for indexed in files):
                 raise ValueError("its row groups are not those of the shards it names")
             return Stored(path, stored["fingerprint"], stored["inputs"], files, skipped, file)

@@ -111,7 +111,7 @@ def _batch(
     )
     own = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in own], dtype=np.int64)
-    kinds, places, _, widths, heights, trained, ended = (
+    kinds, locations, _, widths, heights, trained, ended = (
         zip(*(s for segments in own for s in segments), strict=True) if counts.any() else [()] * 7
     )
     columns = {
@@ -122,7 +122,7 @@ def _batch(
         "heights": np.array(heights, np.int64),
     }
     for name, values in zip(
-        ("offsets", "sizes"), zip(*places, strict=True) if places else ((), ()), strict=True
+        ("offsets", "sizes"), zip(*locations, strict=True) if locations else ((), ()), strict=True
     ):
         columns[name] = np.array(values, np.int64)
     columns["tokens"] = _tokens(columns, of_texts, inputs)
@@ -131,13 +131,13 @@ def _batch(
     misfits = [_misfit(segments, inputs) for segments in own]
     fits = np.array([reason is None for reason in misfits], dtype=bool)
     keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
-    for place in np.flatnonzero(~keep).tolist():
-        if not counts[place]:
+    for index in np.flatnonzero(~keep).tolist():
+        if not counts[index]:
             reason = "nothing in it that this model reads"
         else:
-            too_long = f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens"
-            reason = misfits[place] or too_long
-        skipped.append(Skipped(label, samples[place].key, reason))
+            too_long = f"too long: {lengths[index]} of at most {inputs.sequence_length} tokens"
+            reason = misfits[index] or too_long
+        skipped.append(Skipped(label, samples[index].key, reason))
     inside = np.repeat(keep, counts)
     offsets = pa.array(starts_of(counts[keep]), pa.int32())
     keys = [printable(sample.key) for sample in compress(samples, keep.tolist())]

@@ -137,8 +137,10 @@ def _pack_epoch(index: Index, seed: int, epoch: int) -> tuple[Ints, Ints]:
     bins = _fill(index.lengths[drawn].tolist(), index.inputs.sequence_length)
     order = np.argsort(mix(seed, epoch, SEQUENCE_ORDER, np.arange(len(bins))), kind="stable")
     members = [sorted(bins[number]) for number in order]
-    start = starts_of(np.array([len(places) for places in members], dtype=np.int64))
-    return start, drawn[np.array([place for places in members for place in places], dtype=np.int64)]
+    start = starts_of(np.array([len(positions) for positions in members], dtype=np.int64))
+    return start, drawn[
+        np.array([position for positions in members for position in positions], dtype=np.int64)
+    ]
 
 
 def _draw(index: Index, seed: int, epoch: int) -> Ints:
@@ -183,15 +185,15 @@ def _fill(lengths: list[int], capacity: int) -> list[list[int]]:
     shortest = min(lengths)
     for first in range(0, len(lengths), BLOCK_SAMPLES):
         block = range(first, min(first + BLOCK_SAMPLES, len(lengths)))
-        for place in sorted(block, key=lambda i: (-lengths[i], i)):
-            length = lengths[place]
+        for index in sorted(block, key=lambda i: (-lengths[i], i)):
+            length = lengths[index]
             at = bisect_left(room, (length, -1))
             if at < len(room):
                 free, number = room.pop(at)
-                bins[number].append(place)
+                bins[number].append(index)
             else:
                 free, number = capacity, len(bins)
-                bins.append([place])
+                bins.append([index])
             if free - length >= shortest:
                 insort(room, (free - length, number))
         del room[:-OPEN_SEQUENCES]

@@ -185,13 +185,13 @@ class Preparer:
             rows, columns = grid = tuple(grids[first].tolist())
             blank = modality.blank(head, (rows, columns))
             block = np.repeat(blank[None], last - first, axis=0)
-            for place, out in enumerate(block, first):
+            for index, out in enumerate(block, first):
                 self._decode(
                     work,
-                    int(segments[place]),
+                    int(segments[index]),
                     out,
                     partial(modality.decode, head=head, grid=grid),
-                    None if weights is None else weights[place : place + 1],
+                    None if weights is None else weights[index : index + 1],
                 )
             blocks.append(block)
         return blocks
@@ -214,10 +214,10 @@ class Preparer:
                 work.items[item]["rows"] = _in_order(plans, kind, own[item], length)
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
-            for place, plan in enumerate(plans):
+            for index, plan in enumerate(plans):
                 work.tasks.append(
                     self._threads.submit(
-                        self._tokenize, plan, ids[place], labels[place], trained="labels" in wanted
+                        self._tokenize, plan, ids[index], labels[index], trained="labels" in wanted
                     )
                 )
             if "tokens" in wanted:
@@ -305,7 +305,7 @@ def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) ->
     """Places in M·L of the tokens of `items`, in their order; they are all the items of these
     sequences."""
     rows = [
-        place + number * length for number, plan in enumerate(plans) for place in plan.rows(kind)
+        index + number * length for number, plan in enumerate(plans) for index in plan.rows(kind)
     ]
     assert len(rows) == len(items)
     first = int(items.min()) if len(items) else 0

@@ -9,13 +9,13 @@ from collections import OrderedDict
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import REINDEX
 from disttrain_cli.data.modalities.registry import MODALITIES
-from disttrain_cli.data.sources import OpenShard, Place, RowGroups, open_shard, printable, shown
+from disttrain_cli.data.sources import Location, OpenShard, RowGroups, open_shard, printable, shown
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import ITEMS, TEXT
 
 OPEN_SHARDS = 64
-NO_RECORD = Place(-1, 0)
+NO_RECORD = Location(-1, 0)
 
 
 class ShardReader:
@@ -36,11 +36,11 @@ class ShardReader:
             DataError: the shard is gone, cut, or not the one that was indexed.
         """
         texts = self._texts_of(sample)
-        record = self._place(texts[0]) if texts else NO_RECORD
+        record = self._location(texts[0]) if texts else NO_RECORD
         try:
             shard = self._shard(sample)
             media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
-            return shard.file(media, self._place(segment), record)
+            return shard.file(media, self._location(segment), record)
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
         except OSError as error:
@@ -56,7 +56,7 @@ class ShardReader:
         if not segments:
             return []
         try:
-            texts = self._shard(sample).texts(self._place(segments[0]))
+            texts = self._shard(sample).texts(self._location(segments[0]))
             if self._index.pieces is not None and (piece := self._index.pieces[sample]).any():
                 first, characters = piece.tolist()
                 texts = [texts[0][first : first + characters]]
@@ -80,8 +80,8 @@ class ShardReader:
             if kind == TEXT
         ]
 
-    def _place(self, segment: int) -> Place:
-        return Place(int(self._index.offsets[segment]), int(self._index.sizes[segment]))
+    def _location(self, segment: int) -> Location:
+        return Location(int(self._index.offsets[segment]), int(self._index.sizes[segment]))
 
     def _shard(self, sample: int) -> OpenShard:
         shard = int(self._index.shard[sample])

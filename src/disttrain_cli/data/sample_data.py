@@ -121,8 +121,8 @@ def _sample(
         segments.append({"type": "image", "file": name, "generate": generate})
         return tokens
 
-    for place, (scan, digit) in enumerate(reads):
-        after = len(reads) - place - 1  # images that still need at least a token and their sentence
+    for index, (scan, digit) in enumerate(reads):
+        after = len(reads) - index - 1  # images that still need at least a token and their sentence
         text = f"{digit}, a {WORDS[digit]}.\n"
         left -= len(text)
         left -= add(scan, False, min(IMAGE_TOKENS, left - 24 * after))

@@ -73,8 +73,8 @@ class SequencePlan:
             self.end_trained,
         )
         for item, kind in KINDS.items():
-            for place in self.rows(kind):
-                ids[place] = tokenizer.context if item == "target" else tokenizer.image
+            for index in self.rows(kind):
+                ids[index] = tokenizer.context if item == "target" else tokenizer.image
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

@@ -42,10 +42,10 @@ ReplicaItems = Mapping[Item, Ints]
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a policy decides: places of the sequences, and how units without the LLM share a slot's
-    items."""
+    """What a policy decides: positions of the sequences, and how units without the LLM share a
+    slot's items."""
 
-    places: Ints  # [n slots, LLM replicas, M] places in the batch; every sequence has one
+    positions: Ints  # [n slots, LLM replicas, M] in the batch; every sequence has one
     carry: bool = False  # replicas are level over the slots of the step too, not only in each one
 
 

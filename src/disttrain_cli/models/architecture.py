@@ -25,7 +25,7 @@ class Joined:
     projector_hidden: int
     feeds_generator: bool
     loss_weights: LossWeights
-    place: int = 0  # of the module among those of the model that work on the same items
+    index: int = 0  # of the module among those of the model that work on the same items
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Architecture:
             `config.json`); SpecError.
         make: the layers in pipeline order.
         inputs: what it asks of the data; None for an LLM.
-        several: whether other modules may work on the same items (`Joined.place`).
+        several: whether other modules may work on the same items (`Joined.index`).
     """
 
     kind: Kind

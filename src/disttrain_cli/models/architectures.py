@@ -90,16 +90,16 @@ def _qwen_vision(joined: Joined) -> list[LayerMaker]:
 
 
 def _beside(joined: Joined, makers: list[LayerMaker]) -> list[LayerMaker]:
-    """The layers of an image encoder, of further ones each at its place."""
+    """The layers of an image encoder, of further ones each with its index."""
 
     def placed(construct: Callable[[], PipelineLayer]) -> PipelineLayer:
         layer = construct()
         assert isinstance(layer, ImageLayer)
-        return layer.stand_at(joined.place)
+        return layer.with_index(joined.index)
 
     return (
         [replace(maker, construct=partial(placed, maker.construct)) for maker in makers]
-        if joined.place
+        if joined.index
         else makers
     )
 
@@ -120,10 +120,10 @@ def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[
         module.noise,
         spec.image_size,
         encodes,
-        joined.place,
+        joined.index,
     )
     before = (
-        [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.place)]
+        [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.index)]
         if module.vae is not None and encodes
         else []
     )
@@ -353,9 +353,9 @@ def _scheduler(run: Run, spec: ModuleSpec) -> dict[str, Any]:
     """Fields of the `scheduler_config.json` in a generator's folder, or in the folder `scheduler`
     beside it."""
     folder = run.resolve(spec.folder) if spec.folder is not None else None
-    places = [folder, folder.parent / "scheduler"] if folder is not None else []
+    folders = [folder, folder.parent / "scheduler"] if folder is not None else []
     path = next(
-        (p / "scheduler_config.json" for p in places if (p / "scheduler_config.json").exists()),
+        (p / "scheduler_config.json" for p in folders if (p / "scheduler_config.json").exists()),
         None,
     )
     return {} if path is None else _mapping(path, "noise schedule", "Download the folder again.")

@@ -2,10 +2,10 @@
 al. 2014).
 
 Whether a number is kept is a hash of its item's seed (`Batch`), the layer's name, the number's row
-in its item and its place in the row. So the mask of an item is the same on every rank, for any DP,
-TP or slots, and when activations are recomputed; nothing draws from a generator. Masks are applied
-before a TP group sums what its ranks have of the same rows: a mask of a sum is the sum of the
-masked parts. Where a rank has a part of the features, it has that part of their mask.
+in its item and its position in the row. So the mask of an item is the same on every rank, for any
+DP, TP or slots, and when activations are recomputed; nothing draws from a generator. Masks are
+applied before a TP group sums what its ranks have of the same rows: a mask of a sum is the sum of
+the masked parts. Where a rank has a part of the features, it has that part of their mask.
 
 Layers that are not trained drop nothing, and nothing is dropped in evaluation or sampling.
 """
@@ -54,8 +54,8 @@ class SeededDropout(nn.Module):
         own = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
             own, width = own + self.tp_rank * width, width * self.tp
-        places = (before[:, None] * width + own).flatten()
-        drawn = mix(mix(self.rows ^ (self.key + self.calls))[:, None] + places * _GOLDEN)
+        positions = (before[:, None] * width + own).flatten()
+        drawn = mix(mix(self.rows ^ (self.key + self.calls))[:, None] + positions * _GOLDEN)
         kept = _shifted(drawn, 64 - _BITS) >= int(self.p * (1 << _BITS))
         return hidden * (kept.view(hidden.shape).to(hidden.dtype) * (1.0 / (1.0 - self.p)))
 

@@ -69,7 +69,7 @@ def write_model(
     stem = _write_config(folder, model, config, dtype)
     saved = _saved_names(model)
     files = list(_files(layers, dtype.itemsize, most_bytes))
-    place: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     total = 0
     for number, own in enumerate(files, 1):
         name = (
@@ -83,12 +83,12 @@ def write_model(
             for path, tensor in layer.to_published(read(layer)).items()
         }
         _save(tensors, folder / name)
-        place |= dict.fromkeys(tensors, name)
+        file_of |= dict.fromkeys(tensors, name)
         total += sum(tensor.numel() for tensor in tensors.values())
     if len(files) > 1:
         index = {
             "metadata": {"total_size": total * dtype.itemsize, "total_parameters": total},
-            "weight_map": place,
+            "weight_map": file_of,
         }
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return Written(folder.name, _import_path(published_class(architecture)), total)

@@ -160,5 +160,5 @@ class _Follow(TorchDispatchMode):
         self.most = max(self.most, self.alive + workspace_bytes(func, args, result))
         return result
 
-    def _gone(self, place: int) -> None:
-        self.alive -= self._sizes.pop(place)
+    def _gone(self, address: int) -> None:
+        self.alive -= self._sizes.pop(address)

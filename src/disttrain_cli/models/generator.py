@@ -28,7 +28,7 @@ class Canvas:
     image_size: int  # pixels
     # a VAE's layer before the generator leaves them; else they are in the batch
     reads_latents: bool
-    place: int = 0  # of the generator among the model's
+    index: int = 0  # of the generator among the model's
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -38,26 +38,26 @@ class Canvas:
     @property
     def needs(self) -> str:
         """Field of the batch that the layers which see clean images need."""
-        return "weights" if self.reads_latents else targets_field(self.place)
+        return "weights" if self.reads_latents else targets_field(self.index)
 
     def clean(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         """Images or latents without noise [N, C, H, W]; no gradients flow into them."""
-        return state["latents"].detach() if self.reads_latents else targets_of(batch, self.place)
+        return state["latents"].detach() if self.reads_latents else targets_of(batch, self.index)
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Timesteps and noise of the batch's targets."""
-        return draw_noise(batch, self.shape, self.noise.timesteps, self.place)
+        return draw_noise(batch, self.shape, self.noise.timesteps, self.index)
 
 
-def targets_field(place: int) -> str:
-    """The field of the batch that brings the targets of a generator, by its place among the
+def targets_field(index: int) -> str:
+    """The field of the batch that brings the targets of a generator, by its index among the
     model's."""
-    return f"target.{place}" if place else "target"
+    return f"target.{index}" if index else "target"
 
 
-def targets_of(batch: Batch, place: int) -> Tensor:
+def targets_of(batch: Batch, index: int) -> Tensor:
     """A generator's targets [N, C, H, W]."""
-    (targets,) = batch.of("target").values[place]
+    (targets,) = batch.of("target").values[index]
     return targets
 
 
@@ -144,7 +144,7 @@ class Finish(GeneratorLayer):
     def __init__(self, module: str, canvas: Canvas, weight: float, reads: tuple[str, ...]) -> None:
         super().__init__()
         self.name, self.module, self.canvas, self.weight = f"{module}.out", module, canvas, weight
-        self.loss = f"image/{module}" if canvas.place else "image"
+        self.loss = f"image/{module}" if canvas.index else "image"
         sees_clean = canvas.noise.goal_needs_clean
         self.reads = (*reads, *(canvas.reads if sees_clean else ()))
         self.needs = (canvas.needs if sees_clean else "weights",)

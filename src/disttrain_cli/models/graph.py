@@ -1,6 +1,6 @@
 """A run's model as one list of layers in pipeline order: encoders, LLM, generators.
 
-Everything else speaks of layers by their place in this list: a stage is a range of it, and a cut
+Everything else speaks of layers by their index in this list: a stage is a range of it, and a cut
 before layer i is crossed by `live_tensors(table, i)`.
 """
 
@@ -172,12 +172,12 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
     model = run.file.model
     llm = next(config for config in configs.values() if config.kind == "llm")
     items = {name: ARCHITECTURES[c.architecture].item for name, c in configs.items()}
-    places = {
+    positions = {
         name: [other for other in items if items[other] == item].index(name)
         for name, item in items.items()
     }
     reads = tuple(
-        embeds_name(items[name], places[name])
+        embeds_name(items[name], positions[name])
         for name, module in configs.items()
         if module.kind == "encoder"
     )
@@ -191,7 +191,7 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
             projector_hidden=model.projector_hidden or llm.config.hidden_size,
             feeds_generator=any(config.kind == "generator" for config in configs.values()),
             loss_weights=model.loss_weights,
-            place=places[name],
+            index=positions[name],
         )
         makers += ARCHITECTURES[module.architecture].make(joined)
     return makers

@@ -100,13 +100,13 @@ def _betas(noise: Noise) -> dict[str, Any]:
     }
 
 
-def own_seed(seed: int, place: int) -> int:
-    """The seed of an image for the generator at `place` among the model's: no two draw alike."""
-    return (seed + place * 0x9E3779B97F4A7C15) % 2**63
+def own_seed(seed: int, index: int) -> int:
+    """The seed of an image for the generator at `index` among the model's: no two draw alike."""
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
 
 
 def draw_noise(
-    batch: Batch, shape: tuple[int, ...], timesteps: int, place: int = 0
+    batch: Batch, shape: tuple[int, ...], timesteps: int, index: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Timesteps [N] int64 below `timesteps` and noise [N, *shape] float32 of a batch's targets,
     from `noise_seeds`.
@@ -114,7 +114,7 @@ def draw_noise(
     Drawn once per stage, batch and generator (`own_seed`). On the meta device there are no seeds to
     read and the result has no values.
     """
-    timestep_of, noise_of = f"timesteps/{place}", f"noise/{place}"
+    timestep_of, noise_of = f"timesteps/{index}", f"noise/{index}"
     if noise_of not in batch.cache:
         weights, seeds = batch.of("target").weights, batch.of("target").noise_seeds
         assert weights is not None and seeds is not None
@@ -123,7 +123,7 @@ def draw_noise(
             batch.cache[timestep_of] = seeds
             batch.cache[noise_of] = torch.empty(len(seeds), *shape, device=device)
         else:
-            draws = [_draw_one(own_seed(seed, place), shape, timesteps) for seed in seeds.tolist()]
+            draws = [_draw_one(own_seed(seed, index), shape, timesteps) for seed in seeds.tolist()]
             batch.cache[timestep_of] = to_device(
                 torch.stack([timestep for timestep, _ in draws]), device
             )

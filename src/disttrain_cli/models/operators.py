@@ -204,8 +204,8 @@ class _Trace(TorchDispatchMode):
     def alive(self) -> dict[int, int]:
         """Bytes of the storages that were made while this was active, or noted, and still are."""
         return {
-            place: size
-            for place, (reference, size) in self._storages.items()
+            address: size
+            for address, (reference, size) in self._storages.items()
             if not reference.expired()
         }
 
@@ -254,8 +254,8 @@ class _Operator(NamedTuple):
         if self.name in _VARLEN:
             return "attention", flops // 2 if self.args[_VARLEN[self.name]][1] == 0 else flops
         if self.name in _EFFICIENT:
-            place = _EFFICIENT[self.name]
-            return "attention", flops // 2 if len(self.args) > place and self.args[place] else flops
+            count = _EFFICIENT[self.name]
+            return "attention", flops // 2 if len(self.args) > count and self.args[count] else flops
         return "convolution" if self.name in _CONVOLUTIONS else "product", flops
 
     def kernels(self) -> int:

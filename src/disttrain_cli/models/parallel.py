@@ -146,9 +146,9 @@ def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Te
 def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
     """Replace tensors of one type by their sums over the group, small ones in few messages."""
     bucket: list[Tensor] = []
-    for place, tensor in enumerate(tensors, 1):
+    for index, tensor in enumerate(tensors, 1):
         bucket.append(tensor)
-        if place == len(tensors) or sum(one.numel() for one in bucket) >= BUCKET:
+        if index == len(tensors) or sum(one.numel() for one in bucket) >= BUCKET:
             flat = all_reduced(torch.cat([one.flatten() for one in bucket]), group)
             for one, total in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                 one.copy_(total.view_as(one))
@@ -164,10 +164,10 @@ def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
-    place, rows, packed, again = whole.untyped_storage()._cdata, len(whole), [0], list[Tensor]()
+    address, rows, packed, again = whole.untyped_storage()._cdata, len(whole), [0], list[Tensor]()
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage()._cdata != place:
+        if tensor.untyped_storage()._cdata != address:
             return tensor.detach()  # an output that its own node keeps would never be freed
         packed[0] += 1
         return tensor.size(), tensor.stride(), tensor.storage_offset()

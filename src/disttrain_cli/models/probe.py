@@ -71,9 +71,9 @@ def probe_batch(
         length: tokens of a sequence, padding included; the model's own if not given.
         items: by modality, patches (rows, columns) of each item; how many where all are alike.
 
-    Tokens of encoders' items take the first places of the sequences and those of targets the last.
-    If the sequences have no room for them (or there are none), the batch has no places for them and
-    serves the other modules only.
+    Tokens of encoders' items take the first positions of the sequences and those of targets the
+    last. If the sequences have no room for them (or there are none), the batch has no positions for
+    them and serves the other modules only.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
@@ -177,14 +177,14 @@ def _with_tokens(
     labels = torch.where(
         numbers >= 0, torch.randint(inputs.vocabulary, shape, generator=generator), -100
     )
-    places = (numbers.flatten() >= 0).nonzero().flatten()
+    free = (numbers.flatten() >= 0).nonzero().flatten()
     counts = {item: _rows(inputs, item, "tokens", own.grids) for item, own in batch.items.items()}
-    items, fits, first = {}, sum(counts.values()) <= len(places), 0
+    items, fits, first = {}, sum(counts.values()) <= len(free), 0
     for item, own in batch.items.items():
         # those of targets are the last ones
-        start = len(places) - counts[item] if item == "target" else first
+        start = len(free) - counts[item] if item == "target" else first
         first += 0 if item == "target" else counts[item]
-        items[item] = replace(own, rows=places[start : start + counts[item]] if fits else None)
+        items[item] = replace(own, rows=free[start : start + counts[item]] if fits else None)
     return replace(
         batch,
         items=items,

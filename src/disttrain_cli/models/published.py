@@ -195,10 +195,10 @@ def locate(
         if len(found[prefix]) == len(wanted):
             return found[prefix]
     best = max(found, key=lambda prefix: len(found[prefix]), default="")
-    place: dict[str, str] = {}
+    stored_as: dict[str, str] = {}
     for prefix in sorted((prefix for prefix in found if best.startswith(prefix)), key=len):
-        place |= found[prefix]
-    return place
+        stored_as |= found[prefix]
+    return stored_as
 
 
 def _prefixes(name: str) -> Iterable[str]:

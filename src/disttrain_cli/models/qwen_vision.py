@@ -30,8 +30,8 @@ from disttrain_cli.models.towers import ImageLayer, count, images_of, runs
 class Layout(NamedTuple):
     """Where the rows of an image of some grid come from."""
 
-    order: Tensor  # [P] places of the patches in raster order
-    tokens: Tensor  # [P / m²] places of the merge blocks' rows, in raster order of the blocks
+    order: Tensor  # [P] positions of the patches in raster order
+    tokens: Tensor  # [P / m²] positions of the merge blocks' rows, in raster order of the blocks
     windows: tuple[int, ...]  # patches of each window
 
 
@@ -166,12 +166,12 @@ class Block(QwenLayer):
         """Cosines and sines [R, head width] of each patch's row and column."""
         if "image cos" not in batch.cache:
             with torch.device("cpu"):
-                places = [
+                positions = [
                     torch.stack([own.order // columns, own.order % columns], 1).repeat(count, 1)
                     for count, rows, columns in runs(batch.of("image").grids)
                     for own in (self.layout(rows, columns),)
                 ]
-                cos, sin = self._rotary()(torch.empty(0), torch.cat(places))
+                cos, sin = self._rotary()(torch.empty(0), torch.cat(positions))
             batch.cache["image cos"], batch.cache["image sin"] = (
                 to_device(cos, device),
                 to_device(sin, device),

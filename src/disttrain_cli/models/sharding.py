@@ -27,7 +27,7 @@ def tp_degrees(run: Run, module: str, most: int) -> list[int]:
 
 
 def _one_of_each_kind(run: Run, module: str) -> dict[int, PipelineLayer]:
-    """The first layer of every kind of a module on the meta device, by its place in the model."""
+    """The first layer of every kind of a module on the meta device, by its index in the model."""
     first: dict[str, int] = {}
     for index, info in enumerate(layer_table(run)):
         if info.module == module:

@@ -85,8 +85,8 @@ def positions(table_PD: Tensor, rows: int, columns: int) -> Tensor:
         return table_PD
     made = table_PD.float().unflatten(0, (side, side))
     for axis, length in enumerate((rows, columns)):
-        places, weights = taps(side, length, made.device)
-        each = made.index_select(axis, places.flatten()).unflatten(axis, tuple(places.shape))
+        positions, weights = taps(side, length, made.device)
+        each = made.index_select(axis, positions.flatten()).unflatten(axis, tuple(positions.shape))
         made = (each * weights.view(*weights.shape, *(1,) * (2 - axis))).sum(axis + 1)
     return made.flatten(0, 1).to(table_PD.dtype)
 
@@ -100,26 +100,26 @@ def taps(side: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
             torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False
         )
     weights = each[0, :, :, 0].T  # [length, side]
-    places = weights.abs().topk(min(4, side)).indices
-    return to_device(places, device), to_device(weights.gather(1, places), device)
+    positions = weights.abs().topk(min(4, side)).indices
+    return to_device(positions, device), to_device(weights.gather(1, positions), device)
 
 
 class ImageLayer(PipelineLayer):
     """A layer whose items are the images read."""
 
     by_rows = True
-    place: int = 0  # of the encoder among the model's image encoders
+    index: int = 0  # of the encoder among the model's image encoders
 
-    def stand_at(self, place: int) -> PipelineLayer:
+    def with_index(self, index: int) -> PipelineLayer:
         """Belong to a further image encoder, whose fields and tensors have names of their own where
         both are there."""
-        self.place = place
-        self.needs = tuple(f"image.{place}" if name == "image" else name for name in self.needs)
+        self.index = index
+        self.needs = tuple(f"image.{index}" if name == "image" else name for name in self.needs)
         self.writes = tuple(
             replace(
                 spec,
-                name=embeds_name("image", place) if spec.name == EMBEDS else spec.name,
-                rows=f"patches.{place}" if spec.rows == "patches" else spec.rows,
+                name=embeds_name("image", index) if spec.name == EMBEDS else spec.name,
+                rows=f"patches.{index}" if spec.rows == "patches" else spec.rows,
             )
             for spec in self.writes
         )
@@ -127,10 +127,10 @@ class ImageLayer(PipelineLayer):
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         written = super().forward(state, batch)
-        if not self.place:
+        if not self.index:
             return written
         return {
-            embeds_name("image", self.place) if name == EMBEDS else name: tensor
+            embeds_name("image", self.index) if name == EMBEDS else name: tensor
             for name, tensor in written.items()
         }
 
@@ -139,7 +139,7 @@ class ImageLayer(PipelineLayer):
 
     def pixels(self, batch: Batch) -> list[Tensor]:
         """[n, C, H, W] of each run of equal grids."""
-        return batch.of("image").values[self.place]
+        return batch.of("image").values[self.index]
 
 
 class PatchEmbed(ImageLayer):

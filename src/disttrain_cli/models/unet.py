@@ -188,10 +188,10 @@ def makers(
 
     for i, block in enumerate(unet.down_blocks):
         channels, made = config["block_out_channels"][i], []
-        for place in range(len(block.resnets) + (block.downsamplers is not None)):
-            size = size // 2 if place == len(block.resnets) else size
+        for index in range(len(block.resnets) + (block.downsamplers is not None)):
+            size = size // 2 if index == len(block.resnets) else size
             made.append(
-                TensorSpec(f"skip.{len(skips) + place}", "target", "one", (channels, size, size))
+                TensorSpec(f"skip.{len(skips) + index}", "target", "one", (channels, size, size))
             )
         inner(f"down.{i}", f"down_blocks.{i}", skips[-1].name, (), tuple(made))
         skips += made

@@ -40,11 +40,11 @@ class VaeEncoder(PipelineLayer):
     weights_of = "vae"
 
     def __init__(
-        self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int, place: int
+        self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int, index: int
     ) -> None:
         super().__init__()
-        self.name, self.module, self.place = f"{module}.vae_encoder", module, place
-        self.needs = (targets_field(place),)
+        self.name, self.module, self.index = f"{module}.vae_encoder", module, index
+        self.needs = (targets_field(index),)
         self.published = {name: name for name in ("encoder", "quant_conv")}
         side = latent_side(config, image_size)
         self.shape = (config["latent_channels"], side, side)
@@ -61,7 +61,7 @@ class VaeEncoder(PipelineLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        pixels = targets_of(batch, self.place).to(self.encoder.conv_in.weight.dtype)
+        pixels = targets_of(batch, self.index).to(self.encoder.conv_in.weight.dtype)
         images = max(1, PIXELS // pixels[0, 0].numel())
         moments = torch.cat([self._moments(some) for some in pixels.split(images)])
         posterior = DiagonalGaussianDistribution(moments)
@@ -81,7 +81,7 @@ class VaeEncoder(PipelineLayer):
         assert noise_seeds is not None
         if noise_seeds.is_meta:
             return torch.empty(len(noise_seeds), *self.shape, device="meta")
-        seeds = [own_seed(seed, self.place) ^ _POSTERIOR for seed in noise_seeds.tolist()]
+        seeds = [own_seed(seed, self.index) ^ _POSTERIOR for seed in noise_seeds.tolist()]
         with torch.device("cpu"):
             return torch.stack(
                 [
@@ -129,19 +129,19 @@ def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
 
 
 def encoder_maker(
-    module: str, config: dict[str, Any], image_size: int, place: int = 0
+    module: str, config: dict[str, Any], image_size: int, index: int = 0
 ) -> LayerMaker:
     """The VAE's encoder, a generator's first layer; weights start as diffusers starts them.
 
     Args:
-        place: of the generator among the model's.
+        index: of the generator among the model's.
 
     Raises:
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(_whole, module, config))
     whole()
-    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, place), None)
+    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, index), None)
 
 
 def _whole(module: str, config: dict[str, Any]) -> Any:

@@ -149,8 +149,8 @@ def published_shapes(layers: Iterable[PipelineLayer]) -> dict[str, tuple[int, ..
 
 def module_layers(run: Run, module: str) -> list[PipelineLayer]:
     """All layers of a module, without memory for their weights."""
-    places = [place for place, info in enumerate(layer_table(run)) if info.module == module]
-    return build_layers(run, places[0], places[-1] + 1, device="meta")
+    positions = [index for index, info in enumerate(layer_table(run)) if info.module == module]
+    return build_layers(run, positions[0], positions[-1] + 1, device="meta")
 
 
 def _load(
@@ -174,16 +174,16 @@ def _load(
         if copied and _said_untied(source.folder):
             raise _lacking(list(copied), weights, source)
         found |= copied
-        place = {name: found[now] for name, now in today.items() if now in found}
+        source_of = {name: found[now] for name, now in today.items() if now in found}
         shapes = published_shapes(layers)
-        new = max(_check(shapes, place, weights, source), default=0)
+        new = max(_check(shapes, source_of, weights, source), default=0)
         for layer in layers:
             for path, whole in layer.from_published(
-                lambda name: _read(weights, place[name], name, shapes[name])
+                lambda name: _read(weights, source_of[name], name, shapes[name])
             ):
                 fill(layer, path, whole)
         # Of a VAE the decoder waits until images are generated.
-        unused = sorted(set(weights.names) - set(place.values())) if part == "module" else []
+        unused = sorted(set(weights.names) - set(source_of.values())) if part == "module" else []
     said = [f"{module}: weights from {source.folder}."]
     if copied:
         said.append(
@@ -201,19 +201,19 @@ def _load(
 
 
 def _check(
-    shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: Weights, source: Source
+    shapes: dict[str, tuple[int, ...]], source_of: dict[str, str], weights: Weights, source: Source
 ) -> Iterator[int]:
     """Raise SpecError for what is missing or has another shape; yields how many rows tensors by
     token id lack."""
-    missing = [name for name in shapes if name not in place]
+    missing = [name for name in shapes if name not in source_of]
     if missing:
         raise _lacking(missing, weights, source)
     for name, expected in shapes.items():
-        given, kind = weights.shape(place[name]), weights.stored_as(place[name])
+        given, kind = weights.shape(source_of[name]), weights.stored_as(source_of[name])
         if kind not in _STORED_AS:
             raise SpecError(
                 f"{source.field}: a tensor of {source.folder} is not stored as plain numbers",
-                f"{place[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
+                f"{source_of[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
                 f"Give the folder of the model before it was quantised, or {source.otherwise}.",
             )
         if name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
@@ -221,7 +221,7 @@ def _check(
         elif given != expected:
             raise SpecError(
                 f"{source.field}: a tensor of {source.folder} has another shape",
-                f"{place[name]}: given {list(given)}, expected {list(expected)}",
+                f"{source_of[name]}: given {list(given)}, expected {list(expected)}",
                 "Make the fields of config those of the folder's config.json, or"
                 f" {source.otherwise}.",
             )

@@ -34,7 +34,7 @@ def write(
     token `end`.
 
     `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are
-    given; its other places are there to be filled. Only ids for which `allowed` [V] is true are
+    given; its other positions are there to be filled. Only ids for which `allowed` [V] is true are
     written. The likeliest is taken at temperature 0, else one is drawn: sequence m's from (seed,
     m), the same on any device.
     """
@@ -58,7 +58,7 @@ def write(
             state.update(layer(state, batch))
         at = [lengths[number] + len(written[number]) for number in going]
         rows = torch.tensor(
-            [number * width + place - 1 for number, place in zip(going, at, strict=True)]
+            [number * width + index - 1 for number, index in zip(going, at, strict=True)]
         )
         logits = head.logits(state["hidden"].index_select(0, rows.to(state["hidden"].device)))
         chosen = [
@@ -68,11 +68,11 @@ def write(
             )
         ]
         still = []
-        for number, place, token in zip(going, at, chosen, strict=True):
+        for number, index, token in zip(going, at, chosen, strict=True):
             if token != end:
                 written[number].append(token)
-                ids[number, place] = token
-                still += [number] if place + 1 < width and len(written[number]) < most else []
+                ids[number, index] = token
+                still += [number] if index + 1 < width and len(written[number]) < most else []
         going = still
     return written
 

@@ -152,7 +152,7 @@ def space_of(
     ]
     mine = rows[holder]
     stages = np.arange(1, units[holder].layers + 1)
-    row, place = np.nonzero(
+    row, index = np.nonzero(
         (stages >= mine.least_stages[:, None])
         & (stages * mine.stage_gpus[:, None] <= shares[holder])
     )
@@ -164,7 +164,7 @@ def space_of(
         shares,
         rows,
         holder,
-        options_of(mine, row, stages[place]),
+        options_of(mine, row, stages[index]),
         [float(part.unit_ms.min(initial=np.inf)) for part in rows],
         np.inf,
         {},
@@ -193,11 +193,11 @@ def _floor(space: Space) -> float:
     rest = np.array([_together(tables, 0, int(count)) for count in left])
     steady = work / np.maximum(left, 1)
     # at most so many are left
-    place = np.searchsorted(-left, space.llm.gpus - space.gpus, side="right") - 1
+    index = np.searchsorted(-left, space.llm.gpus - space.gpus, side="right") - 1
     times = (
         space.llm.unit_ms
-        + rest[place]
-        + (space.slots - 1) * np.maximum(space.llm.stage_ms, steady[place])
+        + rest[index]
+        + (space.slots - 1) * np.maximum(space.llm.stage_ms, steady[index])
     )
     return float(times.min()) * SAFE
 
@@ -365,7 +365,7 @@ def _sharpened(space: Space, llm: Options, chosen: Ints, later_units: int) -> Op
     unit follow."""
     llm = take(llm, chosen)
     exact = np.empty(len(llm))
-    for place, (tp, dp, pp, checkpointing) in enumerate(
+    for index, (tp, dp, pp, checkpointing) in enumerate(
         zip(llm.tp, llm.dp, llm.pp, llm.checkpointing, strict=True)
     ):
         row = (int(tp), int(dp), bool(checkpointing))
@@ -378,7 +378,7 @@ def _sharpened(space: Space, llm: Options, chosen: Ints, later_units: int) -> Op
                 later_units,
                 space.shares[space.holder],
             )
-        exact[place] = space.exact_ms[row][pp]
+        exact[index] = space.exact_ms[row][pp]
     return replace(take(llm, np.isfinite(exact)), stage_ms=exact[np.isfinite(exact)] * SAFE)
 
 
@@ -490,8 +490,8 @@ def _beside(
         idle = [np.where(np.isfinite(table), 0.0, np.inf) for table in others[:encoders]]
         line_ms = _others_ms(space, level, pairs, llm, idle + others[encoders:], encoders)
     interval = np.unique(pairs.interval)
-    place, row = np.nonzero(level.stages[number][interval] * rows.stage_gpus <= share)
-    interval, pp = interval[place], level.stages[number][interval[place], row]
+    index, row = np.nonzero(level.stages[number][interval] * rows.stage_gpus <= share)
+    interval, pp = interval[index], level.stages[number][interval[index], row]
     found: list[Ints] = []
     while len(row):
         gpus = np.minimum(rows.stage_gpus[row] * pp, space.gpus + 1)

@@ -104,14 +104,14 @@ def explain(plan: Plan, units: list[Unit], step: Step) -> Explanation:
     parts = time_parts(profile, plan.plan, cluster, work, predicted.iteration_s)
     runners_up = [
         _compare(
-            f"#{place + 2}",
+            f"#{index + 2}",
             plan,
             units,
             parts,
             other,
             time_parts(profile, other.plan, cluster, work, other.iteration_s),
         )
-        for place, other in enumerate(plan.alternatives)
+        for index, other in enumerate(plan.alternatives)
         if other.plan is not None
     ]
     ratios = [_ratio(name, plan, other) for name, other in plan.baselines.items()]

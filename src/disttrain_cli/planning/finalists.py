@@ -131,10 +131,10 @@ def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> li
     of the same."""
     seen: Counter[Hashable] = Counter()
     order: list[tuple[int, int]] = []
-    for place, item in enumerate(items):
-        order.append((seen[kind(item)], place))
+    for index, item in enumerate(items):
+        order.append((seen[kind(item)], index))
         seen[kind(item)] += 1
-    return [items[place] for place in sorted(place for _, place in sorted(order)[:count])]
+    return [items[index] for index in sorted(index for _, index in sorted(order)[:count])]
 
 
 def rank(

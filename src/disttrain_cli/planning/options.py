@@ -227,10 +227,10 @@ def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: i
     enough = (load == least) & (
         rows.state_gib + rows.active_gib * (slots - 1) + rows.slot_gib <= rows.room_gib * SAFE
     )
-    place = np.flatnonzero(enough)
-    variant, behind = _variants(unit, take(rows, place)), np.zeros(len(rows), dtype=bool)
+    index = np.flatnonzero(enough)
+    variant, behind = _variants(unit, take(rows, index)), np.zeros(len(rows), dtype=bool)
     for number in np.unique(variant):
-        behind[place[variant == number][top:]] = True
+        behind[index[variant == number][top:]] = True
     return take(rows, ~behind) if behind.any() else rows
 
 

@@ -73,14 +73,14 @@ def rows_of(
         for index in np.unique(np.linspace(0, unit.pp - 1, count).round().astype(int)):
             stage = first + int(index)
             replica = int(busy[stage].argmax())
-            place = f" {index + 1}/{unit.pp}" if unit.pp > 1 else ""
+            which = f" {index + 1}/{unit.pp}" if unit.pp > 1 else ""
             copies = f" ×{unit.dp}" if unit.dp > 1 else ""
             own = (slice(None), stage, replica)
             backward = np.stack([timeline.backward_start[own], timeline.backward_end[own]], axis=1)
             done = float(backward[:, 1].max())
             rows.append(
                 Row(
-                    f"{unit.name}{place}{copies}",
+                    f"{unit.name}{which}{copies}",
                     unit.name,
                     np.stack([timeline.forward_start[own], timeline.forward_end[own]], axis=1),
                     backward,
@@ -188,8 +188,8 @@ def _axis(start: float, end: float, x: float, scale: float, y: int) -> list[str]
     """A line with round times under it."""
     step = _round_step((end - start) / max(1.0, (end - start) * scale / 80))
     parts = [f'<path class="line" d="M{x:.1f} {y}h{(end - start) * scale:.1f}"/>']
-    for place in range(int(np.ceil(start / step - 1e-9)), int(np.floor(end / step + 1e-9)) + 1):
-        tick = place * step
+    for index in range(int(np.ceil(start / step - 1e-9)), int(np.floor(end / step + 1e-9)) + 1):
+        tick = index * step
         at = x + (tick - start) * scale
         parts.append(
             f'<path class="line" d="M{at:.1f} {y}v4"/><text class="dim" x="{at:.1f}" y="{y + 17}"'

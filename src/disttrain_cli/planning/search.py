@@ -140,8 +140,8 @@ def _slowest_within(tables: list[Options], gpus: NDArray[np.int64]) -> NDArray[n
         order = np.argsort(table.stage_ms)
         fewest = np.concatenate([[np.inf], np.minimum.accumulate(table.gpus[order].astype(float))])
         needed += fewest[np.searchsorted(table.stage_ms[order], times, side="right")]
-    place = np.searchsorted(-needed, -gpus.astype(float), side="left")
-    return np.concatenate([times, [np.inf]])[place]
+    index = np.searchsorted(-needed, -gpus.astype(float), side="left")
+    return np.concatenate([times, [np.inf]])[index]
 
 
 @dataclass(frozen=True)
@@ -298,9 +298,9 @@ def _may_join(
     """Which rows fit some partial layout within the limit, as far as the best of each of its
     numbers tells."""
     order = np.argsort(partial.gpus)
-    place = np.searchsorted(partial.gpus[order], gpus - rest.gpus - table.gpus, side="right")
+    index = np.searchsorted(partial.gpus[order], gpus - rest.gpus - table.gpus, side="right")
     stage_ms, line_ms, whole_ms = (
-        np.concatenate([[np.inf], np.minimum.accumulate(values[order])])[place]
+        np.concatenate([[np.inf], np.minimum.accumulate(values[order])])[index]
         for values in (partial.stage_ms, partial.line_ms, _whole_ms(partial, rest))
     )
     warmup_ms = _warmup_ms(line_ms, whole_ms, table.unit_ms, rest, beside)

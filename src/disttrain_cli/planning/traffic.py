@@ -91,9 +91,9 @@ def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[T
         return []
     does = backwards(profile, layout.trained)
     per_layer = [
-        _sent_bytes(profile, layout, unit, name, place, does[name][place])
+        _sent_bytes(profile, layout, unit, name, layer, does[name][layer])
         for name in unit.modules
-        for place in range(len(profile.modules[name].layers))
+        for layer in range(len(profile.modules[name].layers))
     ]
     ends = [sum(unit.layers_per_stage[: index + 1]) for index in range(unit.pp)]
     most = max(
@@ -114,14 +114,14 @@ def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[T
 
 
 def _sent_bytes(
-    profile: Profile, layout: Layout, unit: UnitPlan, name: str, place: int, does: Backward
+    profile: Profile, layout: Layout, unit: UnitPlan, name: str, index: int, does: Backward
 ) -> float:
     """Bytes that a layer's TP groups move over the link of one rank each for a global batch, all
     replicas' together."""
     module = profile.modules[name]
     if module.work_per_sequence == Work():
         return 0.0
-    sent = module.costs[module.layers[place]].tp[str(unit.tp)].sent_bytes
+    sent = module.costs[module.layers[index]].tp[str(unit.tp)].sent_bytes
     passes: dict[Backward, list[Pass]] = {
         "still": ["forward"],
         "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],

@@ -153,14 +153,14 @@ class Unit:
                 )
             )
         columns = np.stack(rows)  # [V, 12, L]
-        places: dict[bytes, int] = {}
+        numbers: dict[bytes, int] = {}
         of = np.array(
             [
-                places.setdefault(columns[:, :, layer].tobytes(), len(places))
+                numbers.setdefault(columns[:, :, layer].tobytes(), len(numbers))
                 for layer in range(self.layers)
             ]
         )
-        one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(places))]]
+        one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(numbers))]]
         tps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
         return Kinds(
             of,

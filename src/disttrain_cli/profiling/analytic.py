@@ -122,9 +122,9 @@ def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int,
     model."""
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
     layers = {
-        place: layer
+        index: layer
         for start, stop in first_of_kinds(table, module, 1)
-        for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)
+        for index, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)
     }
     for layer in layers.values():
         join(layer, None if tp == 1 else Group(None, tp, 0))
@@ -150,10 +150,10 @@ def _series(
         batch = probe_batch(inputs, device="meta", **size)
         own = {name: value for name, value in size.items() if name != "length"}
         works.append(probe_work(inputs, module, windows=False, **own))
-        for place, layer in shards.items():
+        for index, layer in shards.items():
             dtype = next(layer.parameters()).dtype
             done = layer_operators(
-                layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch
+                layer, state_at(table, index, inputs, batch, "meta", dtype, tp=tp), batch
             )
             found[layer.kind].append(
                 (

@@ -144,8 +144,8 @@ def module_profile(
         cut_bytes_per_sequence=cut_bytes(
             name, setting.table, setting.inputs, data.mean, value_bytes
         ),
-        projector=[place for place, layer in enumerate(layers) if layer.kind == "projector"],
-        frozen=[place for place, layer in enumerate(layers) if layer.frozen],
+        projector=[index for index, layer in enumerate(layers) if layer.kind == "projector"],
+        frozen=[index for index, layer in enumerate(layers) if layer.frozen],
     )
 
 

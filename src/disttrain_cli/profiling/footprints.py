@@ -80,28 +80,28 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
         [_rows_alone(inputs, module, size) for size in sizes],
     )
     found: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
-    places = [
-        place for start, stop in first_of_kinds(table, module, 1) for place in range(start, stop)
+    indices = [
+        index for start, stop in first_of_kinds(table, module, 1) for index in range(start, stop)
     ]
-    for place in places:
-        whole = build_layers(run, place, place + 1, "meta", dtype)[0]
-        found[1][whole.kind] = _running(whole, place, probes, 1)
+    for index in indices:
+        whole = build_layers(run, index, index + 1, "meta", dtype)[0]
+        found[1][whole.kind] = _running(whole, index, probes, 1)
         for tp in list(found)[1:]:
-            layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
+            layer = build_layers(run, index, index + 1, "meta", dtype, tp)[0]
             join(layer, Noted(size=tp))
             found[tp][whole.kind] = (
-                _running(layer, place, probes, tp)
+                _running(layer, index, probes, tp)
                 if pieces(whole) or layer.by_rows
                 else found[1][whole.kind]
             )
     return found
 
 
-def _running(layer: PipelineLayer, place: int, probes: _Probes, tp: int) -> Running:
+def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Running:
     def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
         layer.requires_grad_(not frozen and not layer.frozen)
         return [
-            footprint(layer, _own_state(layer, place, probes, batch, tp), batch, recompute)
+            footprint(layer, _own_state(layer, index, probes, batch, tp), batch, recompute)
             for batch in probes.batches
         ]
 
@@ -144,11 +144,11 @@ def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messa
 
 
 def _own_state(
-    layer: PipelineLayer, place: int, probes: _Probes, batch: Batch, tp: int
+    layer: PipelineLayer, index: int, probes: _Probes, batch: Batch, tp: int
 ) -> dict[str, Tensor]:
     """What the group's first rank has of what a layer reads."""
     dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
-    state = state_at(probes.table, place, probes.inputs, batch, "meta", dtype, tp=tp)
+    state = state_at(probes.table, index, probes.inputs, batch, "meta", dtype, tp=tp)
     return {name: tensor for name, tensor in state.items() if name in layer.reads}
 
 

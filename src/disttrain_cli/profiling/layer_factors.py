@@ -92,7 +92,7 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
     What the run does not use (other TP sizes, gradients of inputs only) follows the mean factor of
     its direction, or of the forward where the run has no backward of the module.
     """
-    bare = _retimed(job.profile, lambda *place: NOTHING)
+    bare = _retimed(job.profile, lambda *key: NOTHING)
     known: dict[tuple[str, ...], Floats] = {}  # (module, kind, TP, time) → factors of the terms
     means: dict[tuple[str, str], float] = {}
     changed: list[Corrected] = []
@@ -151,8 +151,8 @@ def _correct(
     found[used] = fit_factors(terms[:, used], rows.measured_ms, repeated)
     before, after = again.sum(axis=1) + terms.sum(axis=1), repeated + terms[:, used] @ found[used]
     found[~used] = after.mean() / before.mean()
-    for place, column in enumerate(own):
-        factors[column.kind, column.time] = found[len(TERMS) * place : len(TERMS) * (place + 1)]
+    for index, column in enumerate(own):
+        factors[column.kind, column.time] = found[len(TERMS) * index : len(TERMS) * (index + 1)]
     return Corrected(
         module,
         operation,
@@ -193,8 +193,8 @@ def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
     columns = []
     for kind, cost in job.profile.modules[module].costs.items():
         for time in TIMES if tp in cost.tp else ():
-            place, alone = (module, kind, tp, time), getattr(cost.tp[tp], time)
-            stages = stages_of(_retimed(bare, _only_at(place, alone)), job.layout)
+            key, alone = (module, kind, tp, time), getattr(cost.tp[tp], time)
+            stages = stages_of(_retimed(bare, _only_at(key, alone)), job.layout)
             adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
             for number, stage in enumerate(stages):
                 for there in stage.costs:
@@ -207,8 +207,8 @@ def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
     return columns
 
 
-def _only_at(place: tuple[str, str, str, str], polynomial: Polynomial) -> Change:
-    return lambda *where: polynomial if where[:4] == place else NOTHING
+def _only_at(key: tuple[str, str, str, str], polynomial: Polynomial) -> Change:
+    return lambda *where: polynomial if where[:4] == key else NOTHING
 
 
 def _retimed(profile: Profile, change: Change) -> Profile:
@@ -238,8 +238,8 @@ def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
     columns = database.connection.execute(
         ROWS, {"llm": llm, "module": module, "operation": operation, "most": MOST_ROWS}
     ).fetchnumpy()
-    number = {(stage.unit.name, stage.index): place for place, stage in enumerate(database.stages)}
-    place = np.array(
+    number = {(stage.unit.name, stage.index): index for index, stage in enumerate(database.stages)}
+    index = np.array(
         [
             number.get(where, -1)
             for where in zip(columns["unit"], columns["stage"].tolist(), strict=True)
@@ -250,12 +250,12 @@ def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
         [columns[name].astype(np.float64) for name in ("items", "tokens", "sum_length_sq")], axis=1
     )
     rows = _Rows(
-        place,
+        index,
         columns["rank"].astype(np.int64),
-        np.hstack([np.ones((len(place), 1)), amounts]),
+        np.hstack([np.ones((len(index), 1)), amounts]),
         columns["duration_ns"] / 1e6 / _sharing(job, module),
     )
-    return rows.take((place >= 0) & amounts.any(axis=1))
+    return rows.take((index >= 0) & amounts.any(axis=1))
 
 
 def _sharing(job: Job, module: str) -> float:

@@ -148,7 +148,7 @@ def _without_latency(profile: Profile, name: str) -> Profile:
 def _transfers(database: Database, job: Job) -> list[_Sample]:
     """Every cut at which some rank waited, either way."""
     stages = database.stages
-    number = {stage.name: place for place, stage in enumerate(stages)}
+    number = {stage.name: index for index, stage in enumerate(stages)}
     cuts = crossings(stages)
     if not cuts:
         return []
@@ -157,7 +157,7 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
         transfers_s(profile, job.layout, stages, job.gpus_per_node)
         for profile in (job.profile, _without_latency(job.profile, "p2p"))
     )
-    samples, places = (
+    samples, hops = (
         [],
         {
             (number[before.name], number[after.name]): cut
@@ -165,13 +165,13 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
         },
     )
     for row in found:
-        place = places[row["before"], row["after"]]
+        index = hops[row["before"], row["after"]]
         ranks = sum(len(stages[row[side]].ranks) for side in ("before", "after"))
         samples.append(
             _Sample(
                 _inside(job, ranks),
-                float(whole_s[place] - bytes_s[place]),
-                float(bytes_s[place]),
+                float(whole_s[index] - bytes_s[index]),
+                float(bytes_s[index]),
                 row["measured_ms"] / 1e3,
             )
         )

@@ -47,8 +47,8 @@ def input_bytes(
     Args:
         mean: by module name, its mean work per packed sequence.
     """
-    place = table.index(layer)
-    specs = [spec for spec in live_tensors(table, place) if spec.name in layer.reads]
+    index = table.index(layer)
+    specs = [spec for spec in live_tensors(table, index) if spec.name in layer.reads]
     terms = []
     for spec in specs:
         count = rows(spec, inputs)
@@ -66,7 +66,7 @@ def batch_bytes(
     are few."""
     before = table[
         next(
-            place for place, other in enumerate(table) if other.module == layer.module
+            index for index, other in enumerate(table) if other.module == layer.module
         ) : table.index(layer)
     ]
     known = {name for other in before for name in other.needs}

@@ -32,8 +32,8 @@ def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, 
     if len(rows) < LEAST_SEQUENCES:
         return None, []
     chosen = [
-        rows[place]
-        for place in np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_SEQUENCES)).astype(int)
+        rows[index]
+        for index in np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_SEQUENCES)).astype(int)
     ]
     sample = SizeSample(
         tokens=[row["tokens"] for row in chosen],

@@ -106,5 +106,5 @@ def _shuffled_forever(
     sequences: Sequence[PackedSizes], random: np.random.Generator
 ) -> Iterator[PackedSizes]:
     while True:
-        for place in random.permutation(len(sequences)):
-            yield sequences[int(place)]
+        for index in random.permutation(len(sequences)):
+            yield sequences[int(index)]

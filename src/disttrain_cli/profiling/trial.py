@@ -123,12 +123,12 @@ def first_of_kinds(table: list[LayerInfo], module: str, most: int) -> list[tuple
     """The first `most` layers of every kind of a module, as ranges (start, stop) of the table."""
     seen: Counter[str] = Counter()
     ranges: list[tuple[int, int]] = []
-    for place, layer in enumerate(table):
+    for index, layer in enumerate(table):
         if layer.module != module or seen[layer.kind] == most:
             continue
         seen[layer.kind] += 1
-        start = ranges.pop()[0] if ranges and ranges[-1][1] == place else place
-        ranges.append((start, place + 1))
+        start = ranges.pop()[0] if ranges and ranges[-1][1] == index else index
+        ranges.append((start, index + 1))
     return ranges
 
 

@@ -41,14 +41,14 @@ class Evaluation:
         spec: EvaluationSpec,
         layout: Layout,
         index: Index,
-        place: RankCoords,
+        coords: RankCoords,
         fields: set[str],
         dtype: torch.dtype,
     ) -> None:
         # As packed: what a policy finds for a layout does not matter here, and searches take time.
         train = run.file.train.model_copy(update={"ordering": "none"})
         self._run = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
-        self._layout, self._index, self._place = layout, held_out(index), place
+        self._layout, self._index, self._coords = layout, held_out(index), coords
         self._fields, self._dtype = fields, dtype
         self._every = spec.every_steps
         self._batches = -(-spec.sequences // layout.global_batch_size)
@@ -74,8 +74,8 @@ class Evaluation:
         with Loader(
             self._run,
             orders,
-            unit=self._place.unit.name,
-            replica=self._place.replica,
+            unit=self._coords.unit.name,
+            replica=self._coords.replica,
             fields=self._fields,
         ) as loader:
             fetch_of = fetcher(loader, engine.device, self._dtype)

@@ -90,7 +90,7 @@ def run_steps(
     """
     every, rank0, tracer = (
         run.file.train.checkpoint.every_steps,
-        engine.place.rank == 0,
+        engine.coords.rank == 0,
         engine.tracer,
     )
     writers = steps, sizes, samples = [

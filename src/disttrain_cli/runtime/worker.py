@@ -59,9 +59,9 @@ def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
-        run, place, told = job.run, job.place, job.told
-        rank0, reports = place.rank == 0, Path(told["steps_file"])
-        own = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
+        run, coords, told = job.run, job.coords, job.told
+        rank0, reports = coords.rank == 0, Path(told["steps_file"])
+        own = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
         fields = {field for info in own for field in info.needs}
 
         # Without a launcher of ours nobody reads the reports.
@@ -86,7 +86,7 @@ def main(payload: dict[str, Any]) -> None:
         tracer = Tracer(
             run.dir.traces,
             told["name"],
-            place,
+            coords,
             now,
             say,
             DeviceClock(now) if job.device.type == "cuda" else None,
@@ -102,19 +102,19 @@ def main(payload: dict[str, Any]) -> None:
             print(note)
         idle_gib = peak_gib(job.device)
         tracer.begin("preflight")
-        grid = UnitGrid(job.graph, place)
-        check_groups(grid, place, job.device, run.file.train.timeout_s)
+        grid = UnitGrid(job.graph, coords)
+        check_groups(grid, coords, job.device, run.file.train.timeout_s)
         tracer.begin("building")
         engine = build_engine(
             run,
             job.plan,
             job.graph,
-            place,
+            coords,
             job.device,
             tracer,
             origin.given_layers(run, start) if start else (),
             grid,
-            partial(wait_until_built, job.store, job.graph, place.rank, run.file.train.timeout_s),
+            partial(wait_until_built, job.store, job.graph, coords.rank, run.file.train.timeout_s),
         )
         if start is not None:
             origin.start_from(start, engine, run)
@@ -132,7 +132,7 @@ def main(payload: dict[str, Any]) -> None:
                 run.file.train.evaluation,
                 job.plan.plan,
                 job.index,
-                place,
+                coords,
                 fields,
                 message_dtype(run.file.train),
             )
@@ -140,7 +140,7 @@ def main(payload: dict[str, Any]) -> None:
             else None
         )
         loader = stack.enter_context(
-            open_loader(run, job.plan.plan, job.profile, job.index, place, fields, first, reports)
+            open_loader(run, job.plan.plan, job.profile, job.index, coords, fields, first, reports)
         )
         profiler = (
             StepProfiler(
@@ -148,7 +148,7 @@ def main(payload: dict[str, Any]) -> None:
                 run.dir.traces,
                 told["name"],
                 tracer,
-                place.rank,
+                coords.rank,
                 job.device,
                 say,
             )
@@ -181,7 +181,7 @@ def main(payload: dict[str, Any]) -> None:
         if stopped and os.environ["LOCAL_RANK"] == "0":  # every host may look for it
             write_whole(stopped_file(Path(payload["logs"])), stopped)
         if loader.skipped:
-            Path(payload["logs"], f"skipped-rank-{place.rank:05d}.json").write_text(
+            Path(payload["logs"], f"skipped-rank-{coords.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped])
             )
 
@@ -193,9 +193,9 @@ def preflight(payload: dict[str, Any]) -> None:
         job = join(payload, stack)
         job.pulse.begin("preflight")
         took_s = check_groups(
-            UnitGrid(job.graph, job.place), job.place, job.device, job.run.file.train.timeout_s
+            UnitGrid(job.graph, job.coords), job.coords, job.device, job.run.file.train.timeout_s
         )
-        if job.place.rank == 0:
+        if job.coords.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
             publish(
                 Path(job.told["steps_file"]),
@@ -213,7 +213,7 @@ def open_loader(
     layout: Layout,
     profile: Profile,
     index: Index,
-    place: RankCoords,
+    coords: RankCoords,
     fields: set[str],
     first: int,
     reports: Path,
@@ -224,8 +224,8 @@ def open_loader(
     rank wait for is reported.
     """
     known: dict[str, Any] = {
-        "unit": place.unit.name,
-        "replica": place.replica,
+        "unit": coords.unit.name,
+        "replica": coords.replica,
         "fields": fields,
         "first_step": first,
     }

@@ -96,7 +96,7 @@ def slowdown(
 def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
     """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such
     place."""
-    own = [place for place, stage in enumerate(stages) if stage.unit.name == fault.unit]
+    own = [index for index, stage in enumerate(stages) if stage.unit.name == fault.unit]
     if not own:
         raise _error(
             number,

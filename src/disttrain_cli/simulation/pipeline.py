@@ -171,8 +171,8 @@ def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> li
         (last_after, pipeline.entry[last_after]),
     ):
         inside = neighbour >= 0
-        place = np.maximum(neighbour, 0)
-        whole, same = (ranks + place)[stage_of], first[place][stage_of] + replica
+        source = np.maximum(neighbour, 0)
+        whole, same = (ranks + source)[stage_of], first[source][stage_of] + replica
         waits.append(
             np.where(inside[stage_of], np.where(border[stage_of], whole, same), ranks + stages)
         )

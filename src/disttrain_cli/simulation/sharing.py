@@ -38,16 +38,16 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
         for stage in range(stages)
         for is_forward in (True, False)
     }
-    place = dict.fromkeys(ranks, 0)  # position in the stage's order
+    position = dict.fromkeys(ranks, 0)  # position in the stage's order
     running: dict[tuple[int, int], float] = {}  # rank → work left, in s at the measured speed
     now = 0.0
-    while any(place[rank] < len(orders[rank[0]]) for rank in ranks):
+    while any(position[rank] < len(orders[rank[0]]) for rank in ranks):
         arrivals: list[float] = []
         for rank in ranks:
             stage, replica = rank
-            if rank in running or place[rank] >= len(orders[stage]):
+            if rank in running or position[rank] >= len(orders[stage]):
                 continue
-            is_forward, slot = orders[stage][place[rank]]
+            is_forward, slot = orders[stage][position[rank]]
             ready = max(
                 (
                     _ready(
@@ -71,10 +71,10 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
         completes = elapsed >= least / rate
         for rank, left in list(running.items()):
             if completes and left <= least * (1 + 1e-12):
-                is_forward, slot = orders[rank[0]][place[rank]]
+                is_forward, slot = orders[rank[0]][position[rank]]
                 ends[is_forward][slot, rank[0], rank[1]] = now
                 del running[rank]
-                place[rank] += 1
+                position[rank] += 1
             else:
                 running[rank] = left - elapsed * rate
     last = np.nanmax(ends[False], axis=(0, 2))

@@ -46,23 +46,23 @@ def load_yaml(text: str) -> Any:
         raise ValueError(re.sub(r'in "<[a-z ]+>", (line|position)', r"in \1", str(error))) from None
 
 
-def lines_of(text: str, places: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """The line of each place (keys and positions from the top), or of the innermost part of it that
+def lines_of(text: str, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """The line of each path (keys and positions from the top), or of the innermost part of it that
     is there.
 
-    None where nothing of the place is there, or the text is no YAML.
+    None where nothing of the path is there, or the text is no YAML.
     """
     try:
         _check_size(text)
         top = yaml.compose(text, Loader=yaml.CSafeLoader)
     except (yaml.YAMLError, ValueError):
-        return [None] * len(places)
-    return [_line_of(top, place) for place in places]
+        return [None] * len(paths)
+    return [_line_of(top, path) for path in paths]
 
 
-def _line_of(node: yaml.Node | None, place: tuple[Any, ...]) -> int | None:
+def _line_of(node: yaml.Node | None, path: tuple[Any, ...]) -> int | None:
     line = None
-    for part in place:
+    for part in path:
         if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
             node = node.value[part]
             line = node.start_mark.line + 1

@@ -279,7 +279,8 @@ def test_encoders_side_by_side_are_no_longer_pipeline() -> None:
     alone = make_layout([encoder, llm], global_batch_size=24)
     both = make_layout([encoder, unit("ear", ["ear"], 2, 1), llm], global_batch_size=24)
     assert np.array_equal(
-        assign(costs, alone, "llm", "paper").places, assign(costs, both, "llm", "paper").places
+        assign(costs, alone, "llm", "paper").positions,
+        assign(costs, both, "llm", "paper").positions,
     )
 
 

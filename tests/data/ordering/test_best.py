@@ -143,7 +143,7 @@ def test_it_is_faster_on_skewed_data(layout: Layout) -> None:
 def _digest() -> str:
     batch = random_batch(1, 24)
     places = [best_of(batch, layout).order(sizes_of(batch)) for layout in LAYOUTS]
-    return repr([(one.places.tolist(), one.carry) for one in places])
+    return repr([(one.positions.tolist(), one.carry) for one in places])
 
 
 def test_every_process_finds_the_same() -> None:
@@ -279,7 +279,7 @@ def test_data_that_are_all_alike_and_data_without_images() -> None:
     same = sizes_of(batch).take(np.zeros(24, dtype=np.int64))
     for layout in LAYOUTS:
         found = best_of(batch, layout).order(same)
-        assert isinstance(found, Assignment) and sorted(found.places.ravel()) == list(range(24))
+        assert isinstance(found, Assignment) and sorted(found.positions.ravel()) == list(range(24))
 
 
 def test_a_search_over_many_slots_simulates_no_more_of_them(

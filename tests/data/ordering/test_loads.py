@@ -43,7 +43,9 @@ def test_a_size_sample_gives_the_loads_of_training(
 ) -> None:
     batch = random_batch(seed)
     sizes = sizes_of_sample(size_sample(batch))
-    assignment = Assignment(assign(count_costs(sizes, INPUTS), layout, "llm", policy).places, carry)
+    assignment = Assignment(
+        assign(count_costs(sizes, INPUTS), layout, "llm", policy).positions, carry
+    )
     loads = replica_loads(sizes, INPUTS, layout, assignment)
     assert {module: load.tolist() for module, load in loads.items()} == loads_of_slots(
         batch, layout, assignment

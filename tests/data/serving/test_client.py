@@ -13,11 +13,11 @@ import pytest
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.ordering.orders import Orders, Policy
 from disttrain_cli.data.preparing import Preparation, Prepared, Preparer, Request
-from disttrain_cli.data.serving import places, wire
+from disttrain_cli.data.serving import permits, wire
 from disttrain_cli.data.serving.client import PulledOrders, Workers, check_workers
 from disttrain_cli.data.serving.connection import Connection, UnreachableError
 from disttrain_cli.data.serving.identity import identity_of
-from disttrain_cli.data.serving.places import AT_ONCE, MOST_STALLED
+from disttrain_cli.data.serving.permits import AT_ONCE, MOST_STALLED
 from disttrain_cli.data.serving.worker import Worker
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.errors import (
@@ -455,8 +455,8 @@ def test_a_step_whose_order_takes_long_blocks_no_other(
         go_on.set()
         asking.join(30)
         assert (
-            found[0].places.tolist()
-            == Orders(run.file, MONOLITHIC, index).assignment(5).places.tolist()
+            found[0].positions.tolist()
+            == Orders(run.file, MONOLITHIC, index).assignment(5).positions.tolist()
         )
         workers.close()
 
@@ -572,7 +572,7 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
 def test_who_reads_nothing_for_long_stops_nobody_else(
     run: Run, index: Index, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "STALL_S", 0.2)
+    monkeypatch.setattr(permits, "STALL_S", 0.2)
     monkeypatch.setattr("disttrain_cli.data.serving.worker.BEAT_S", 0.05)
     gauge = Gauge(monkeypatch)
     with serving(run, index) as worker:

@@ -88,7 +88,7 @@ def test_a_tensor_of_one_piece_is_not_copied() -> None:
 def test_an_assignment_arrives_as_it_was_sent(carry: bool) -> None:
     assignment = Assignment(array((3, 2, 4), "<i8"), carry)
     arrived = wire.read_assignment(chunks_of(wire.assignment_messages(assignment)))
-    assert arrived.carry is carry and np.array_equal(arrived.places, assignment.places)
+    assert arrived.carry is carry and np.array_equal(arrived.positions, assignment.positions)
 
 
 def test_answers_that_end_too_early() -> None:

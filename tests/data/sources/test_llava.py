@@ -213,7 +213,7 @@ def test_pieces_of_any_length_give_the_same_records(
         assert [record.value for record in found] == json.loads(data)
         content = path.read_bytes()
         assert [
-            json.loads(content[record.place.offset : sum(record.place)]) for record in found
+            json.loads(content[record.location.offset : sum(record.location)]) for record in found
         ] == json.loads(data)
 
 
@@ -327,7 +327,10 @@ def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> N
         for one in samples
     ] == [("record 0", ["First wörds."], [True]), ("7", ["More."], [True])]
     opened = open_shard(shards[0], RowGroups())
-    assert [opened.texts(one.segments[0].place) for one in samples] == [["First wörds."], ["More."]]
+    assert [opened.texts(one.segments[0].location) for one in samples] == [
+        ["First wörds."],
+        ["More."],
+    ]
 
 
 def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
@@ -347,9 +350,9 @@ def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
     (captioned,) = read_shard(shards[0], "x")
     assert isinstance(captioned, Sample) and captioned.segments[1].text == "a picture to test"
     opened = open_shard(shards[1], RowGroups())
-    assert opened.file("image", sample.segments[0].place, sample.segments[1].place) == encoded(
-        20, 30
-    )
+    assert opened.file(
+        "image", sample.segments[0].location, sample.segments[1].location
+    ) == encoded(20, 30)
 
 
 def test_pictures_alone_need_texts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from disttrain_cli.data.sources import (
-    Place,
+    Location,
     RowGroups,
     Sample,
     Shard,
@@ -66,7 +66,10 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
         ],
     }
     shard, content = open_shard(Shard("tar", str(path), path.name), RowGroups()), dict(files)
-    assert shard.file("audio", samples["3"].segments[1].place, Place(-1, 0)) == content["3.a.ogg"]
+    assert (
+        shard.file("audio", samples["3"].segments[1].location, Location(-1, 0))
+        == content["3.a.ogg"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,11 +120,11 @@ def test_tables_of_clips(tmp_path: Path, write: object) -> None:
     ]
     shard = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
     first, words = samples["row 3"].segments
-    assert shard.file("audio", first.place, words.place) == sounds[3] and shard.texts(
-        words.place
+    assert shard.file("audio", first.location, words.location) == sounds[3] and shard.texts(
+        words.location
     ) == ["four"]
     with pytest.raises(ValueError, match="no column of such files"):
-        shard.file("image", first.place, words.place)
+        shard.file("image", first.location, words.location)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_texts_alone_are_read_and_read_again(tmp_path: Path, write: Any) -> None
     assert skipped == {"row 1": "the text is missing"}
     opened = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
     assert [
-        (key, opened.texts(one.segments[0].place), one.segments[0].trained)
+        (key, opened.texts(one.segments[0].location), one.segments[0].trained)
         for key, one in samples.items()
     ] == [("row 0", ["one"], True), ("row 2", ["thrée"], True)]
 
@@ -181,7 +181,7 @@ def test_bad_rows_of_lists(tmp_path: Path) -> None:
         read(write_parquet(tmp_path / "a.parquet", table, rows=4)),
     ):
         assert list(samples) == ["row 0", "row 5", "row 6"] and not samples["row 5"].segments
-        assert [(s.kind, s.place) for s in samples["row 6"].segments] == [
+        assert [(s.kind, s.location) for s in samples["row 6"].segments] == [
             (IMAGE, (6, 0)),
             (TEXT, (6, 1)),
         ]

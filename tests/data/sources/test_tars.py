@@ -41,7 +41,7 @@ def test_interleaved_segments_point_at_their_bytes(tmp_path: Path) -> None:
     ]
     content = shard.read_bytes()
     for segment, (_, data) in zip(segments, GOOD, strict=True):
-        assert content[segment.place.offset : sum(segment.place)] == data
+        assert content[segment.location.offset : sum(segment.location)] == data
 
 
 def test_captions_from_text_or_json(tmp_path: Path) -> None:

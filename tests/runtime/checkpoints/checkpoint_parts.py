@@ -81,7 +81,7 @@ def engine_of(
                 parameter.data.view(-1)[start : start + len(values)] = values
     return SimpleNamespace(
         module=SimpleNamespace(layers=layers),
-        place=coords,
+        coords=coords,
         basic_optimizer=basic,
         device=torch.device("cpu"),
         skipped_steps=0,

@@ -87,7 +87,7 @@ def test_an_evaluation_of_slots_in_another_order_is_found(
     def turned(self: UnitEngine, order: StepOrder, *more: Any) -> Any:
         return stock(
             self,
-            replace(order, slots=order.slots[::-1]) if self.place.stage.number == 0 else order,
+            replace(order, slots=order.slots[::-1]) if self.coords.stage.number == 0 else order,
             *more,
         )
 
@@ -103,7 +103,7 @@ def test_what_one_rank_leaves_out_after_the_norm_is_found(
     one = next(one for one in drawn if one.graph.stages[0].unit.dp > 1)
 
     def alone(self: HollowEngine) -> None:
-        if self.place.rank == 0:
+        if self.coords.rank == 0:
             self._told = tuple
         stock(self)
 
@@ -113,7 +113,7 @@ def test_what_one_rank_leaves_out_after_the_norm_is_found(
     monkeypatch.setattr(
         HollowEngine,
         "_update",
-        lambda self: UnitEngine._update(self) if self.place.rank == 0 else stock(self),
+        lambda self: UnitEngine._update(self) if self.coords.rank == 0 else stock(self),
     )
     assert any(
         "no collective" in sentence and "replicas" in sentence for sentence in faults(one.records())

@@ -190,7 +190,9 @@ def test_steps_that_are_ordered_beforehand_are_those_of_the_policy(tmp_path: Pat
     )
     found = launcher.found_orders(run, plan.plan, profile, index, steps)
     orders = launcher.Orders(run.file, plan.plan, index, profile)
-    assert all(np.array_equal(found[step].places, orders.assignment(step).places) for step in steps)
+    assert all(
+        np.array_equal(found[step].positions, orders.assignment(step).positions) for step in steps
+    )
     recorded = rows(result.trace, "forward", "image_encoder", 0)
     assert [
         [

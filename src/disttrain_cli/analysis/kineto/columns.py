@@ -92,18 +92,18 @@ def spans(
     complete events of no length.
     """
     wanted = [
-        place
-        for place, event in enumerate(batch.events)
+        index
+        for index, event in enumerate(batch.events)
         if event.ph in _SPANS or (event.ph in _INSTANTS and is_step(event.name))
     ]
-    places = [
-        place
-        for place in wanted
-        if batch.events[place].ts is not None
-        and (batch.events[place].dur is not None or batch.events[place].ph != "X")
+    indices = [
+        index
+        for index in wanted
+        if batch.events[index].ts is not None
+        and (batch.events[index].dur is not None or batch.events[index].ph != "X")
     ]
-    events = [batch.events[place] for place in places]
-    starts = _starts_ns(events, batch, places)
+    events = [batch.events[index] for index in indices]
+    starts = _starts_ns(events, batch, indices)
     args = [event.args or NO_ARGS for event in events]
     names, threads, calls = strings.names, strings.threads, strings.calls
     stream = _whole([arg.stream for arg in args])
@@ -206,9 +206,9 @@ def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:
 def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[np.int32]:
     """Numbers of the shapes of counted operators, else -1."""
     found = np.full(len(events), -1, np.int32)
-    for place, (event, arg) in enumerate(zip(events, args, strict=True)):
+    for index, (event, arg) in enumerate(zip(events, args, strict=True)):
         if arg.shapes is not NOTHING and is_counted(event.name):
-            found[place] = strings.shapes[
+            found[index] = strings.shapes[
                 strings.names[event.name], bytes(arg.shapes), bytes(arg.types), bytes(arg.concrete)
             ]
     return found
@@ -233,7 +233,7 @@ def _categories(
     return found
 
 
-def _starts_ns(events: list[Event], batch: Batch, places: list[int]) -> NDArray[np.int64]:
+def _starts_ns(events: list[Event], batch: Batch, indices: list[int]) -> NDArray[np.int64]:
     """Start times; where a float of µs is too coarse for ns, from the text."""
     times = [event.ts for event in events]
     if any(isinstance(time, float) and abs(time) >= EXACT_BELOW_US for time in times):
@@ -241,7 +241,7 @@ def _starts_ns(events: list[Event], batch: Batch, places: list[int]) -> NDArray[
             exact = exact_starts_ns(batch.text)
         except ValueError:
             return _ns(times)
-        return _whole([exact[place] or 0 for place in places])
+        return _whole([exact[index] or 0 for index in indices])
     return _ns(times)
 
 

@@ -36,7 +36,7 @@ def find_late(played: Collectives) -> list[Late]:
     found = list[Late]()
     first = played.lengths(state)
     for finding in find_causes(played.lengths, state, suspects)[0]:
-        ranks = [place.rank for place in finding.places if place.rank is not None]
+        ranks = [where.rank for where in finding.places if where.rank is not None]
         own = [of_rank[rank] for rank in ranks]
         joined, last, expected = _last(played, played.last(state), ranks)
         mended = mend(state, own)
@@ -64,12 +64,12 @@ def find_late(played: Collectives) -> list[Late]:
 def _last(played: Collectives, last: np.ndarray, ranks: list[int]) -> tuple[int, int, float]:
     """In how many collectives one of the ranks takes part, into how many one is last, and how often
     by chance."""
-    places = [place for place, rank in enumerate(played.ranks) if rank in ranks]
+    indices = [index for index, rank in enumerate(played.ranks) if rank in ranks]
     joined, came, expected = 0, 0, 0.0
     for number, nodes in enumerate(played.members):
-        share = float(np.isin(played.rank_of[nodes], places).mean())
+        share = float(np.isin(played.rank_of[nodes], indices).mean())
         if share:
             joined += last.shape[1]
-            came += int(np.isin(last[number], places).sum())
+            came += int(np.isin(last[number], indices).sum())
             expected += share * last.shape[1]
     return joined, came, expected

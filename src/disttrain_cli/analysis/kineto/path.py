@@ -90,7 +90,7 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     launched = np.ma.filled(np.ma.asarray(kernels["launched_ns"]).astype(np.int64), -1)
     latest = np.ma.filled(np.ma.asarray(kernels["latest_ns"]).astype(np.int64), -1)
     last = np.ma.filled(np.ma.asarray(kernels["last_place"]).astype(np.int64), -1)
-    at_place = {int(place): number for number, place in enumerate(kernels["place"])}
+    at_place = {int(index): number for number, index in enumerate(kernels["place"])}
     own = {int(one): np.flatnonzero(rank == one) for one in np.unique(rank)}
     calls = {
         one: (waits["start_ns"][waits["rank"] == one], waits["end_ns"][waits["rank"] == one])
@@ -100,11 +100,11 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     def ended(of: int, by_ns: int, before: int) -> int:
         """The kernel of a rank that ended last, at `by_ns` or hardly later, and began before
         `before`; -1: none."""
-        places = own[of]
-        at = int(np.searchsorted(end[places], by_ns + ROUNDED_NS, side="right")) - 1
-        while at >= 0 and start[places[at]] >= before:
+        nodes = own[of]
+        at = int(np.searchsorted(end[nodes], by_ns + ROUNDED_NS, side="right")) - 1
+        while at >= 0 and start[nodes[at]] >= before:
             at -= 1
-        return int(places[at]) if at >= 0 else -1
+        return int(nodes[at]) if at >= 0 else -1
 
     path, number, until = Path(), int(np.argmax(end)), int(end.max())
     for _ in range(2 * len(start) + 2):

@@ -31,13 +31,13 @@ def label_in(text: str) -> Label | None:
     found = _PLACES.search(text)
     if not found:
         return None
-    places = tuple(
+    numbers = tuple(
         (kind, int(number))
         for kind, number in sorted(
-            _PLACE.findall(found.group(1)), key=lambda place: _SLOWEST_FIRST.index(place[0])
+            _PLACE.findall(found.group(1)), key=lambda match: _SLOWEST_FIRST.index(match[0])
         )
     )
-    return places[0][1] if len(places) == 1 else places
+    return numbers[0][1] if len(numbers) == 1 else numbers
 
 
 def label_threads(

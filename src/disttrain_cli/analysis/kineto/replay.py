@@ -110,27 +110,27 @@ class Collectives:
         Where none join the same ones, as stages of a pipeline, longer in a step than the median of
         all others.
         """
-        own = [np.flatnonzero(self.rank_of == place) for place in range(len(self.ranks))]
+        own = [np.flatnonzero(self.rank_of == index) for index in range(len(self.ranks))]
         alike = defaultdict[tuple[str, ...], list[int]](list)
-        for place, nodes in enumerate(own):
-            alike[tuple(self.names[int(node)] for node in nodes)].append(place)
+        for index, nodes in enumerate(own):
+            alike[tuple(self.names[int(node)] for node in nodes)].append(index)
         usual = dict[int, Floats]()
-        for places in alike.values():
-            if len(places) > 1:
-                works = np.stack([self.work[own[place]] for place in places])
-                usual |= dict(zip(places, np.minimum(works, _of_others(works)), strict=True))
+        for peers in alike.values():
+            if len(peers) > 1:
+                works = np.stack([self.work[own[index]] for index in peers])
+                usual |= dict(zip(peers, np.minimum(works, _of_others(works)), strict=True))
         if not usual and len(own) > 1:
             whole = np.stack([self.work[nodes].sum(axis=0) for nodes in own])
             share = np.minimum(1.0, _of_others(whole) / np.maximum(whole, 1e-9))
-            usual = {place: self.work[nodes] * share[place] for place, nodes in enumerate(own)}
+            usual = {index: self.work[nodes] * share[index] for index, nodes in enumerate(own)}
         least_s = SMALLEST_SHARE * float(self.lengths((self.work,)).mean())
         found = []
-        for place, less in usual.items():
-            more_s = float((self.work[own[place]] - less).sum(axis=0).mean())
+        for index, less in usual.items():
+            more_s = float((self.work[own[index]] - less).sum(axis=0).mean())
             if more_s >= least_s:
                 found.append(
                     Suspect(
-                        "worker", Place(rank=self.ranks[place]), _as_usual(own[place], less), more_s
+                        "worker", Place(rank=self.ranks[index]), _as_usual(own[index], less), more_s
                     )
                 )
         return sorted(found, key=lambda one: -one.most_s)[:MOST_RANKS]
@@ -175,8 +175,8 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
     begin, waits = np.zeros((len(ranks), len(steps))), np.zeros(start.shape, bool)
     work, beside, idle = (np.zeros(start.shape) for _ in range(3))
     clocks = _clocks(database, rows)
-    for place, rank in enumerate(ranks):
-        own, clock = rank_of == place, clocks[int(rank)]
+    for index, rank in enumerate(ranks):
+        own, clock = rank_of == index, clocks[int(rank)]
         begins = _begins(rows, clock, int(rank), steps)
         could = np.minimum(
             np.maximum(launched[own], clock.computed_before(launched[own])), start[own]
@@ -187,7 +187,7 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
         waits[own] = (
             np.vstack([begins, np.maximum.accumulate(end[own])[:-1]]) <= start[own] + ROUNDED_NS
         )
-        begin[place] = begins - rows["ahead_ns"][nodes][own][0] - start.min()
+        begin[index] = begins - rows["ahead_ns"][nodes][own][0] - start.min()
     firsts = np.flatnonzero(np.diff(rows["number"][nodes], prepend=-1))
     return Collectives(
         steps=steps,
@@ -236,8 +236,8 @@ class _Clock:
 
     def computed_before(self, launched: NDArray[Any]) -> NDArray[Any]:
         """When the compute that was launched before had ended."""
-        place = np.searchsorted(self.launched, launched, side="left") - 1
-        return np.where(place >= 0, self.ended[np.maximum(place, 0)] if len(self.ended) else 0, 0)
+        index = np.searchsorted(self.launched, launched, side="left") - 1
+        return np.where(index >= 0, self.ended[np.maximum(index, 0)] if len(self.ended) else 0, 0)
 
 
 def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]:
@@ -303,8 +303,8 @@ def _begins(rows: dict[str, Any], clock: _Clock, rank: int, steps: list[int]) ->
     """When a rank began each step, on its own clock: at the end of its collectives of the step
     before, in ns."""
     own = rows["rank"] == rank
-    known, place = np.unique(rows["step"][own], return_inverse=True)
+    known, index = np.unique(rows["step"][own], return_inverse=True)
     ends = np.zeros(len(known), np.int64)
-    np.maximum.at(ends, place, rows["end_ns"][own])
+    np.maximum.at(ends, index, rows["end_ns"][own])
     before = np.searchsorted(known, steps) - 1
     return np.where(before >= 0, ends[before], clock.first)

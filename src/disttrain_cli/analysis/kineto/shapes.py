@@ -66,7 +66,7 @@ def is_counted(name: str) -> bool:
 def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
     """FLOPs and bytes of a call, from its arguments as JSON."""
     of, kinds, values = _list(dims), _list(types), _list(concrete)
-    tensors = [place for place, dim in enumerate(of) if dim]
+    tensors = [index for index, dim in enumerate(of) if dim]
     try:
         if name not in _COUNTERS:
             dtype = _plain(kinds[tensors[0]])
@@ -74,7 +74,7 @@ def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
                 _said(of, tensors),
                 dtype,
                 None,
-                float(sum(prod(of[place]) for place in tensors) * ITEM_BYTES[dtype]),
+                float(sum(prod(of[index]) for index in tensors) * ITEM_BYTES[dtype]),
             )
         first, count = _COUNTERS[name]
         dtype = _plain(kinds[first])
@@ -105,7 +105,7 @@ def _plain(dtype: Any) -> str:
 
 
 def _said(dims: Dims, tensors: list[int]) -> str:
-    return " ".join("×".join(map(str, dims[place])) for place in tensors)[:200]
+    return " ".join("×".join(map(str, dims[index])) for index in tensors)[:200]
 
 
 def _product(at: int) -> Callable[[Dims, Dims], Count]:
@@ -129,7 +129,7 @@ def _convolution(dims: Dims, values: Dims) -> Count:
     image, weight = dims[0], dims[1]
     if _flag(values[6]):  # transposed: every pixel read meets the whole kernel
         stride, padding, dilation, more = (
-            _numbers(values[place], len(image) - 2) for place in (3, 4, 5, 7)
+            _numbers(values[index], len(image) - 2) for index in (3, 4, 5, 7)
         )
         out = [
             (size - 1) * s - 2 * p + d * (k - 1) + m + 1
@@ -139,7 +139,7 @@ def _convolution(dims: Dims, values: Dims) -> Count:
         ]
         made = image[0] * weight[1] * int(values[8]) * prod(out)
         return 2 * prod(image) * prod(weight[1:]), prod(image) + prod(weight) + made
-    stride, padding, dilation = (_numbers(values[place], len(image) - 2) for place in (3, 4, 5))
+    stride, padding, dilation = (_numbers(values[index], len(image) - 2) for index in (3, 4, 5))
     out = [
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, s, p, d, k in zip(image[2:], stride, padding, dilation, weight[2:], strict=True)
@@ -172,7 +172,7 @@ def _attention(
         if len(query) != 4 or len(key) != 4:
             raise ValueError("packed sequences: their lengths are not told")
         of = (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
-        batch, heads, length, size = (query[place] for place in of)
+        batch, heads, length, size = (query[index] for index in of)
         read = key[of[2]]
         return products * 2 * batch * heads * length * read * size, tensors * (
             prod(query) + prod(key)

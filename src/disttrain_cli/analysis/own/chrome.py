@@ -139,9 +139,9 @@ def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
 def _names(database: Database) -> Iterable[dict[str, Any]]:
     """Processes and threads by name and in the order of the pipeline."""
     threads = database.query("chrome_threads")
-    for place, unit in sorted({(row["place"], row["unit"]) for row in threads}):
-        yield _meta("process_name", place, 0, {"name": unit})
-        yield _meta("process_sort_index", place, 0, {"sort_index": place})
+    for index, unit in sorted({(row["place"], row["unit"]) for row in threads}):
+        yield _meta("process_name", index, 0, {"name": unit})
+        yield _meta("process_sort_index", index, 0, {"sort_index": index})
     for row in threads:
         name = f"stage {row['stage']} · replica {row['replica']} · rank {row['rank']}"
         yield _meta("thread_name", row["place"], row["rank"], {"name": name})

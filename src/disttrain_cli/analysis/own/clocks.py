@@ -63,7 +63,7 @@ def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> l
         bounds: of any steps.
         at_ns: when each step began, for the drift.
     """
-    place = {name: number for number, name in enumerate([*hosts, MEETING])}
+    number_of = {name: number for number, name in enumerate([*hosts, MEETING])}
     by_step: dict[int, list[Bound]] = {}
     for bound in bounds:
         by_step.setdefault(bound.step, []).append(bound)
@@ -72,9 +72,9 @@ def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> l
         (later - one for one, later in itertools.pairwise(sorted(at_ns.values()))), default=0
     )
     for slack_ns in (0, int(longest_ns * MOST_DRIFT_PPM / 1e6)):
-        found = [_intervals(by_step[step], place, slack_ns) for step in steps]
+        found = [_intervals(by_step[step], number_of, slack_ns) for step in steps]
         lower, upper = (
-            np.array([interval[side] for interval in found]).reshape(len(steps), len(place))
+            np.array([interval[side] for interval in found]).reshape(len(steps), len(number_of))
             for side in (0, 1)
         )
         if (lower <= upper).all():
@@ -94,10 +94,13 @@ def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> l
     ]
 
 
-def _intervals(bounds: list[Bound], place: dict[str, int], slack_ns: int) -> tuple[Floats, Floats]:
+def _intervals(
+    bounds: list[Bound], number_of: dict[str, int], slack_ns: int
+) -> tuple[Floats, Floats]:
     """What bounds of one step leave for the offset of every place, in ns."""
     before, after = (
-        np.array([place[getattr(bound, side)] for bound in bounds]) for side in ("before", "after")
+        np.array([number_of[getattr(bound, side)] for bound in bounds])
+        for side in ("before", "after")
     )
     # float64 holds the ns of a wall clock to 256 only: those of a meeting are taken from the first
     # that left
@@ -111,15 +114,17 @@ def _intervals(bounds: list[Bound], place: dict[str, int], slack_ns: int) -> tup
         ],
         dtype=np.float64,
     )
-    return -_shortest(after, before, most, len(place)), _shortest(before, after, most, len(place))
+    return -_shortest(after, before, most, len(number_of)), _shortest(
+        before, after, most, len(number_of)
+    )
 
 
-def _shortest(before: np.ndarray, after: np.ndarray, most: Floats, places: int) -> Floats:
+def _shortest(before: np.ndarray, after: np.ndarray, most: Floats, count: int) -> Floats:
     """Least upper bounds from the first place to all (Bellman and Ford); infinite where nothing
     ties them."""
-    found = np.full(places, np.inf)
+    found = np.full(count, np.inf)
     found[0] = 0.0
-    for _ in range(places):
+    for _ in range(count):
         better = found.copy()
         np.minimum.at(better, after, found[before] + most)
         if (better == found).all():

@@ -208,27 +208,27 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     """Views `recorded` and `steps` of the starts of one job; a step repeated after resuming counts
     once, as last done.
 
-    Every start of a job is a `run` of its own. Starts whose ranks hold other places than the job's
-    last start belong to another plan and are left out.
+    Every start of a job is a `run` of its own. Starts whose ranks have other coordinates than the
+    job's last start belong to another plan and are left out.
     """
     connection.execute(query_text("seen"))
     starts = connection.execute(
-        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS places,"
+        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS coords,"
         " min(first_ns) FROM seen GROUP BY run ORDER BY min(first_ns), run"
     ).fetchall()
-    places = {str(name): places for name, places, _ in starts}
-    last = job.run if job is not None and job.run in places else list(places)[-1]
-    if job is not None and job.run not in places:
+    coords = {str(name): coords for name, coords, _ in starts}
+    last = job.run if job is not None and job.run in coords else list(coords)[-1]
+    if job is not None and job.run not in coords:
         warnings.append(
             f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is"
             " analysed"
         )
     alike = [
         name
-        for name in places
-        if set(places[name]) <= set(places[last]) or set(places[last]) <= set(places[name])
+        for name in coords
+        if set(coords[name]) <= set(coords[last]) or set(coords[last]) <= set(coords[name])
     ]
-    others = ", ".join(repr(name) for name in places if name not in alike)
+    others = ", ".join(repr(name) for name in coords if name not in alike)
     if others:
         warnings.append(
             f"starts of different plans are mixed here: {last!r} is analysed, {others} left out"
@@ -240,7 +240,7 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     )
     connection.execute(
         "CREATE VIEW recorded AS SELECT s.* FROM segments s"
-        + (" JOIN kept USING (step, run)" if len(places) > 1 else "")
+        + (" JOIN kept USING (step, run)" if len(coords) > 1 else "")
     )
     connection.execute(
         "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
@@ -296,12 +296,12 @@ def _make_layout(
         ).fetchall()
     )
     depth = 0
-    for place, unit in enumerate(job.layout.units):
+    for index, unit in enumerate(job.layout.units):
         connection.execute(
             "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
                 unit.name,
-                place,
+                index,
                 unit.modules,
                 unit.tp,
                 unit.dp,

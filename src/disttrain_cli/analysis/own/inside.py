@@ -69,8 +69,8 @@ class _Sum:
 def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
     """One row per stage, module and operation of those steps, the busiest first; empty where none
     was profiled."""
-    places = {row["rank"]: row for row in database.query("chrome_threads")}
-    files = _files(database, places)
+    threads = {row["rank"]: row for row in database.query("chrome_threads")}
+    files = _files(database, threads)
     if not files:
         return []
     from disttrain_cli.analysis.kineto.database import open_kineto
@@ -87,15 +87,15 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
     marks: dict[int, list[dict[str, Any]]] = {}
     for mark in profiles.query("marks"):
         known = read_mark(mark["name"])
-        if known is not None and mark["rank"] in places and _has_rows(*known):
+        if known is not None and mark["rank"] in threads and _has_rows(*known):
             marks.setdefault(mark["rank"], []).append(
                 mark | dict(zip(("operation", "step", "slot", "module"), known, strict=True))
             )
     sums: dict[tuple[str, int, str, str], _Sum] = defaultdict(_Sum)
     for rank, own in marks.items():
-        place = places[rank]
+        thread = threads[rank]
         for mark, parts in zip(own, _divided(profiles, rank, own), strict=True):
-            found = sums[place["unit"], place["stage"], mark["module"], mark["operation"]]
+            found = sums[thread["unit"], thread["stage"], mark["module"], mark["operation"]]
             found.ranks.add(rank)
             found.count += 1
             found.ns += mark["end_ns"] - mark["start_ns"]
@@ -120,15 +120,15 @@ def _has_rows(operation: str, step: int, slot: int, module: str) -> bool:
     return operation in OPERATIONS and (operation not in COMPUTE or bool(module))
 
 
-def _files(database: Database, places: dict[int, dict[str, Any]]) -> list[Path]:
+def _files(database: Database, threads: dict[int, dict[str, Any]]) -> list[Path]:
     """Profiles of the analysed start, those of different stages first."""
     found: dict[tuple[str, int], list[Path]] = {}
     for path in database.paths:
         traces = path / "traces" if (path / "traces").is_dir() else path
-        for rank, place in places.items():
+        for rank, thread in threads.items():
             file = profile_file(traces, rank, database.run)
             if file.is_file():
-                found.setdefault((place["unit"], place["stage"]), []).append(file)
+                found.setdefault((thread["unit"], thread["stage"]), []).append(file)
     turns = max((len(files) for files in found.values()), default=0)
     return [files[turn] for turn in range(turns) for files in found.values() if turn < len(files)][
         :MOST_PROFILES
@@ -188,12 +188,12 @@ def _without_inner(
     """
     own = ends - starts
     open_: list[int] = []
-    for place, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+    for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         while open_ and 2 * ends[open_[-1]] <= start + end:
             open_.pop()
         if open_:
             own[open_[-1]] -= min(end, int(ends[open_[-1]])) - start
-        open_.append(place)
+        open_.append(index)
     return np.asarray(np.maximum(0, own))
 
 

@@ -84,11 +84,11 @@ def _passes(database: Database, job: Job) -> list[dict[str, Any]]:
     sharing = {time.unit: time.sharing for time in job.predicted.units} if shares_cores(job) else {}
     rows = []
     for row in database.query("operation_means"):
-        place, factor = (row["unit"], row["stage"]), sharing.get(row["unit"], 1.0)
+        key, factor = (row["unit"], row["stage"]), sharing.get(row["unit"], 1.0)
         computes = row["operation"] in COMPUTE
-        if place not in alone or (computes and row["predicted_ms"] is None):
+        if key not in alone or (computes and row["predicted_ms"] is None):
             continue
-        plan = planned.get(place, {}).get(row["operation"]) if alone[place] else None
+        plan = planned.get(key, {}).get(row["operation"]) if alone[key] else None
         rows.append(
             {
                 "unit": row["unit"],

@@ -58,9 +58,9 @@ def _batches(database: Database) -> Iterator[tuple[int, int]]:
     """First and last rank of batches of bounded size."""
     rows = database.sql("SELECT rank, sum(rows) AS rows FROM seen GROUP BY rank ORDER BY rank")
     first, held = None, 0
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         first, held = row["rank"] if first is None else first, held + row["rows"]
-        if place + 1 == len(rows) or held + rows[place + 1]["rows"] > MOST_ROWS:
+        if index + 1 == len(rows) or held + rows[index + 1]["rows"] > MOST_ROWS:
             yield first, row["rank"]
             first, held = None, 0
 

@@ -28,7 +28,7 @@ def chosen_steps(database: Database) -> list[int]:
     ]
     if len(steps) <= MOST_STEPS:
         return steps
-    return [steps[place] for place in np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int)]
+    return [steps[index] for index in np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int)]
 
 
 def waited_transfers(database: Database) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:
         for unit in job.layout.units
         for module in unit.modules
     }
-    place = np.searchsorted(steps, rows["step"])
+    index = np.searchsorted(steps, rows["step"])
     work = np.stack(
         [np.asarray(rows[name], dtype=float) for name in ("items", "tokens", "sum_length_sq")],
         axis=1,
@@ -72,7 +72,7 @@ def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:
             & (rows["slot"] < load.shape[1])
             & (rows["replica"] < load.shape[2])
         )
-        load[place[own], rows["slot"][own], rows["replica"][own]] = work[own]
+        load[index[own], rows["slot"][own], rows["replica"][own]] = work[own]
     return steps, loads
 
 

@@ -104,19 +104,19 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in TRACE_COLUMNS.items())
     connection.execute(f"CREATE TABLE segments ({shape})")
     found, header = Reading(), None
-    runs, places, origin = dict[int, str](), dict[int, dict[str, Any]](), 0
+    runs, threads, origin = dict[int, str](), dict[int, dict[str, Any]](), 0
     for batch in split_events(chunks_of(file, found, 0, 0, silent), found):
         if header is None:
             header, origin = _header(file, found.header)
             runs = {row["step"]: row["run"] for row in header.windows}
-            places = {int(row["rank"]): row for row in header.ranks}
+            threads = {int(row["rank"]): row for row in header.ranks}
         try:
             events = _EVENTS.decode(b"[" + batch.text + b"]")
         except ValueError as error:
             raise _damaged(file, str(error)) from None
         _insert(
             connection,
-            [row for event in events if (row := _row(event, origin, runs, places)) is not None],
+            [row for event in events if (row := _row(event, origin, runs, threads)) is not None],
         )
     rows = connection.execute("SELECT count(*) FROM segments").fetchall()[0][0]
     if header is None or found.truncated or found.unreadable or found.failure or not rows:
@@ -163,14 +163,14 @@ def _damaged(file: Path, why: str) -> DataError:
 
 
 def _row(
-    event: _Event, origin: int, runs: dict[int, str], places: dict[int, dict[str, Any]]
+    event: _Event, origin: int, runs: dict[int, str], threads: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """A row of the trace, as its event tells it; None where the event is none."""
-    place, args = places.get(event.tid), event.args
-    if place is None or args is None:
+    index, args = threads.get(event.tid), event.args
+    if index is None or args is None:
         return None
     start_ns = origin + round(event.ts * 1000)
-    of_rank = {name: place[name] for name in PLACE} | {"rank": event.tid}
+    of_rank = {name: index[name] for name in PLACE} | {"rank": event.tid}
     if event.ph == "C" and args.gib is not None and event.step in runs:
         return (
             dict.fromkeys(AMOUNTS, 0)

@@ -48,8 +48,10 @@ def record_of(database: Database, graph: Graph) -> Record | None:
     job = database.job
     if job is None or not database.stages or shares_cores(job):
         return None
-    places = {(unit, int(replica)) for unit, replica in zip(graph.unit, graph.replica, strict=True)}
-    if len(places) < sum(unit.dp for unit in job.layout.units):
+    replicas = {
+        (unit, int(replica)) for unit, replica in zip(graph.unit, graph.replica, strict=True)
+    }
+    if len(replicas) < sum(unit.dp for unit in job.layout.units):
         return None
     steps, loads = recorded_loads(database)
     kept = np.isin(steps, graph.steps)
@@ -230,35 +232,35 @@ def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delay
         graph.walk.feeds and [graph.walk.feeds[node] for node in kept],
     )
     assert walk is not None, "a part of a graph without circles has none"
-    place = kept[walk.place]
-    usual = _mean_over_slots(graph, delays.compute, graph.slot >= 0)[place]
-    own = _mean_over_slots(graph, delays.compute, graph.slot < slots)[place]
-    compute = delays.compute[place] * np.divide(usual, own, out=np.ones_like(own), where=own > 0)
+    nodes = kept[walk.node]
+    usual = _mean_over_slots(graph, delays.compute, graph.slot >= 0)[nodes]
+    own = _mean_over_slots(graph, delays.compute, graph.slot < slots)[nodes]
+    compute = delays.compute[nodes] * np.divide(usual, own, out=np.ones_like(own), where=own > 0)
     shorter = replace(
         graph,
         walk=walk,
-        rank=graph.rank[place],
-        slot=graph.slot[place],
-        backward=graph.backward[place],
-        unit=[graph.unit[node] for node in place],
-        stage=graph.stage[place],
-        replica=graph.replica[place],
-        depth=graph.depth[place],
-        predicted=graph.predicted[place],
-        expected=graph.expected[place],
-        unheard=graph.unheard[place],
-        recorded=_at(graph.recorded, place),
+        rank=graph.rank[nodes],
+        slot=graph.slot[nodes],
+        backward=graph.backward[nodes],
+        unit=[graph.unit[node] for node in nodes],
+        stage=graph.stage[nodes],
+        replica=graph.replica[nodes],
+        depth=graph.depth[nodes],
+        predicted=graph.predicted[nodes],
+        expected=graph.expected[nodes],
+        unheard=graph.unheard[nodes],
+        recorded=_at(graph.recorded, nodes),
     )
-    return shorter, replace(_at(delays, place), compute=compute)
+    return shorter, replace(_at(delays, nodes), compute=compute)
 
 
-def _at(delays: Delays, place: Ints) -> Delays:
+def _at(delays: Delays, nodes: Ints) -> Delays:
     return Delays(
-        delays.compute[place],
-        delays.transfer[place],
-        delays.handover[place],
-        delays.load[place],
-        delays.gap[place],
+        delays.compute[nodes],
+        delays.transfer[nodes],
+        delays.handover[nodes],
+        delays.load[nodes],
+        delays.gap[nodes],
         delays.update,
     )
 

@@ -129,7 +129,7 @@ def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
 def _transfers(graph: Graph) -> Iterator[Suspect]:
     """By cut, and at the end of the step: nothing slower than usual."""
     usual = graph.without_delays()
-    for place, own in graph.cuts().items():
+    for stage, own in graph.cuts().items():
         pick = np.zeros((len(graph.rank), 1), dtype=bool)
         pick[own] = True
         pick[graph.unheard >= 0] = False
@@ -139,7 +139,7 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
             late = np.zeros_like(late)
         yield Suspect(
             "communication",
-            Place(unit=place[0], stage=place[1]),
+            Place(unit=stage[0], stage=stage[1]),
             partial(_sooner, late=late, waits=waits),
             most_s(graph, late + waits),
         )

@@ -61,14 +61,14 @@ def line_chart(
             f'<line class="expected" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
     for index, (_, points) in enumerate(series):
-        places = [at(x, y) for x, y in points]
+        corners = [at(x, y) for x, y in points]
         parts.append(
             f'<polyline class="line s{index}"'
-            f' points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+            f' points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in corners)}"/>'
         )
-        if len(places) == 1:
+        if len(corners) == 1:
             parts.append(
-                f'<circle class="dot s{index}" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}"'
+                f'<circle class="dot s{index}" cx="{corners[0][0]:.1f}" cy="{corners[0][1]:.1f}"'
                 ' r="3"/>'
             )
     parts.append("</svg>")

@@ -67,13 +67,13 @@ def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> st
     left = 24 + 7 * max(len(unit) + len(str(stage)) for _, unit, stage in stages)
     width, height = max(11, min(72, (1040 - left) // len(replicas))), 30
     every = max(1, -(-22 // width))
-    columns = {replica: left + width * place for place, replica in enumerate(replicas)}
+    columns = {replica: left + width * index for index, replica in enumerate(replicas)}
     parts = [
         f'<text class="axis" x="{x + width / 2:.0f}" y="12" text-anchor="middle">{replica}</text>'
-        for place, (replica, x) in enumerate(columns.items())
-        if place % every == 0
+        for index, (replica, x) in enumerate(columns.items())
+        if index % every == 0
     ]
-    rows = {depth: 20 + height * place for place, (depth, _, _) in enumerate(stages)}
+    rows = {depth: 20 + height * index for index, (depth, _, _) in enumerate(stages)}
     parts += [
         f'<text x="0" y="{rows[depth] + 19}">{escape(unit)} · {stage}</text>'
         for depth, unit, stage in stages

@@ -71,7 +71,7 @@ def drawn_ranks(
     """One step with a lane per rank; `bars_of` ranks, as `drawn_lanes` needs them with their
     rank."""
     shown = choose_lanes(lanes, rank)
-    place = {lane["rank"]: index for index, lane in enumerate(shown)}
+    row_of = {lane["rank"]: index for index, lane in enumerate(shown)}
     drawn = drawn_lanes(
         [
             (
@@ -80,7 +80,7 @@ def drawn_ranks(
             )
             for lane in shown
         ],
-        [(place[bar["rank"]], bar) for bar in bars_of(list(place))],
+        [(row_of[bar["rank"]], bar) for bar in bars_of(list(row_of))],
         length_us,
     )
     left_out = len(lanes) - len(shown)
@@ -129,11 +129,11 @@ def drawable_kineto(
         for one in shown
         for kind in ([0] if one["stage"] == 0 and one["rank"] in busy else []) + [1 + one["stage"]]
     ]
-    place = {(number, kind): at for at, (number, kind, _) in enumerate(named)}
+    index = {(number, kind): at for at, (number, kind, _) in enumerate(named)}
     bars = [
-        (place[row["rank"], row["lane"]], row)
+        (index[row["rank"], row["lane"]], row)
         for row in hosts + rows
-        if (row["rank"], row["lane"]) in place
+        if (row["rank"], row["lane"]) in index
     ]
     first_ns = min((row["start_ns"] for _, row in bars), default=0)
     bars = [(lane, row | {"start_us": (row["start_ns"] - first_ns) / 1e3}) for lane, row in bars]
@@ -166,7 +166,7 @@ def drawn_lanes(
     names = list(dict.fromkeys((bar["operation"], bar["kind"]) for _, bar in bars))
     modules = list(dict.fromkeys(bar["module"] for _, bar in bars))
     number, module = (
-        {name: place for place, name in enumerate(names)},
+        {name: index for index, name in enumerate(names)},
         {name: at for at, name in enumerate(modules)},
     )
     return {
@@ -201,8 +201,8 @@ def choose_lanes(lanes: list[dict[str, Any]], rank: int | None = None) -> list[d
         members = sorted(members, key=lambda lane: (-lane["compute_ns"], lane["rank"]))
         count = min(each, len(members))
         chosen |= {
-            members[round(place * (len(members) - 1) / max(1, count - 1))]["rank"]
-            for place in range(count)
+            members[round(index * (len(members) - 1) / max(1, count - 1))]["rank"]
+            for index in range(count)
         }
     return [lane for lane in lanes if lane["rank"] in chosen][: MOST_LANES + 1]
 

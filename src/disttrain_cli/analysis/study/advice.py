@@ -141,10 +141,10 @@ def _beside(
     """Mean time of a type of pass of a microbatch, all parts of a stage, at a place and
     elsewhere."""
     what, same = kind.removesuffix("-compute"), graph.optype == kind
-    places = {name: same & own, f"the other {others}": same & ~own}
+    groups = {name: same & own, f"the other {others}": same & ~own}
     ms = 1e3 * graph.trace.chunks * graph.taken
     return [
-        Evidence(what=f"{place}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")
-        for place, pick in places.items()
+        Evidence(what=f"{group}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")
+        for group, pick in groups.items()
         if pick.any()
     ]

@@ -44,10 +44,10 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
     numbers = np.unique(trace.rank)
     clocks = _clocks(trace, sent, numbers.tolist())
     shift_s = np.zeros((len(numbers), len(trace.steps)))
-    for place, clock in enumerate(clocks):
+    for index, clock in enumerate(clocks):
         if clock.applied:
             assert clock.offset_us is not None and clock.drift_ppm is not None
-            shift_s[place] = (
+            shift_s[index] = (
                 clock.offset_us + clock.drift_ppm * (trace.origin - trace.origin[0])
             ) / 1e6
     shifted = _shifted(trace, shift_s[np.searchsorted(numbers, trace.rank.reshape(-1))])
@@ -76,9 +76,9 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
         )
     moved = np.flatnonzero([clock.applied for clock in clocks]).tolist()
     listed = ", ".join(
-        f"rank {numbers[place]} ({1e3 * shift_s[place].mean():+.3g} ± "
-        f"{(clocks[place].error_us or 0.0) / 1e3:.2g} ms)"
-        for place in moved[:_SHOWN]
+        f"rank {numbers[index]} ({1e3 * shift_s[index].mean():+.3g} ± "
+        f"{(clocks[index].error_us or 0.0) / 1e3:.2g} ms)"
+        for index in moved[:_SHOWN]
     )
     more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
     return replace(

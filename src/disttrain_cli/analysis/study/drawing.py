@@ -55,12 +55,12 @@ def _drawn(
     began, length = (
         values[:, step].reshape(trace.rank.shape) for values in (start, trace.end - start)
     )
-    lanes, places = list[dict[str, Any]](), dict[int, tuple[int, Any]]()
+    lanes, numbers = list[dict[str, Any]](), dict[int, tuple[int, Any]]()
     for stage in np.unique(trace.stage):
         own = np.flatnonzero(trace.stage == stage)
         for block, replica in enumerate(trace.replicas):
             number = int(trace.rank[block, own[0]])
-            places[number] = (
+            numbers[number] = (
                 block,
                 own[np.lexsort((began[block, own], passes[own]))],
             )  # passes over what waits
@@ -88,7 +88,7 @@ def _drawn(
                 "duration_us": 1e6 * float(length[block, op]),
             }
             for number in ranks
-            for block, own in [places[number]]
+            for block, own in [numbers[number]]
             for op in own
             if length[block, op] > 0
         ]

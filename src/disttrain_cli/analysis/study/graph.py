@@ -74,7 +74,7 @@ class StudyGraph:
         """Seconds of every step [steps] if operations take so long and nothing, or `launch`, holds
         them up."""
         time = np.concatenate([np.zeros_like(taken) if launch is None else launch, taken])
-        return np.asarray(self.walk.ends(time[self.walk.place]).max(axis=0), dtype=np.float64)
+        return np.asarray(self.walk.ends(time[self.walk.node]).max(axis=0), dtype=np.float64)
 
 
 def graph_of(trace: StudyTrace) -> StudyGraph:

@@ -186,7 +186,7 @@ def read_study(files: list[Path]) -> StudyTrace:
             numbers
             if len(numbers) <= MOST_STEPS
             else [
-                numbers[place] for place in np.linspace(0, len(numbers) - 1, MOST_STEPS).astype(int)
+                numbers[index] for index in np.linspace(0, len(numbers) - 1, MOST_STEPS).astype(int)
             ]
         )
         if len(chosen) < len(numbers):
@@ -269,10 +269,10 @@ def _whole(
             "Record all ranks.",
         )
     kept = [
-        place
-        for place in range(len(replicas))
+        index
+        for index in range(len(replicas))
         if _replica_is_whole(
-            place, replicas, there[:, usual], columns["stage"][first][usual], warnings
+            index, replicas, there[:, usual], columns["stage"][first][usual], warnings
         )
     ]
     gone = _missing(replicas, int(replicas.max()) + 1)
@@ -343,10 +343,10 @@ def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks
 
 
 def _replica_is_whole(
-    place: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints, warnings: list[str]
+    index: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints, warnings: list[str]
 ) -> bool:
     """Whether a replica has every usual operation in most steps; says what it lacks."""
-    lacks = there[place].mean(axis=1) < USUAL_SHARE
+    lacks = there[index].mean(axis=1) < USUAL_SHARE
     if lacks.any():
         whole = [int(stage) for stage in np.unique(stages) if lacks[stages == stage].all()]
         what = (
@@ -355,7 +355,7 @@ def _replica_is_whole(
             else f"{int(lacks.sum())} operation(s)"
         )
         warnings.append(
-            f"replica {replicas[place]} lacks {what} and is left out: figures are of the others"
+            f"replica {replicas[index]} lacks {what} and is left out: figures are of the others"
         )
     return not lacks.any()
 

@@ -26,10 +26,10 @@ LEAST_GAIN = 1e-4  # of a step, for an exchange
 LEVEL = 1.005
 
 
-def order_apart(pipeline: Pipeline, places: Ints) -> Ints:
+def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
     """Places [n, DP, M] with every replica's microbatches in the order that suits it, and some
     exchanged."""
-    slots, replicas, _ = places.shape
+    slots, replicas, _ = positions.shape
     base = of_replica(pipeline, 0)
     # [R, n, 2, S]
     times = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()
@@ -61,7 +61,7 @@ def order_apart(pipeline: Pipeline, places: Ints) -> Ints:
             settled[replica] = False
     return np.stack(
         [
-            places[which[replica, order], who[replica, order]]
+            positions[which[replica, order], who[replica, order]]
             for replica, order in enumerate(orders)
         ],
         axis=1,

@@ -65,8 +65,8 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
     if m > 1:
         microbatches = np.stack([own[np.stack(level(size[own], n, m))] for own in replicas])
     largest_first = np.lexsort((microbatches.min(axis=2), -size[microbatches].sum(axis=2)), axis=-1)
-    places = np.take_along_axis(microbatches, largest_first[..., None], axis=1).swapaxes(0, 1)
-    return Assignment(places[interval_order(_stage_costs(layout, llm, costs, places))])
+    positions = np.take_along_axis(microbatches, largest_first[..., None], axis=1).swapaxes(0, 1)
+    return Assignment(positions[interval_order(_stage_costs(layout, llm, costs, positions))])
 
 
 def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
@@ -81,7 +81,7 @@ def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment
         step=step,
         slots=[
             _slot(batch, layout, members, {key: own[slot] for key, own in owners.items()})
-            for slot, members in enumerate(assignment.places)
+            for slot, members in enumerate(assignment.positions)
         ],
         label_tokens=int(batch.label_tokens.sum()),
         targets=len(batch.items["target"]),
@@ -95,12 +95,12 @@ def _owners(
 
     Only of units that work on them.
     """
-    inputs, places, carry = batch.index.inputs, assignment.places, assignment.carry
-    slots, dp, m = places.shape
+    inputs, positions, carry = batch.index.inputs, assignment.positions, assignment.carry
+    slots, dp, m = positions.shape
     found: dict[tuple[str, Item], list[Ints]] = {}
     alike = {head.item: head.alike for head in inputs.heads}
     for item, members in batch.items.items():
-        counts = members.counts[places].reshape(slots, -1)
+        counts = members.counts[positions].reshape(slots, -1)
         of_slot = counts.sum(axis=1)
         for unit in layout.units:
             if inputs.llm in unit.modules:
@@ -112,13 +112,13 @@ def _owners(
                 shares = item_shares(of_slot, unit.dp, carry)
                 found[unit.name, item] = [np.repeat(np.arange(unit.dp), own) for own in shares]
             else:
-                listed = ranges(members.start[places.reshape(-1)], counts.reshape(-1))
+                listed = ranges(members.start[positions.reshape(-1)], counts.reshape(-1))
                 owner = image_owners(members.area[listed], of_slot, unit.dp, carry)
                 found[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
     return found
 
 
-def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
+def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Ints:
     """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share.
 
     Encoders on units of their own stand side by side, and so do generators: of their stages as far
@@ -126,19 +126,19 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
     """
     meet = layout.index_of(llm)
     beside, behind = (
-        np.zeros((len(places), max([0, *(unit.pp for unit in units)])), np.int64)
+        np.zeros((len(positions), max([0, *(unit.pp for unit in units)])), np.int64)
         for units in (layout.units[:meet], layout.units[meet + 1 :])
     )
     line: list[Ints] = []
-    for place, unit in enumerate(layout.units):
-        of_replicas = _unit_costs(unit, costs)[places].sum(axis=2)  # [slots, LLM replicas]
+    for index, unit in enumerate(layout.units):
+        of_replicas = _unit_costs(unit, costs)[positions].sum(axis=2)  # [slots, LLM replicas]
         # A unit without the LLM levels the slot's items over its own replicas.
         levelled = -(-of_replicas.sum(axis=1) // unit.dp)
         of_slot = (of_replicas.max(axis=1) if llm in unit.modules else levelled) // unit.pp
-        if place == meet:
+        if index == meet:
             line += [of_slot] * unit.pp
         else:
-            own = beside[:, beside.shape[1] - unit.pp :] if place < meet else behind[:, : unit.pp]
+            own = beside[:, beside.shape[1] - unit.pp :] if index < meet else behind[:, : unit.pp]
             np.maximum(own, of_slot[:, None], out=own)
     return np.concatenate([beside, np.stack(line, axis=1), behind], axis=1)
 

@@ -72,10 +72,10 @@ class Best:
             yield (
                 levelled
                 if many
-                else Assignment(order_apart(self.pipeline(sizes, levelled), levelled.places))
+                else Assignment(order_apart(self.pipeline(sizes, levelled), levelled.positions))
             )
             return
-        levelled = Assignment(paper.places, carry=True)
+        levelled = Assignment(paper.positions, carry=True)
         yield levelled
         if many:
             return
@@ -194,9 +194,9 @@ class Best:
         shares = np.stack(
             [members[np.stack(level(own[members], self._llm.dp, m))] for members in slots]
         )
-        places = np.empty_like(shares)  # [n, DP, M]
-        np.put_along_axis(places, deal(own[shares].sum(axis=2))[..., None], shares, axis=1)
-        return places
+        positions = np.empty_like(shares)  # [n, DP, M]
+        np.put_along_axis(positions, deal(own[shares].sum(axis=2))[..., None], shares, axis=1)
+        return positions
 
     def _searched(self, sizes: Sizes, assignment: Assignment) -> Assignment:
         """The slots in the order that a search finds, each as slow on a stage as on its slowest
@@ -207,7 +207,7 @@ class Best:
             np.int64
         )
         found, _ = search_order(pipeline, [np.arange(len(costs_ns)), interval_order(costs_ns)])
-        return Assignment(assignment.places[found], assignment.carry)
+        return Assignment(assignment.positions[found], assignment.carry)
 
 
 def _total(costs: dict[str, Ints], unit: UnitPlan) -> Ints:

@@ -52,15 +52,15 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         for column, pull in zip(own[mine].T, (2 * own + apart).T, strict=True):
             change -= np.multiply.outer(column, pull)
         change[:, mine] = 0
-        place, other = divmod(int(change.argmin()), len(costs))
-        settled[worst] = change[place, other] >= 0
+        index, other = divmod(int(change.argmin()), len(costs))
+        settled[worst] = change[index, other] >= 0
         if settled[worst]:
             continue
-        partner, moved = int(bin_of[other]), int(mine[place])
+        partner, moved = int(bin_of[other]), int(mine[index])
         over[worst] += own[other] - own[moved]
         over[partner] -= own[other] - own[moved]
         members[partner][members[partner] == other] = moved
-        members[worst][place] = other
+        members[worst][index] = other
         bin_of[other], bin_of[moved] = worst, partner
         settled[partner] = False
     return np.sort(members, axis=1)
@@ -79,11 +79,11 @@ def _dealt(costs: Ints, goal: Ints, count: int) -> Ints:
     heap = [(-want, number) for number, want in enumerate(goal.tolist())]
     heapq.heapify(heap)
     members: list[list[int]] = [[] for _ in range(bins)]
-    for place in np.argsort(-costs, kind="stable").tolist():
+    for index in np.argsort(-costs, kind="stable").tolist():
         want, number = heap[0]
-        members[number].append(place)
+        members[number].append(index)
         if len(members[number]) == count:
             heapq.heappop(heap)
         else:
-            heapq.heapreplace(heap, (want + int(costs[place]), number))
+            heapq.heapreplace(heap, (want + int(costs[index]), number))
     return np.array(members, dtype=np.int64)

@@ -40,9 +40,9 @@ def interval_order(costs: Ints) -> Ints:
             )
         else:
             target = clock.interval()
-        place = int(np.abs(forward_left - target).argmin())
-        forward_left[place] = TAKEN
-        best = int(left[place])
+        index = int(np.abs(forward_left - target).argmin())
+        forward_left[index] = TAKEN
+        best = int(left[index])
         order.append(best)
         clock.run(forward[best], costs[best] - forward[best])
     return np.array(order + rear[::-1], dtype=np.int64)

@@ -17,16 +17,16 @@ def level(costs: Ints, replicas: int, count: int | None = None) -> list[Ints]:
     `count`, only to replicas that have fewer than that many items. Without `count` no load exceeds
     (Σ costs) / replicas + (1 - 1 / replicas) · max cost (Graham 1969). O(N log N).
     """
-    places, owner = _give_out(costs, replicas, count)
-    grouped = places[np.argsort(owner, kind="stable")]
+    positions, owner = _give_out(costs, replicas, count)
+    grouped = positions[np.argsort(owner, kind="stable")]
     return np.split(grouped, np.cumsum(np.bincount(owner, minlength=replicas))[:-1])
 
 
 def owners(costs: Ints, replicas: int) -> Ints:
     """[N] the replica that `level` gives each item to."""
-    places, owner = _give_out(costs, replicas, None)
+    positions, owner = _give_out(costs, replicas, None)
     of_item = np.empty_like(owner)
-    of_item[places] = owner
+    of_item[positions] = owner
     return of_item
 
 
@@ -81,11 +81,11 @@ def even_shares(count: Ints | int, replicas: int) -> Ints:
 def _give_out(costs: Ints, replicas: int, count: int | None) -> tuple[Ints, Ints]:
     """Positions in the order they are given out, and the replica that gets each."""
     assert count is None or count * replicas == len(costs)
-    places = np.argsort(-costs, kind="stable")
+    positions = np.argsort(-costs, kind="stable")
     left = [count if count is not None else len(costs)] * replicas
     heap = list(range(replicas))  # load · replicas + replica: one number orders by both
     owner = []
-    for cost in (costs[places] * replicas).tolist():
+    for cost in (costs[positions] * replicas).tolist():
         replica = heap[0] % replicas
         owner.append(replica)
         left[replica] -= 1
@@ -93,4 +93,4 @@ def _give_out(costs: Ints, replicas: int, count: int | None) -> tuple[Ints, Ints
             heapq.heapreplace(heap, heap[0] + cost)
         else:
             heapq.heappop(heap)
-    return places, np.array(owner, dtype=np.int64)
+    return positions, np.array(owner, dtype=np.int64)

@@ -30,19 +30,19 @@ def replica_loads(
     Modules in the LLM's unit work on the replica's own sequences; others get the slot's items
     levelled one by one, or evenly where all are alike.
     """
-    places, carry = assignment.places, assignment.carry
+    positions, carry = assignment.positions, assignment.carry
     work = sizes.work(inputs)
     loads = {}
     for unit in layout.units:
         for module in unit.modules:
             if inputs.llm in unit.modules:
-                loads[module] = work[module][places].sum(axis=2)
+                loads[module] = work[module][positions].sum(axis=2)
             else:
                 head = inputs.head(module)
                 assert head is not None
                 items = sizes.items[head.item]
                 loads[module] = (_even if head.alike else _levelled)(
-                    head, items, places, unit.dp, carry
+                    head, items, positions, unit.dp, carry
                 )
     return loads
 
@@ -74,17 +74,17 @@ def unit_loads(
     }
 
 
-def _even(head: Head, items: ItemAreas, places: Ints, dp: int, carry: bool) -> Floats:
+def _even(head: Head, items: ItemAreas, positions: Ints, dp: int, carry: bool) -> Floats:
     """[n, DP, 3] work of every replica on ranks of its own; all items are alike."""
-    shares = item_shares(items.counts[places].sum(axis=(1, 2)), dp, carry)
+    shares = item_shares(items.counts[positions].sum(axis=(1, 2)), dp, carry)
     return np.asarray(shares[..., None] * np.array(head.work(1)))
 
 
-def _levelled(head: Head, items: ItemAreas, places: Ints, dp: int, carry: bool) -> Floats:
+def _levelled(head: Head, items: ItemAreas, positions: Ints, dp: int, carry: bool) -> Floats:
     """[n, DP, 3] work of every replica on ranks of its own, levelled item by item."""
-    slots = len(places)
-    counts = items.counts[places].sum(axis=(1, 2))
-    size = head.size(items.take(places.reshape(-1)).area)
+    slots = len(positions)
+    counts = items.counts[positions].sum(axis=(1, 2))
+    size = head.size(items.take(positions.reshape(-1)).area)
     owner = np.repeat(np.arange(slots) * dp, counts) + image_owners(size, counts, dp, carry)
     return np.stack(
         [np.bincount(owner, column, slots * dp).reshape(slots, dp) for column in columns(size).T],

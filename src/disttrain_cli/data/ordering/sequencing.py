@@ -90,12 +90,14 @@ def _moves(slots: int, turn: int, turns: int) -> Ints:
     shifts = kind == 1
     real = np.where(shifts, abs(first - second) > 1, first < second)
     first, second, shifts = first[real], second[real], shifts[real]
-    rows, places = np.arange(len(first)), np.tile(np.arange(slots), (len(first), 1))
+    rows, positions = np.arange(len(first)), np.tile(np.arange(slots), (len(first), 1))
     after, between = first[:, None], second[:, None]
     moved = (
-        places + ((after <= places) & (places < between)) - ((between < places) & (places <= after))
+        positions
+        + ((after <= positions) & (positions < between))
+        - ((between < positions) & (positions <= after))
     )
-    places[shifts] = moved[shifts]
-    places[rows, second] = first
-    places[rows[~shifts], first[~shifts]] = second[~shifts]
-    return places
+    positions[shifts] = moved[shifts]
+    positions[rows, second] = first
+    positions[rows[~shifts], first[~shifts]] = second[~shifts]
+    return positions

@@ -76,7 +76,7 @@ def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) 
     """[K, n, units] the weights with a unit's work moved: between two of the free slots, or a free
     one and all."""
     slots = len(weights)
-    source, target = (places.reshape(-1) for places in np.meshgrid(free, free, indexing="ij"))
+    source, target = (positions.reshape(-1) for positions in np.meshgrid(free, free, indexing="ij"))
     apart = (source != target) & (abs(source - target) <= NEAR)
     steps = np.zeros((int(apart.sum()), slots))
     rows = np.arange(len(steps))

@@ -35,11 +35,11 @@ def access_of(run: Run) -> Access:
         None if spec.tls_ca is None else read_secret(run.resolve(spec.tls_ca), "preprocess.tls_ca"),
         None if spec.token_file is None else read_token(run.resolve(spec.token_file)),
     )
-    for place, address in enumerate(spec.addresses):
-        scheme, host = _parts(address, f"preprocess.addresses.{place}")
+    for index, address in enumerate(spec.addresses):
+        scheme, host = _parts(address, f"preprocess.addresses.{index}")
         if not is_loopback(host) and (scheme != TLS or access.token is None):
             raise SpecError(
-                f"preprocess.addresses.{place}: a worker beyond loopback needs TLS and a token",
+                f"preprocess.addresses.{index}: a worker beyond loopback needs TLS and a token",
                 f"given: {address}, preprocess.token_file: {spec.token_file or 'none'}",
                 f"Give {TLS}://{address.partition('://')[2]}, preprocess.tls_ca and"
                 " preprocess.token_file.",

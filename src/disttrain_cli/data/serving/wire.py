@@ -91,14 +91,14 @@ def read_slot(chunks: Iterator[Any]) -> Prepared:
 
 def assignment_messages(assignment: Assignment) -> Iterator[Message]:
     """What a worker sends for the assignment of a step."""
-    return _messages({"places": assignment.places}, {"carry": assignment.carry})
+    return _messages({"positions": assignment.positions}, {"carry": assignment.carry})
 
 
 def read_assignment(chunks: Iterator[Any]) -> Assignment:
     """The assignment in the chunks of a Flight stream. EOFError where it ends too early."""
     fields, about = _read_messages(chunks)
     # aligned, for whoever computes with it
-    return Assignment(fields["places"].copy(), bool(about["carry"]))
+    return Assignment(fields["positions"].copy(), bool(about["carry"]))
 
 
 def _messages(fields: dict[str, Any], about: dict[str, Any]) -> Iterator[Message]:

@@ -1,9 +1,9 @@
 """One preprocessing worker: answers requests of any replica, a bounded number at a time.
 
-A bounded number of slots is in preparation or on its way at any moment (`places`), whoever asks and
-however slowly it reads: that many slots, and one piece of each that gRPC holds, bound a worker's
-memory. Others wait; while they do, an empty batch every second shows them that the worker lives,
-and shows the worker whether they do.
+A bounded number of slots is in preparation or on its way at any moment (`permits`), whoever asks
+and however slowly it reads: that many slots, and one piece of each that gRPC holds, bound a
+worker's memory. Others wait; while they do, an empty batch every second shows them that the worker
+lives, and shows the worker whether they do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from disttrain_cli.data.preparing import Preparer, Request, check_number, check_
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.serving.access import HEADER
 from disttrain_cli.data.serving.identity import IDENTITY_ACTION, Identity
-from disttrain_cli.data.serving.places import Places
+from disttrain_cli.data.serving.permits import Permits
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.files import fingerprint
 
@@ -49,7 +49,7 @@ class Worker(flight.FlightServerBase):
             identity,
             fingerprint(identity),
         )
-        self._places = Places()
+        self._permits = Permits()
         middleware = {} if token is None else {"token": _TokenCheck(token)}
         super().__init__(
             location, tls_certificates=None if tls is None else [tls], middleware=middleware
@@ -89,7 +89,7 @@ class Worker(flight.FlightServerBase):
         yield from wire.assignment_messages(found.result())
 
     def _slot(self, request: Request) -> Iterator[wire.Message]:
-        while (place := self._places.take(BEAT_S)) is None:
+        while (permit := self._permits.take(BEAT_S)) is None:
             yield wire.EMPTY
         work = None
         try:
@@ -98,7 +98,7 @@ class Worker(flight.FlightServerBase):
                 yield wire.EMPTY
             self._preparer.orders.begin(min(request.step + 1, self._steps - 1))
             for message in wire.slot_messages(work.result()):
-                place.sent()
+                permit.sent()
                 yield message
         except DataError as error:
             raise _told(
@@ -107,7 +107,7 @@ class Worker(flight.FlightServerBase):
         finally:  # also when the one who asked went away
             if work is not None:
                 work.cancel()
-            self._places.leave(place)
+            self._permits.leave(permit)
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):

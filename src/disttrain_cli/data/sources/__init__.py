@@ -15,9 +15,9 @@ from pathlib import PurePosixPath
 from disttrain_cli.data.sources.files import is_file, is_url, join, list_files, shown_url
 from disttrain_cli.data.sources.llava import LlavaShard, read_llava
 from disttrain_cli.data.sources.samples import (
+    Location,
     OpenShard,
     Part,
-    Place,
     Sample,
     Segment,
     Shard,
@@ -35,9 +35,9 @@ from disttrain_cli.data.sources.tars import TarShard, read_tar
 from disttrain_cli.errors import DataError
 
 __all__ = [
+    "Location",
     "OpenShard",
     "Part",
-    "Place",
     "RowGroups",
     "Sample",
     "Segment",

@@ -55,15 +55,15 @@ def conversation(record: Any) -> list[Part]:
         before += "" if answers else " "
         answers = turn.role == ASSISTANT
         before += turn.role
-        for place, piece in enumerate(clean(turn.said).split(MARK)):
-            if place:
+        for index, piece in enumerate(clean(turn.said).split(MARK)):
+            if index:
                 before = _text(parts, before, trained=False)
                 marks += 1
                 if marks <= len(names):
                     parts.append(Part(IMAGE, names[marks - 1]))
             if answers:
                 before = _text(parts, before, trained=False)
-                _text(parts, piece if place else " " + piece, trained=True)
+                _text(parts, piece if index else " " + piece, trained=True)
             else:
                 before += piece
     _text(parts, before, trained=False)

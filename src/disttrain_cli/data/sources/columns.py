@@ -5,7 +5,7 @@ Three forms. Pairs: one column of images (binary, or Hugging Face's struct {byte
 sounds (the same, by its name), or one of each, and one of texts; where there are several of a type,
 the usual names decide. Interleaved (OBELICS): lists `images` and `texts` of equal length, at each
 position exactly one of the two is not null. Texts alone: a column of texts where no other is named
-for images or sounds. The place of a segment is its row in the file and its position in the row.
+for images or sounds. The location of a segment is its row in the file and its position in the row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
-    Place,
+    Location,
     Sample,
     Segment,
     Skipped,
@@ -113,11 +113,11 @@ def read_rows(
             yield Skipped(label, key, str(error))
 
 
-def file_at(column: pa.Array, place: Place) -> bytes:
-    """The image or sound file at a place of a column whose only row is the place's; ValueError
-    where there is none."""
+def file_at(column: pa.Array, location: Location) -> bytes:
+    """The image or sound file at a location of a column whose only row is the location's;
+    ValueError where there is none."""
     values, _ = _flat(column)
-    data = _views(values)[place.size]
+    data = _views(values)[location.size]
     if data is None:
         raise ValueError("there is no file")
     return bytes(data)
@@ -179,12 +179,12 @@ def _segments(row: int, cells: Any) -> Iterator[Segment]:
         if name:
             media = MEDIA[name]
             sizes = media.read_sizes(partial(_part, value), len(value))
-            yield Segment(KINDS[media.item], Place(row, at), "", *sizes)
+            yield Segment(KINDS[media.item], Location(row, at), "", *sizes)
             continue
         if len(value) > MAX_TEXT_BYTES:
             raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")
         try:
-            yield Segment(TEXT, Place(row, at), str(value, "utf-8"), trained=True)
+            yield Segment(TEXT, Location(row, at), str(value, "utf-8"), trained=True)
         except UnicodeDecodeError:
             raise ValueError("text is not UTF-8") from None
 

@@ -4,9 +4,9 @@ and documents.
 What a record says is in `chats`. Whether the file is a list or lines its content says, whatever its
 name.
 
-The place of a text is its record in the JSON (byte offset, length); that of an image is its number
-among the images of the record, and the length of its file. A name that leads out of the folder of
-images is a bad sample.
+The location of a text is its record in the JSON (byte offset, length); that of an image is its
+number among the images of the record, and the length of its file. A name that leads out of the
+folder of images is a bad sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from disttrain_cli.data.sources.chats import conversation, image_names
 from disttrain_cli.data.sources.files import File, LocalFile, is_url, join, open_file
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
-    Place,
+    Location,
     Sample,
     Segment,
     Shard,
@@ -42,7 +42,7 @@ SPACE = re.compile(r"[ \t\r\n]*")
 class Record(NamedTuple):
     """A record and the bytes of the JSON that hold it, or why it is none."""
 
-    place: Place
+    location: Location
     value: Any
     wrong: str = ""
 
@@ -53,22 +53,22 @@ class LlavaShard:
     def __init__(self, shard: Shard) -> None:
         self._file, self._folder = open_file(shard.path), shard.images
 
-    def file(self, media: str, place: Place, record: Place) -> bytes:
-        name = image_names(self._record(record))[place.offset]
+    def file(self, media: str, location: Location, record: Location) -> bytes:
+        name = image_names(self._record(record))[location.offset]
         file = open_image(self._folder, name)
-        if file.size != place.size:
-            raise ValueError(f"{name} has {file.size} bytes, {place.size} when it was indexed")
-        data = file.read(0, place.size)
-        if len(data) < place.size:
+        if file.size != location.size:
+            raise ValueError(f"{name} has {file.size} bytes, {location.size} when it was indexed")
+        data = file.read(0, location.size)
+        if len(data) < location.size:
             raise ValueError(f"{name} is cut")
         return data
 
-    def texts(self, record: Place) -> list[str]:
+    def texts(self, record: Location) -> list[str]:
         return [part.value for part in conversation(self._record(record)) if part.kind == TEXT]
 
-    def _record(self, place: Place) -> Any:
-        data = self._file.read(*place)
-        if len(data) < place.size:
+    def _record(self, location: Location) -> Any:
+        data = self._file.read(*location)
+        if len(data) < location.size:
             raise ValueError("the JSON is cut")
         return json.loads(data)
 
@@ -93,9 +93,10 @@ def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
             try:
                 if record.wrong:
                     raise ValueError(record.wrong)
-                if record.place.size > MAX_TEXT_BYTES:
+                if record.location.size > MAX_TEXT_BYTES:
                     raise ValueError(
-                        f"a record of {record.place.size} bytes, at most {MAX_TEXT_BYTES} are read"
+                        f"a record of {record.location.size} bytes, at most {MAX_TEXT_BYTES} are"
+                        " read"
                     )
                 yield Sample(key, _segments(record, shard.images))
             except ValueError as error:
@@ -139,7 +140,7 @@ def _segments(record: Record, folder: str) -> list[Segment]:
     for part in conversation(record.value):
         if part.kind == TEXT:
             segments.append(
-                Segment(TEXT, record.place, part.value, trained=part.trained, ended=part.ended)
+                Segment(TEXT, record.location, part.value, trained=part.trained, ended=part.ended)
             )
             continue
         file = open_image(folder, part.value)
@@ -147,7 +148,7 @@ def _segments(record: Record, folder: str) -> list[Segment]:
             sizes = MEDIA["image"].read_sizes(file.read, file.size)
         except ValueError as error:
             raise ValueError(f"{part.value}: {error}") from None
-        segments.append(Segment(IMAGE, Place(images, file.size), "", *sizes))
+        segments.append(Segment(IMAGE, Location(images, file.size), "", *sizes))
         images += 1
     return segments
 
@@ -168,12 +169,12 @@ def _lines(file: File) -> Iterator[Record]:
     offset = 0
     with file.stream() as stream:
         while line := stream.readline(MAX_TEXT_BYTES + 1):
-            place = Place(offset, len(line))
+            location = Location(offset, len(line))
             offset += len(line)
-            while place.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
+            while location.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
                 line = stream.readline(MAX_TEXT_BYTES)  # the rest of a line that is too long
                 offset += len(line)
-            if place.size > MAX_TEXT_BYTES or not line.strip():
+            if location.size > MAX_TEXT_BYTES or not line.strip():
                 value, wrong = None, ""
             else:
                 try:
@@ -181,7 +182,7 @@ def _lines(file: File) -> Iterator[Record]:
                 except (ValueError, RecursionError) as error:
                     value, wrong = None, f"not valid JSON: {error}"
             if line.strip():
-                yield Record(place, value, wrong)
+                yield Record(location, value, wrong)
 
 
 def _list(file: File) -> Iterator[Record]:
@@ -238,11 +239,11 @@ class _Window:
                 break
             except ValueError as error:
                 if self._done or len(self.text) - self.at > MAX_TEXT_BYTES:
-                    place = self.start + getattr(error, "pos", self.at)
-                    raise ValueError(f"not valid JSON at byte {place}") from None
+                    offset = self.start + getattr(error, "pos", self.at)
+                    raise ValueError(f"not valid JSON at byte {offset}") from None
             self._fill()
         own = self.text[self.at : end]
-        found = Place(self.start + self.at, end - self.at)
+        found = Location(self.start + self.at, end - self.at)
         self.at = end
         return Record(found, value if own.isascii() else json.loads(own.encode("latin-1")))
 

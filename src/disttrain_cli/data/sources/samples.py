@@ -18,7 +18,7 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a segment lies in its shard: two numbers, whose meaning is the form's own."""
 
     offset: int
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     """
 
     kind: int
-    place: Place
+    location: Location
     text: str = ""
     width_px: int = 0
     height_px: int = 0
@@ -71,15 +71,15 @@ class Shard(NamedTuple):
 class OpenShard(Protocol):
     """A shard whose samples are read again in any order, by any thread.
 
-    `record` is the place of a sample's first text, (-1, 0) where it has none. All methods raise
+    `record` is the location of a sample's first text, (-1, 0) where it has none. All methods raise
     OSError (DataError for a URL) where the file cannot be read, ValueError or IndexError where what
     lies there is not what was indexed, and pyarrow's own errors (ValueErrors, OSErrors).
     """
 
-    def file(self, media: str, place: Place, record: Place) -> bytes:
-        """The file at `place`, of a type (`data.modalities.Media`)."""
+    def file(self, media: str, location: Location, record: Location) -> bytes:
+        """The file at `location`, of a type (`data.modalities.Media`)."""
 
-    def texts(self, record: Place) -> list[str]:
+    def texts(self, record: Location) -> list[str]:
         """All texts of a sample, in order."""
 
 

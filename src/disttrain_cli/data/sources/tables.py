@@ -23,7 +23,7 @@ from disttrain_cli.data.sources.columns import (
     texts_at,
 )
 from disttrain_cli.data.sources.files import is_url, open_file
-from disttrain_cli.data.sources.samples import Place, Sample, Shard, Skipped
+from disttrain_cli.data.sources.samples import Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ class ParquetShard:
         )
         self._lock = threading.Lock()  # a Parquet reader is not for two threads
 
-    def file(self, media: str, place: Place, record: Place) -> bytes:
-        return file_at(self._row(self._columns.files.get(media), place.offset), place)
+    def file(self, media: str, location: Location, record: Location) -> bytes:
+        return file_at(self._row(self._columns.files.get(media), location.offset), location)
 
-    def texts(self, record: Place) -> list[str]:
+    def texts(self, record: Location) -> list[str]:
         return texts_at(self._row(self._columns.text, record.offset))
 
     def _row(self, column: str | None, row: int) -> pa.Array:
@@ -106,11 +106,11 @@ class ArrowShard:
         self._ends = list(accumulate(len(batch) for batch in self._batches))
         self._columns = find_columns(self._batches[0].schema, shard.name) if self._batches else None
 
-    def file(self, media: str, place: Place, record: Place) -> bytes:
+    def file(self, media: str, location: Location, record: Location) -> bytes:
         name = self._columns.files.get(media) if self._columns else None
-        return file_at(self._row(name, place.offset), place)
+        return file_at(self._row(name, location.offset), location)
 
-    def texts(self, record: Place) -> list[str]:
+    def texts(self, record: Location) -> list[str]:
         return texts_at(self._row(self._columns.text if self._columns else None, record.offset))
 
     def _row(self, name: str | None, row: int) -> pa.Array:

@@ -19,8 +19,8 @@ from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.files import File, LocalFile, open_file
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
+    Location,
     Part,
-    Place,
     Sample,
     Segment,
     Shard,
@@ -42,7 +42,7 @@ class Member(NamedTuple):
     wrong with it."""
 
     name: str
-    place: Place
+    location: Location
     content: bytes | Header | str
 
 
@@ -52,10 +52,10 @@ class TarShard:
     def __init__(self, shard: Shard) -> None:
         self._file = open_file(shard.path)
 
-    def file(self, media: str, place: Place, record: Place) -> bytes:
-        return self._read(place)
+    def file(self, media: str, location: Location, record: Location) -> bytes:
+        return self._read(location)
 
-    def texts(self, record: Place) -> list[str]:
+    def texts(self, record: Location) -> list[str]:
         parts = parse_parts(self._read(record))
         return (
             [parts]
@@ -63,9 +63,9 @@ class TarShard:
             else [part.value for part in parts if part.kind == TEXT]
         )
 
-    def _read(self, place: Place) -> bytes:
-        data = self._file.read(*place)
-        if len(data) < place.size:
+    def _read(self, location: Location) -> bytes:
+        data = self._file.read(*location)
+        if len(data) < location.size:
             raise ValueError("the shard is cut")
         return data
 
@@ -145,12 +145,12 @@ def _members(file: File) -> Iterator[Member | str]:
         ):
             while (info := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
-                place = Place(info.offset_data, info.size)
-                if sum(place) > file.size:
+                location = Location(info.offset_data, info.size)
+                if sum(location) > file.size:
                     yield f"truncated tar: it ends inside {info.name}"
                     return
                 if info.isreg() and not info.issparse():
-                    yield Member(info.name, place, _content(file, stream, info.name, place))
+                    yield Member(info.name, location, _content(file, stream, info.name, location))
             end = tar.offset
             stream.seek(end)
             block = stream.read(tarfile.BLOCKSIZE)
@@ -163,23 +163,23 @@ def _members(file: File) -> Iterator[Member | str]:
         yield f"damaged tar: no valid header at byte {end}"
 
 
-def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | Header | str:
+def _content(file: File, stream: BinaryIO, name: str, location: Location) -> bytes | Header | str:
     """A text, an image's or sound's header, or the reason why it is none of them."""
 
     def read(offset: int, length: int) -> bytes:
-        length = max(0, min(length, place.size - offset))
+        length = max(0, min(length, location.size - offset))
         if isinstance(file, LocalFile):
-            return file.read(place.offset + offset, length)
-        stream.seek(place.offset + offset)  # a URL is streamed once
+            return file.read(location.offset + offset, length)
+        stream.seek(location.offset + offset)  # a URL is streamed once
         return stream.read(length)
 
     if name.lower().endswith((".json", ".txt")):
-        if place.size > MAX_TEXT_BYTES:
-            return f"{name} has {place.size} bytes, at most {MAX_TEXT_BYTES} are read"
-        return read(0, place.size)
+        if location.size > MAX_TEXT_BYTES:
+            return f"{name} has {location.size} bytes, at most {MAX_TEXT_BYTES} are read"
+        return read(0, location.size)
     try:
         media = _media_of(name)
-        return Header(media.name, media.read_sizes(read, place.size))
+        return Header(media.name, media.read_sizes(read, location.size))
     except ValueError as error:
         return f"{name}: {error}"
 
@@ -212,11 +212,11 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
         first = dict(reversed(media))
         return [
             *(_file(KINDS[MEDIA[name].item], name, first[name]) for name in MEDIA if name in first),
-            Segment(TEXT, described.place, parts, trained=True),
+            Segment(TEXT, described.location, parts, trained=True),
         ]
     return [
         (
-            Segment(TEXT, described.place, part.value, trained=part.trained)
+            Segment(TEXT, described.location, part.value, trained=part.trained)
             if part.kind == TEXT
             else _file(part.kind, _media(part), _find(part, described.name, by_name))
         )
@@ -241,30 +241,30 @@ def _parts(segments: Any) -> list[Part]:
     if not isinstance(segments, list) or not segments:
         raise ValueError("`segments` must be a list with at least one segment")
     parts = []
-    for place, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         kind = segment.get("type") if isinstance(segment, dict) else None
         if kind == "text" and isinstance(value := segment.get("value"), str):
             parts.append(
                 Part(
-                    TEXT, clean(value), _flag(segment, place, "loss") if "loss" in segment else True
+                    TEXT, clean(value), _flag(segment, index, "loss") if "loss" in segment else True
                 )
             )
         elif kind == "image" and isinstance(value := segment.get("file"), str):
-            generated = "generate" in segment and _flag(segment, place, "generate")
+            generated = "generate" in segment and _flag(segment, index, "generate")
             parts.append(Part(TARGET if generated else IMAGE, value))
         elif kind in MEDIA and isinstance(value := segment.get("file"), str):
             parts.append(Part(KINDS[MEDIA[kind].item], value))
         else:
             types = " or ".join([_a(next(iter(MEDIA))), *list(MEDIA)[1:]])
             raise ValueError(
-                f"segments[{place}] must be a text with `value` or {types} with `file`"
+                f"segments[{index}] must be a text with `value` or {types} with `file`"
             )
     return parts
 
 
-def _flag(segment: dict[str, Any], place: int, name: str) -> bool:
+def _flag(segment: dict[str, Any], index: int, name: str) -> bool:
     if not isinstance(segment[name], bool):
-        raise ValueError(f"segments[{place}].{name} must be true or false")
+        raise ValueError(f"segments[{index}].{name} must be true or false")
     return bool(segment[name])
 
 
@@ -293,7 +293,7 @@ def _file(kind: int, media: str, member: Member) -> Segment:
         raise ValueError(member.content)
     if not isinstance(member.content, Header) or member.content.media != media:
         raise ValueError(f"{member.name} is no {'sound' if media == 'audio' else media}")
-    return Segment(kind, member.place, "", *member.content.sizes)
+    return Segment(kind, member.location, "", *member.content.sizes)
 
 
 def _a(what: str) -> str:

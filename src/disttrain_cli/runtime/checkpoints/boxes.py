@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from disttrain_cli.models.division import Shard
 
-Place = tuple[int, ...]  # offsets of a box in its tensor
+Offsets = tuple[int, ...]  # offsets of a box in its tensor
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Place, Place]]:
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Offsets, Offsets]]:
     """(offsets, sizes) of the boxes that make up elements start .. stop - 1 in row-major order, in
     that order."""
     if start >= stop:
@@ -47,15 +47,17 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Place, 
     yield from _in_row(shape, last, last * row, stop)
 
 
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[Place, Place]]:
+def _in_row(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[Offsets, Offsets]]:
     size = math.prod(shape[1:])
     for offsets, sizes in boxes(shape[1:], start - row * size, stop - row * size):
         yield (row, *offsets), (1, *sizes)
 
 
 def spread(
-    offsets: Place, values: Tensor, shape: Sequence[int], shard: Shard | None
-) -> Iterator[tuple[Place, Tensor]]:
+    offsets: Offsets, values: Tensor, shape: Sequence[int], shard: Shard | None
+) -> Iterator[tuple[Offsets, Tensor]]:
     """A box of a rank's part as boxes of the whole tensor, each with its view of `values`.
 
     Args:
@@ -78,10 +80,10 @@ def spread(
 
 def flat_boxes(
     values: Tensor, start: int, shape: Sequence[int], shard: Shard | None
-) -> list[tuple[Place, Tensor]]:
+) -> list[tuple[Offsets, Tensor]]:
     """Elements start, start + 1, … of a rank's part, `values` [count], as boxes of the whole
     tensor."""
-    found: list[tuple[Place, Tensor]] = []
+    found: list[tuple[Offsets, Tensor]] = []
     at = 0
     for offsets, sizes in boxes(shape, start, start + len(values)):
         count = math.prod(sizes)
@@ -101,7 +103,7 @@ class Pieces:
 
     shape: torch.Size
     dtype: torch.dtype
-    boxes: list[tuple[Place, Tensor]]
+    boxes: list[tuple[Offsets, Tensor]]
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -122,4 +124,4 @@ class Pieces:
 
     def at(self, offsets: Sequence[int]) -> Tensor:
         """The box that begins there."""
-        return next(values for place, values in self.boxes if place == tuple(offsets))
+        return next(values for box, values in self.boxes if box == tuple(offsets))

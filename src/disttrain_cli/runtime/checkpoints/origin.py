@@ -112,9 +112,9 @@ def check(run: Run, folder: Path) -> list[str]:
     taken, given = modules_in(run, folder), given_layers(run, folder)
     layers = [
         layer
-        for place, info in enumerate(layer_table(run))
+        for index, info in enumerate(layer_table(run))
         if info.name in given
-        for layer in build_layers(run, place, place + 1, device="meta")
+        for layer in build_layers(run, index, index + 1, device="meta")
     ]
     if _is_checkpoint(folder):
         _check_stored(folder, layers)

@@ -55,17 +55,17 @@ def named_parameters(layers: Iterable[PipelineLayer]) -> list[tuple[str, nn.Para
 
 def parts_of(engine: UnitEngine) -> list[Part]:
     """What this rank keeps of its stage's parameters."""
-    place = engine.place
+    coords = engine.coords
     modules = {id(p): layer.module for layer in engine.module.layers for p in layer.parameters()}
     named = [(name, p) for name, p in named_parameters(engine.module.layers) if p.numel()]
-    tp, tp_rank, dp = place.unit.tp, place.tp_rank, place.unit.dp
+    tp, tp_rank, dp = coords.unit.tp, coords.tp_rank, coords.unit.dp
     found = []
     for sharded in (True, False):
         alike = [(name, p) for name, p in named if (shard_of(p) is not None) == sharded]
         copies, own = (1, 0) if sharded else (tp, tp_rank)  # over the tensor-parallel ranks
         plain = [(name, p) for name, p in alike if not _partitioned(p)]
         ranges = [(*one, 0, one[1].numel()) for one in plain]
-        found += shares(ranges, dp * copies, place.replica * copies + own)
+        found += shares(ranges, dp * copies, coords.replica * copies + own)
         fragments = [(name, p, *_fragment(p)) for name, p in alike if _partitioned(p)]
         found += shares(fragments, copies, own)
     return [Part(name, modules[id(p)], p, start, stop) for name, p, start, stop in found]

@@ -34,17 +34,17 @@ class Storages(TorchDispatchMode):
         if tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
-        place = storage._cdata
-        if place in self.alive:
+        address = storage._cdata
+        if address in self.alive:
             return
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        self.alive[place] = size
+        self.alive[address] = size
         self.alive_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
-        weakref.finalize(storage, self._freed, place)
+        weakref.finalize(storage, self._freed, address)
 
-    def _freed(self, place: int) -> None:
-        self.alive_bytes -= self.alive.pop(place)
+    def _freed(self, address: int) -> None:
+        self.alive_bytes -= self.alive.pop(address)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, here = func(*args, **(kwargs or {})), False

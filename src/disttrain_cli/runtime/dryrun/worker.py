@@ -122,20 +122,20 @@ def _seen(
     stages: list[int],
 ) -> StageSeen:
     began_s = time.monotonic()
-    place = graph.coords(graph.stages[stages[0]].rank(0))
-    flight = slots_in_flight(place.stage, plan.plan.microbatches)
+    coords = graph.coords(graph.stages[stages[0]].rank(0))
+    flight = slots_in_flight(coords.stage, plan.plan.microbatches)
     seen = StageSeen(
         stages=stages,
-        rank=place.rank,
+        rank=coords.rank,
         slots_in_flight=flight,
         slots=min(plan.plan.microbatches, flight + 1),
     )
-    _look_up_layouts(run, place, worst_slot(profile, plan.plan))
+    _look_up_layouts(run, coords, worst_slot(profile, plan.plan))
     with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
         try:
-            with alone(place.rank, graph.world_size):
+            with alone(coords.rank, graph.world_size):
                 deepspeed.init_distributed(dist_backend="fake", verbose=False)
-                _take_steps(run, plan, profile, graph, place, seen)
+                _take_steps(run, plan, profile, graph, coords, seen)
         except Exception as error:
             traceback.print_exc()
             seen.failure = _failure(error)
@@ -144,10 +144,10 @@ def _seen(
     return seen
 
 
-def _look_up_layouts(run: Run, place: RankCoords, slot: Slot) -> None:
+def _look_up_layouts(run: Run, coords: RankCoords, slot: Slot) -> None:
     """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors
     have none."""
-    table, own = layer_table(run), place.stage.layers
+    table, own = layer_table(run), coords.stage.layers
     for number in {(table[number].module, table[number].kind): number for number in own}.values():
         layer = build_layers(run, number, number + 1, "meta")[0]
         if isinstance(layer, QwenLayer):
@@ -156,24 +156,24 @@ def _look_up_layouts(run: Run, place: RankCoords, slot: Slot) -> None:
 
 
 def _take_steps(
-    run: Run, plan: Plan, profile: Profile, graph: StageGraph, place: RankCoords, seen: StageSeen
+    run: Run, plan: Plan, profile: Profile, graph: StageGraph, coords: RankCoords, seen: StageSeen
 ) -> None:
     """Build the engine, take a short step, in which optimizers make their states, and the one that
     is looked at."""
-    now, table, own = wall_clock(), layer_table(run), place.stage.layers
-    tracer = Tracer(Path(os.devnull), "dry-run", place, now, device_clock=DeviceClock(now))
+    now, table, own = wall_clock(), layer_table(run), coords.stage.layers
+    tracer = Tracer(Path(os.devnull), "dry-run", coords, now, device_clock=DeviceClock(now))
     fields = {field for info in table[own.start : own.stop] for field in info.needs}
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     with Observer() as observer:
         with Waits():
             engine = build_engine(
-                run, plan, graph, place, DEVICE, tracer, [info.name for info in table]
+                run, plan, graph, coords, DEVICE, tracer, [info.name for info in table]
             )
         seen.built_gib = observer.peak_bytes / GIB
         left: list[int] = []  # bytes alive after each step
         for slots in (1, seen.slots):
             order = worst_step(profile, plan.plan, slots)
-            arrays = empty_inputs(order.slots[0], lengths, place.unit.name, fields)
+            arrays = empty_inputs(order.slots[0], lengths, coords.unit.name, fields)
             set_lrs(engine.optimizer, engine.train_spec, 0)
             observer.peak_bytes = observer.alive_bytes
             with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):

@@ -35,7 +35,7 @@ def build_engine(
     run: Run,
     plan: Plan,
     graph: StageGraph,
-    place: RankCoords,
+    coords: RankCoords,
     device: torch.device,
     tracer: Tracer,
     given: Collection[str] = (),
@@ -54,9 +54,9 @@ def build_engine(
         SpecError: published weights do not fit the model.
         OutOfMemoryError: the device has not enough memory for the stage.
     """
-    with out_of_memory(place, plan.plan, "start", -1):
+    with out_of_memory(coords, plan.plan, "start", -1):
         return _build_engine(
-            run, plan, graph, place, device, tracer, given, grid or UnitGrid(graph, place), built
+            run, plan, graph, coords, device, tracer, given, grid or UnitGrid(graph, coords), built
         )
 
 
@@ -64,21 +64,21 @@ def _build_engine(
     run: Run,
     plan: Plan,
     graph: StageGraph,
-    place: RankCoords,
+    coords: RankCoords,
     device: torch.device,
     tracer: Tracer,
     given: Collection[str],
     grid: UnitGrid,
     built: Callable[[], None],
 ) -> UnitEngine:
-    table, stage = layer_table(run), place.stage
+    table, stage = layer_table(run), coords.stage
     layers = build_layers(
         run,
         stage.layers.start,
         stage.layers.stop,
         device=device,
         tp=stage.tp,
-        tp_rank=place.tp_rank,
+        tp_rank=coords.tp_rank,
     )
     for note in load_into([layer for layer in layers if layer.name not in given], run):
         print(note, flush=True)
@@ -88,7 +88,7 @@ def _build_engine(
     flow.mark(layers, stage.layers.start)
     upstream, downstream = brokers(
         graph,
-        place,
+        coords,
         table,
         message_dtype(run.file.train),
         device,
@@ -103,12 +103,12 @@ def _build_engine(
             lambda cut: live_at(table, stage, cut),
             flow.carrying.__getitem__,
         ),
-        recompute=place.unit.checkpointing,
+        recompute=coords.unit.checkpointing,
         sums=Sums([*run.file.model.order, PROJECTORS]),
     )
     built()
     engine = UnitEngine(
-        **engine_parts(run, plan.plan, grid, place, layers),
+        **engine_parts(run, plan.plan, grid, coords, layers),
         runner=runner,
         upstream=together(upstream),
         downstream=together(downstream),
@@ -126,7 +126,7 @@ def message_dtype(train: TrainSpec) -> torch.dtype:
 
 def brokers(
     graph: StageGraph,
-    place: RankCoords,
+    coords: RankCoords,
     table: list[LayerInfo],
     dtype: torch.dtype,
     device: torch.device,
@@ -139,7 +139,7 @@ def brokers(
     `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not
     given); messages that have no group in `ways` take the world's.
     """
-    stage, ways = place.stage, ways or {}
+    stage, ways = coords.stage, ways or {}
 
     def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
         cut = after.layers.start
@@ -149,7 +149,7 @@ def brokers(
     def between(neighbour: Stage, sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
         here, there = stage.number, neighbour.number
         return Broker(
-            place,
+            coords,
             neighbour,
             sends,
             receives,
@@ -176,17 +176,17 @@ def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
 
 
 def engine_parts(
-    run: Run, layout: Layout, grid: UnitGrid, place: RankCoords, layers: Sequence[PipelineLayer]
+    run: Run, layout: Layout, grid: UnitGrid, coords: RankCoords, layers: Sequence[PipelineLayer]
 ) -> dict[str, Any]:
     """What an engine is made of besides its runner, brokers and tracer: module, optimizer,
     configuration."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
     return {
-        "module": StageModule(layers, grid, place),
+        "module": StageModule(layers, grid, coords),
         "optimizer": optimizer,
-        "config": deepspeed_config(train, layout, place.unit.dp, optimizer is not None),
-        "place": place,
+        "config": deepspeed_config(train, layout, coords.unit.dp, optimizer is not None),
+        "coords": coords,
         "layout": layout,
         "train_spec": train,
         "loss_modules": {

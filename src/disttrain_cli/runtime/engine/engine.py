@@ -52,13 +52,13 @@ class StageModule(PipelineModule):
     """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap
     2)."""
 
-    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, place: RankCoords) -> None:
+    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, coords: RankCoords) -> None:
         nn.Module.__init__(self)
         self.layers = nn.ModuleList(layers)
         self._grid, self._topo = grid, grid.topology()
-        self._local_start, self._local_stop = place.stage.layers.start, place.stage.layers.stop
+        self._local_start, self._local_stop = coords.stage.layers.start, coords.stage.layers.stop
         self.stage_id, self.num_stages = grid.stage_id, grid.pipe_parallel_size
-        self.global_rank, self.world_size = place.rank, grid.world_size
+        self.global_rank, self.world_size = coords.rank, grid.world_size
         self.loss_fn, self.tied_modules = None, nn.ModuleDict()
         self.tied_comms: dict[str, Any] = {}
         self.activation_checkpoint_interval = 0
@@ -83,7 +83,7 @@ class UnitEngine(PipelineEngine):
         runner: StageRunner,
         upstream: Broker | Brokers | None,
         downstream: Broker | Brokers | None,
-        place: RankCoords,
+        coords: RankCoords,
         tracer: Tracer,
         layout: Layout,
         train_spec: TrainSpec,
@@ -100,7 +100,7 @@ class UnitEngine(PipelineEngine):
         )
         self._starting = False
         self.runner, self.upstream, self.downstream = runner, upstream, downstream
-        self.place, self.tracer = place, tracer
+        self.coords, self.tracer = coords, tracer
         self.layout, self.train_spec = layout, train_spec
         self.loss_modules = loss_modules  # of the whole model: by name, the module that has it
         self.order: StepOrder
@@ -165,7 +165,7 @@ class UnitEngine(PipelineEngine):
         for broker in (self.upstream, self.downstream):
             if broker is not None:
                 broker.expect(order.slots)
-        stage = self.place.stage
+        stage = self.coords.stage
         self._exec_schedule(
             schedule.TrainSchedule(
                 micro_batches=len(order.slots),
@@ -190,7 +190,7 @@ class UnitEngine(PipelineEngine):
                 for slot in range(len(order.slots)):
                     if self.upstream is not None:
                         self._receive_activation(slot)
-                    with located(self.place, "forward", slot):
+                    with located(self.coords, "forward", slot):
                         self._forward(slot)
                     self.runner.in_flight.pop(slot)
                     if self.downstream is not None:
@@ -229,7 +229,7 @@ class UnitEngine(PipelineEngine):
                 method = self._INSTRUCTION_MAP[kind]
                 operation = method.removeprefix("_")
                 self.tracer.begin(operation, slot)
-                with located(self.place, operation.replace("_", " "), slot):
+                with located(self.coords, operation.replace("_", " "), slot):
                     getattr(self, method)(slot)
                 forwards += kind is schedule.ForwardPass
                 backwards += kind is schedule.BackwardPass
@@ -312,7 +312,7 @@ class UnitEngine(PipelineEngine):
         reduced = sum(
             p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
         )
-        self.tracer.record("reduce", start, bytes=reduced if self.place.unit.dp > 1 else 0)
+        self.tracer.record("reduce", start, bytes=reduced if self.coords.unit.dp > 1 else 0)
 
     def _step(self, slot: int) -> None:
         start = self.tracer.mark()
@@ -329,7 +329,7 @@ class UnitEngine(PipelineEngine):
 
     def _reduce_gradients(self) -> None:
         # stock DeepSpeed copies its gradients even alone
-        if self.optimizer is None or self.place.unit.dp == 1:
+        if self.optimizer is None or self.coords.unit.dp == 1:
             return
         if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
             for gradients in self.optimizer.fp32_groups_gradients_flat:
@@ -340,7 +340,7 @@ class UnitEngine(PipelineEngine):
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it
         is not finite."""
-        gradients = reduced_gradients(self.optimizer, self.place.unit.dp, self.place.unit.tp)
+        gradients = reduced_gradients(self.optimizer, self.coords.unit.dp, self.coords.unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
         self.step_losses = dict(zip(self.loss_modules, losses, strict=True))
@@ -397,7 +397,7 @@ class UnitEngine(PipelineEngine):
         drop_gradients(self.optimizer)
 
     def _memory(self, operation: str, slot: int) -> AbstractContextManager[None]:
-        return out_of_memory(self.place, self.layout, operation, slot)
+        return out_of_memory(self.coords, self.layout, operation, slot)
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Record one trace row per module, with the work that the slot brings to it."""
@@ -409,7 +409,7 @@ class UnitEngine(PipelineEngine):
             def after() -> None:
                 if (slot, module) not in self._amounts:  # the backward's are those of the forward
                     current = self.order.slots[slot]
-                    items = current.replicas[self.place.unit.name][self.place.replica]
+                    items = current.replicas[self.coords.unit.name][self.coords.replica]
                     self._amounts[slot, module] = amounts(current, module, items)
                 self.tracer.record(
                     operation, start, slot=slot, module=module, **self._amounts[slot, module]

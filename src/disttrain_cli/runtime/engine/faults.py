@@ -49,9 +49,9 @@ class Sums:
     found: list[tuple[int, int, int, str, Tensor]] = field(default_factory=list)
 
     def note(
-        self, phase: str, slot: int, place: int, module: str, tensors: Iterable[Tensor]
+        self, phase: str, slot: int, layer: int, module: str, tensors: Iterable[Tensor]
     ) -> None:
-        """Remember the sum of some tensors; `place` orders the modules of a slot as they compute in
+        """Remember the sum of some tensors; `layer` orders the modules of a slot as they compute in
         this phase."""
         for tensor in tensors:
             if tensor.numel():
@@ -59,7 +59,7 @@ class Sums:
                     (
                         PHASES.index(phase),
                         slot,
-                        place,
+                        layer,
                         module,
                         tensor.detach().sum(dtype=torch.float32),
                     )
@@ -73,9 +73,9 @@ class Sums:
         """(Module, phase, slot) of the first sum in the world that is not finite; every rank asks
         together."""
         own = _NOTHING_FOUND
-        for phase, slot, place, module, total in self.found:
+        for phase, slot, layer, module, total in self.found:
             if not torch.isfinite(total):
-                digits = (slot, place, self.names.index(module))
+                digits = (slot, layer, self.names.index(module))
                 own = min(own, sum((phase, *digits)[i] * _BASE ** (3 - i) for i in range(4)))
         world = torch.tensor(own, device=device)
         dist.all_reduce(world, op=dist.ReduceOp.MIN)
@@ -95,15 +95,15 @@ def not_finite(
     """The error of a step that is not finite; `where` is what `Sums.first` found."""
     values = ", ".join(f"{name} loss {value:g}" for name, value in losses.items())
     if where is None:
-        place = "no module's outputs or gradients were seen to be infinite or NaN"
+        first = "no module's outputs or gradients were seen to be infinite or NaN"
     else:
         module, phase, slot = where
-        place = f"{module} made the first such number, in the {phase}" + (
+        first = f"{module} made the first such number, in the {phase}" + (
             f" of slot {slot}" * (phase != "gradients")
         )
     after = f", the last of {skipped} such steps in a row," if skipped > 1 else ""
     return NotFiniteError(
-        f"Step {step}{after} is not finite: {place}",
+        f"Step {step}{after} is not finite: {first}",
         f"{values}, gradient norm {norm:g}; nothing was saved",
         "Lower train.optimizer.lr or raise warmup_steps, and go on from the last checkpoint"
         " (disttrain train --resume) or, where there is none, start again; or leave such steps out:"
@@ -112,7 +112,7 @@ def not_finite(
 
 
 @contextmanager
-def out_of_memory(place: RankCoords, layout: Layout, operation: str, slot: int) -> Iterator[None]:
+def out_of_memory(coords: RankCoords, layout: Layout, operation: str, slot: int) -> Iterator[None]:
     """Turn a device's failure to allocate into an error that names the unit, and what to change.
 
     Raises:
@@ -125,31 +125,31 @@ def out_of_memory(place: RankCoords, layout: Layout, operation: str, slot: int) 
             error
         ):
             raise
-        what = f"Out of memory in the {_where(place, operation, slot)}"
+        what = f"Out of memory in the {_where(coords, operation, slot)}"
         raise OutOfMemoryError(
-            what, str(error).strip().splitlines()[0], memory_advice(place, layout)
+            what, str(error).strip().splitlines()[0], memory_advice(coords, layout)
         ) from error
 
 
 @contextmanager
-def located(place: RankCoords, operation: str, slot: int) -> Iterator[None]:
+def located(coords: RankCoords, operation: str, slot: int) -> Iterator[None]:
     """Note on any error in which operation of which stage it was raised."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"In the {_where(place, operation, slot)}")
+        error.add_note(f"In the {_where(coords, operation, slot)}")
         raise
 
 
-def _where(place: RankCoords, operation: str, slot: int) -> str:
+def _where(coords: RankCoords, operation: str, slot: int) -> str:
     of_slot = f" of slot {slot}" if slot >= 0 else ""
-    unit, stage = place.unit.name, place.stage.index
-    return f"{operation}{of_slot}: unit {unit}, stage {stage}, replica {place.replica}"
+    unit, stage = coords.unit.name, coords.stage.index
+    return f"{operation}{of_slot}: unit {unit}, stage {stage}, replica {coords.replica}"
 
 
-def memory_advice(place: RankCoords, layout: Layout) -> str:
+def memory_advice(coords: RankCoords, layout: Layout) -> str:
     """What makes a stage of a layout smaller, as far as it is not done yet."""
-    unit = place.unit
+    unit = coords.unit
     changes = []
     if layout.microbatch_size > 1:
         changes.append(f"microbatch_size: {layout.microbatch_size // 2}")

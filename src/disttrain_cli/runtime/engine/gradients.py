@@ -28,8 +28,8 @@ class GradientFlow:
     def mark(self, layers: Sequence[PipelineLayer], first: int) -> None:
         """Freeze the weights that are not trained, and tell layers `first`, first + 1, … what they
         do."""
-        for place, layer in enumerate(layers, first):
-            layer.trained, layer.passes = self.trained[place], self.passes[place]
+        for index, layer in enumerate(layers, first):
+            layer.trained, layer.passes = self.trained[index], self.passes[index]
             for path, parameter in layer.named_parameters():
                 if not layer.trained or (
                     self.names is not None and layer.owner_of(path) not in self.names

@@ -130,12 +130,12 @@ def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[
     if optimizer is None:
         return []
     found = []
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         weight = 1.0 / tp if group["tp_whole"] else 1.0
         if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bf16, ZeRO-1
-            tensors = [optimizer.fp32_groups_gradient_flat_partition[place]]
+            tensors = [optimizer.fp32_groups_gradient_flat_partition[index]]
         elif hasattr(optimizer, "averaged_gradients"):  # fp32, ZeRO-1
-            tensors = list(optimizer.averaged_gradients[place])
+            tensors = list(optimizer.averaged_gradients[index])
         else:
             tensors, weight = [p.grad for p in group["params"] if p.grad is not None], weight / dp
         found.append((group["module"], tensors, weight))

@@ -37,7 +37,7 @@ class Segment:
     exit: list[str]
     carrying: frozenset[str]  # tensors of the entry whose gradients are asked for
     returning: frozenset[str]  # tensors of the exit whose gradients come back
-    place: int  # of its first layer in the model
+    first_layer: int  # in the model
 
     @property
     def still(self) -> bool:
@@ -111,7 +111,7 @@ class StageRunner:
                 )
             if self.sums is not None:
                 self.sums.note(
-                    "forward", slot, segment.place, segment.module, [*state.values(), *losses]
+                    "forward", slot, segment.first_layer, segment.module, [*state.values(), *losses]
                 )
             done()
         self.in_flight[slot] = saved
@@ -144,7 +144,7 @@ class StageRunner:
                 self.sums.note(
                     "backward",
                     slot,
-                    _LAST_PLACE - segment.place,
+                    _LAST_LAYER - segment.first_layer,
                     segment.module,
                     gradients.values(),
                 )
@@ -176,7 +176,7 @@ class StageRunner:
 
 
 #: Turns the order of modules around for the backward.
-_LAST_PLACE = (1 << 15) - 1
+_LAST_LAYER = (1 << 15) - 1
 
 
 def build_segments(

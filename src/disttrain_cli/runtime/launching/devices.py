@@ -94,9 +94,9 @@ def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:
         DisttrainError: ranks share a device and `share` does not allow it.
     """
     takers = defaultdict(list)
-    for rank, place in enumerate(found):
-        takers[place].append(rank)
-    shared = {place: ranks for place, ranks in takers.items() if len(ranks) > 1 and place[1]}
+    for rank, device in enumerate(found):
+        takers[device].append(rank)
+    shared = {device: ranks for device, ranks in takers.items() if len(ranks) > 1 and device[1]}
     if shared and not share:
         lines = [
             f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' * (len(ranks) > MOST_NAMED)} on"

@@ -55,7 +55,7 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
 
 
 def check_memory(
-    plan: Plan, profiled: DeviceProfile, place: RankCoords, device: torch.device
+    plan: Plan, profiled: DeviceProfile, coords: RankCoords, device: torch.device
 ) -> None:
     """Compare what the plan puts on a device with what it has, and with what others have left of
     it.
@@ -70,13 +70,13 @@ def check_memory(
         (
             stage.peak_gib
             for stage in plan.predicted.memory
-            if (stage.unit, stage.stage) == (place.unit.name, place.stage.index)
+            if (stage.unit, stage.stage) == (coords.unit.name, coords.stage.index)
         ),
         0.0,
     )
     where = f"{device} ({torch.cuda.get_device_name(device)}) on {socket.gethostname()}"
     stage = (
-        f"unit {place.unit.name}, stage {place.stage.index}, is planned with up to"
+        f"unit {coords.unit.name}, stage {coords.stage.index}, is planned with up to"
         f" {peak_gib:.1f} GiB"
     )
     if total_gib < peak_gib:

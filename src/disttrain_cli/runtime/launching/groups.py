@@ -27,7 +27,7 @@ CONNECTING_S = 60.0  # longest time of connecting one group, once its members ha
 
 
 def check_groups(
-    grid: UnitGrid, place: RankCoords, device: torch.device, limit_s: float
+    grid: UnitGrid, coords: RankCoords, device: torch.device, limit_s: float
 ) -> dict[str, float]:
     """Connect every group of this rank, the world first; returns the seconds that each took.
 
@@ -42,31 +42,31 @@ def check_groups(
             remedies are named. Where NCCL does not come back, the process ends with that error.
     """
     return {
-        name: _connect(name, group, place, device, limit_s) for name, group in grid.groups.items()
+        name: _connect(name, group, coords, device, limit_s) for name, group in grid.groups.items()
     }
 
 
 def _connect(
-    name: str, group: dist.ProcessGroup, place: RankCoords, device: torch.device, limit_s: float
+    name: str, group: dist.ProcessGroup, coords: RankCoords, device: torch.device, limit_s: float
 ) -> float:
     size, backend = dist.get_world_size(group), dist.get_backend(group)
     waited_s, limit_s = min(MEETING_S, limit_s), min(CONNECTING_S, limit_s)
-    where = f"unit {place.unit.name}, stage {place.stage.index}, host {socket.gethostname()}"
+    where = f"unit {coords.unit.name}, stage {coords.stage.index}, host {socket.gethostname()}"
 
     def unreachable(why: str) -> DisttrainError:
         return DisttrainError(
-            f'Rank {place.rank} cannot reach its group "{name}" ({size} ranks) over {backend}',
+            f'Rank {coords.rank} cannot reach its group "{name}" ({size} ranks) over {backend}',
             f"{where}: {why}",
             REMEDIES.get(backend, REMEDIES["gloo"]),
         )
 
     if missing := call_roll(
-        group.get_group_store(), dist.get_process_group_ranks(group), place.rank, waited_s
+        group.get_group_store(), dist.get_process_group_ranks(group), coords.rank, waited_s
     ):
         raise DisttrainError(
             f'{len(missing)} of {size} ranks did not join the group "{name}" within {waited_s:g} s:'
             f" {named(missing, ())}",
-            f"rank {place.rank} waited; {where}",
+            f"rank {coords.rank} waited; {where}",
             "Look at the logs of the missing.",
         )
     begun, ones = time.monotonic(), torch.ones(1, device=device)
@@ -78,7 +78,7 @@ def _connect(
         raise unreachable(str(error).splitlines()[0]) from None
     if total != size:
         raise DisttrainError(
-            f'The group "{name}" of rank {place.rank} sums wrongly over {backend}',
+            f'The group "{name}" of rank {coords.rank} sums wrongly over {backend}',
             f"{size} ranks each gave 1; the sum is {total:g}",
             REMEDIES.get(backend, ""),
         )

@@ -52,7 +52,7 @@ class Joined:
     profile: Profile
     index: Index
     graph: StageGraph
-    place: RankCoords
+    coords: RankCoords
     device: torch.device
     pulse: Pulse
     told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file; and the backend
@@ -70,11 +70,11 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     run = read_run(Path(payload["run"]))
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     graph = stage_graph(plan.plan, profile.inputs.llm)
-    place, train = graph.coords(int(os.environ["RANK"])), run.file.train
-    if place.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
+    coords, train = graph.coords(int(os.environ["RANK"])), run.file.train
+    if coords.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
         stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))
     pulse = stack.enter_context(
-        Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s, follow).beating()
+        Pulse(pulses(Path(payload["logs"])), coords.rank, train.longest_hang_s, follow).beating()
     )
     index = read_index(run, profile.inputs)
     facts = identity_of(run.file, plan.plan, index, profile) | {
@@ -86,13 +86,13 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     limit_s = min(MEETING_S, train.timeout_s)
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
-    check_memory(plan, profile.device, place, device)
+    check_memory(plan, profile.device, coords, device)
     raise_limit(
         needed(
             graph.world_size,
-            (place.unit.dp, place.unit.tp),
+            (coords.unit.dp, coords.unit.tp),
             gloo=device.type == "cpu",
-            first=place.rank == 0,
+            first=coords.rank == 0,
             serves=serves_rendezvous(),
         )
     )
@@ -107,7 +107,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
 
     told = meet(
         store,
-        place.rank,
+        coords.rank,
         graph.world_size,
         Guest(facts, identity(device)),
         decide,
@@ -115,10 +115,12 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         hosts=_hosts(payload),
         say=partial(_say, payload),
     )
-    if LISTENER not in os.environ and place.rank in (0, graph.world_size - 1):
+    if LISTENER not in os.environ and coords.rank in (0, graph.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), graph)
     stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
-    return Joined(with_workers(run), plan, profile, index, graph, place, device, pulse, told, store)
+    return Joined(
+        with_workers(run), plan, profile, index, graph, coords, device, pulse, told, store
+    )
 
 
 def _hosts(payload: dict[str, Any]) -> list[str]:

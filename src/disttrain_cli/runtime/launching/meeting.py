@@ -124,17 +124,16 @@ def check_name(host: str) -> None:
             ) from None
 
 
-def arrive(store: dist.Store, place: str, number: int, count: int, word: str = "") -> None:
-    """Say that one of `count` ranks or hosts has reached a place of the program, and leave a
-    word."""
-    store.set(f"{place}/{number}", word)
-    if store.add(f"{place}/joined", 1) == count:
-        store.set(f"{place}/complete", "")
+def arrive(store: dist.Store, barrier: str, number: int, count: int, word: str = "") -> None:
+    """Say that one of `count` ranks or hosts has reached a barrier, and leave a word."""
+    store.set(f"{barrier}/{number}", word)
+    if store.add(f"{barrier}/joined", 1) == count:
+        store.set(f"{barrier}/complete", "")
 
 
 def wait_for_all(
     store: dist.Store,
-    place: str,
+    barrier: str,
     count: int,
     limit_s: float,
     late: Callable[[list[int]], DisttrainError],
@@ -143,17 +142,20 @@ def wait_for_all(
     hosts: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> None:
-    """Wait until all have reached a place; raises `late` of those that are missing after `limit_s`.
+    """Wait until all have reached a barrier; raises `late` of those that are missing after
+    `limit_s`.
 
     Args:
         hosts: where every one of them is, if that is known.
         say: hears now and then who is missing.
     """
     begun_s, news_s = time.monotonic(), NEWS_S
-    while not store.check([f"{place}/complete"]):
+    while not store.check([f"{barrier}/complete"]):
         waited_s = time.monotonic() - begun_s
         if waited_s >= min(news_s, limit_s):
-            missing = [number for number in range(count) if not store.check([f"{place}/{number}"])]
+            missing = [
+                number for number in range(count) if not store.check([f"{barrier}/{number}"])
+            ]
             if missing and waited_s >= limit_s:
                 raise late(missing)
             say(f"waiting for {len(missing)} of {count} {kind}: {named(missing, hosts)}")

@@ -261,8 +261,8 @@ def move_aside(folder: RunDir) -> list[str]:
     ]
     aside = folder.root / "earlier" / f"{max(numbers, default=-1) + 1:03d}"
     left += [folder.logs] if folder.logs.exists() else []
-    places = dict.fromkeys(_set_aside(path, aside) for path in left)
-    return [f"Moved what an earlier start left to {place}" for place in places]
+    moved = dict.fromkeys(_set_aside(path, aside) for path in left)
+    return [f"Moved what an earlier start left to {moved_to}" for moved_to in moved]
 
 
 def _set_aside(path: Path, aside: Path) -> Path:

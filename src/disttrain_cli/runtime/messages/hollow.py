@@ -72,13 +72,13 @@ class HollowRunner(StageRunner):
     def __init__(
         self,
         segments: list[Segment],
-        place: RankCoords,
+        coords: RankCoords,
         order: Callable[[], StepOrder],
         grid: UnitGrid,
         links: tuple[Sequence[Broker], Sequence[Broker]],
     ) -> None:
         super().__init__(segments)
-        self._place, self._order, self._grid, self._links = place, order, grid, links
+        self._coords, self._order, self._grid, self._links = coords, order, grid, links
 
     def forward(
         self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any
@@ -97,9 +97,9 @@ class HollowRunner(StageRunner):
         }
 
     def _empty(self, slot: int, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        unit, tp = self._place.unit, self._grid.tp
+        unit, tp = self._coords.unit, self._grid.tp
         rows = local_rows(
-            self._order().slots[slot], spec.item, spec.rows, unit.name, self._place.replica
+            self._order().slots[slot], spec.item, spec.rows, unit.name, self._coords.replica
         )
         if spec.split and tp is not None:
             mine = tp.own(rows)
@@ -117,17 +117,17 @@ class HollowEngine(UnitEngine):
         table: list[LayerInfo],
         carrying: Sequence[frozenset[str]],
         graph: StageGraph,
-        place: RankCoords,
+        coords: RankCoords,
     ) -> None:
         nn.Module.__init__(self)
         self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
-        self.place, self.tracer, self.train_spec = place, cast(Tracer, _Silence()), train
+        self.coords, self.tracer, self.train_spec = coords, cast(Tracer, _Silence()), train
         self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
         self.loss_modules = {info.loss: info.module for info in table if info.loss is not None}
-        grid, own = UnitGrid(graph, place), place.stage.layers
+        grid, own = UnitGrid(graph, coords), coords.stage.layers
         links = brokers(
             graph,
-            place,
+            coords,
             table,
             message_dtype(train),
             NOWHERE,
@@ -136,27 +136,27 @@ class HollowEngine(UnitEngine):
             grid.ways,
         )
         self.upstream, self.downstream = map(together, links)
-        self.module = StageModule([], grid, place)
+        self.module = StageModule([], grid, coords)
         segments = build_segments(
             cast(Sequence[PipelineLayer], table[own.start : own.stop]),
             own.start,
-            lambda cut: live_at(table, place.stage, cut),
+            lambda cut: live_at(table, coords.stage, cut),
             carrying.__getitem__,
         )
-        self.runner = HollowRunner(segments, place, lambda: self.order, grid, links)
+        self.runner = HollowRunner(segments, coords, lambda: self.order, grid, links)
 
     def _sum_partial_gradients(self) -> None:
         grid = self.module.mpu()
         join(grid.tp and grid.tp.ranks)
 
     def _reduce_gradients(self) -> None:
-        if self.place.unit.dp > 1:
+        if self.coords.unit.dp > 1:
             join(self.module.mpu().dp_proc_group)
 
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas give each other the weights that each has changed
-        if self.place.unit.dp > 1:
+        if self.coords.unit.dp > 1:
             join(self.module.mpu().dp_proc_group)
 
     def _memory(self, operation: str, slot: int) -> Any:

@@ -51,22 +51,22 @@ def _strangers(records: Mapping[int, Record]) -> Iterator[str]:
                 )
             for missing in sorted(set(ranks) - set(records)):
                 yield f'Rank {missing}, which is in "{name}" with rank {rank}, has no record'
-        for place, one in enumerate(record.operations):
+        for index, one in enumerate(record.operations):
             ranks = record.members.get(one.communicator, ())
             if rank not in ranks or (
                 one.is_message and (one.peer == rank or one.peer not in ranks)
             ):
                 yield (
-                    f'Rank {rank} begins operation {place}, {one}, over "{one.communicator}", '
+                    f'Rank {rank} begins operation {index}, {one}, over "{one.communicator}", '
                     f"which joins the ranks {list(ranks)}"
                 )
         for steps in _batches(record):
             first_name = steps[0][1].communicator
-            for place, one in steps:
+            for index, one in steps:
                 if one.communicator != first_name or (len(steps) > 1 and not one.is_message):
                     yield (
                         f"Rank {rank} groups operation {steps[0][0]}, {steps[0][1]} over"
-                        f' "{first_name}", with operation {place}, {one} over "{one.communicator}"'
+                        f' "{first_name}", with operation {index}, {one} over "{one.communicator}"'
                     )
 
 
@@ -217,10 +217,10 @@ def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]
     seen: list[int] = []
     while rank in waiting and rank not in seen:
         seen.append(rank)
-        place, one = waiting[rank].waits[0]
+        index, one = waiting[rank].waits[0]
         rank, own = _awaited(rank, one, waiting, members), rank
         told.append(
-            f'rank {own} in operation {place}, {one}, over "{one.communicator}", for rank {rank}'
+            f'rank {own} in operation {index}, {one}, over "{one.communicator}", for rank {rank}'
         )
     end = "which waits in turn" if rank in waiting else f"and rank {rank} has nothing left to do"
     first = seen.index(rank) if rank in seen else 0

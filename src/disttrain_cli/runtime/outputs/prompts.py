@@ -89,7 +89,7 @@ def batch_of(
     width = min(inputs.sequence_length, longest + room)
     ids = torch.tensor([row + [tokenizer.pad] * (width - len(row)) for row in rows], device=device)
 
-    def places(spans: Sequence[tuple[int, range]]) -> torch.Tensor:
+    def positions(spans: Sequence[tuple[int, range]]) -> torch.Tensor:
         return torch.tensor(
             [number * width + at for number, span in spans for at in span], device=device
         ).long()
@@ -100,19 +100,19 @@ def batch_of(
         )
         return normalised(torch.from_numpy(planes).to(device), head.affine, torch.float32)
 
-    items = {item: Items([], rows=places([])) for item in KINDS}
+    items = {item: Items([], rows=positions([])) for item in KINDS}
     items["image"] = Items(
         [grids[number] for number in order],
         {
             at: [pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)]
             for at, head in enumerate(inputs.images)
         },
-        rows=places([(number, image_rows[number]) for number in order]),
+        rows=positions([(number, image_rows[number]) for number in order]),
     )
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
-        rows=places(list(enumerate(context_rows))),
+        rows=positions(list(enumerate(context_rows))),
         weights=torch.ones(drawn),
     )
     batch = Batch(

@@ -242,6 +242,6 @@ def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
         first, last = index.segment_start[row : row + 2].tolist()
         kinds, texts = index.kinds[first:last].tolist(), iter(reader.texts(row))
         after = [next(texts) if kind == TEXT else None for kind in kinds]
-        for place, (kind, ids) in enumerate(zip(kinds, [*after[1:], None], strict=True)):
+        for position, (kind, ids) in enumerate(zip(kinds, [*after[1:], None], strict=True)):
             if kind == IMAGE and ids is not None:
-                yield reader.file(row, first + place), tokenizer.decode(ids).partition("\n")[0]
+                yield reader.file(row, first + position), tokenizer.decode(ids).partition("\n")[0]

@@ -37,9 +37,9 @@ def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
     inputs, table = describe(run), layer_table(run)
     layers = [
         layer
-        for place, info in enumerate(table)
+        for index, info in enumerate(table)
         if not info.frozen
-        for layer in build_layers(run, place, place + 1, device=device)
+        for layer in build_layers(run, index, index + 1, device=device)
     ]
     opened = checkpoint.Opened(folder, [layer.name for layer in layers])
     averaged = opened.layers("ema")

@@ -115,17 +115,17 @@ class EmulatedEngine(UnitEngine):
                 starts.extend([self.tracer.now()] * len(tracers))
 
             def after() -> None:
-                for place, (tracer, those) in enumerate(zip(tracers, items, strict=True)):
-                    end = starts[place] + int(1e9 * work.seconds[operation][module][slot, place])
+                for index, (tracer, those) in enumerate(zip(tracers, items, strict=True)):
+                    end = starts[index] + int(1e9 * work.seconds[operation][module][slot, index])
                     tracer.record(
                         operation,
-                        starts[place],
+                        starts[index],
                         end,
                         slot=slot,
                         module=module,
                         **amounts(current, module, those),
                     )
-                    starts[place] = end
+                    starts[index] = end
 
             return after
 

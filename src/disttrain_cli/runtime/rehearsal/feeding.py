@@ -79,12 +79,12 @@ class Feeder:
         shares: Shares,
         orders: Orders,
         stage: CostedStage,
-        place: RankCoords,
+        coords: RankCoords,
         device: Device,
     ) -> None:
         self._run, self._profile, self._shares = run, profile, shares
-        self._stage, self._place, self._device = stage, place, device
-        self.replicas = replicas_of(shares[place.unit.name], place.replica)
+        self._stage, self._coords, self._device = stage, coords, device
+        self.replicas = replicas_of(shares[coords.unit.name], coords.replica)
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
         self._prepared_s = 0.0
@@ -107,7 +107,7 @@ class Feeder:
 
     def items(self, step: int, slot: int) -> list[ReplicaItems]:
         """What each of the process's replicas works on in a slot."""
-        own = self.work(step).order.slots[slot].replicas[self._place.unit.name]
+        own = self.work(step).order.slots[slot].replicas[self._coords.unit.name]
         return [own[replica] for replica in self.replicas]
 
     def fetch(self, step: int, number: int) -> EmulatedBatch:
@@ -128,7 +128,7 @@ class Feeder:
 
         def rows(spec: TensorSpec) -> int:
             return local_rows(
-                slot, spec.item, spec.rows, self._place.unit.name, self._place.replica
+                slot, spec.item, spec.rows, self._coords.unit.name, self._coords.replica
             )
 
         return EmulatedBatch(rows=rows, seconds=work.waits[number])
@@ -136,9 +136,14 @@ class Feeder:
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)
         loads = unit_loads(
-            order, self._place.unit.name, self.replicas, [cost.module for cost in self._stage.costs]
+            order,
+            self._coords.unit.name,
+            self.replicas,
+            [cost.module for cost in self._stage.costs],
         )
-        noise = _noise(self._run, step, self._place.rank, (2, len(order.slots), len(self.replicas)))
+        noise = _noise(
+            self._run, step, self._coords.rank, (2, len(order.slots), len(self.replicas))
+        )
         parts = {"forward": noise[0], "backward": noise[1]}
         seconds = {
             part: {
@@ -190,8 +195,8 @@ class Feeder:
                         slowdown(
                             self._run.rehearse.faults,
                             kind,
-                            self._place.unit.name,
-                            self._place.stage.index,
+                            self._coords.unit.name,
+                            self._coords.stage.index,
                             replica,
                         )
                         for kind in kinds

@@ -99,7 +99,9 @@ def rehearse(
             "folder": str(folder.root),
             "profile": profile.model_dump(mode="json"),
             "shares": setting.shares,
-            "assignments": {step: [one.places.tolist(), one.carry] for step, one in known.items()},
+            "assignments": {
+                step: [one.positions.tolist(), one.carry] for step, one in known.items()
+            },
             "gpus_per_node": run.file.cluster.gpus_per_node,
             "time_scale": setting.time_scale,
             "began_ns": time.monotonic_ns(),

@@ -61,19 +61,19 @@ def main(payload: dict[str, Any]) -> None:
     )
     table, shares, folder = layer_table(run), payload["shares"], RunDir(Path(payload["folder"]))
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
-    place = graph.coords(int(os.environ["RANK"]))
+    coords = graph.coords(int(os.environ["RANK"]))
     stages = stages_of(profile, layout)
     stage, own = (
-        stages[place.stage.number],
-        table[place.stage.layers.start : place.stage.layers.stop],
+        stages[coords.stage.number],
+        table[coords.stage.layers.start : coords.stage.layers.stop],
     )
     clock = Device(payload["time_scale"])
     with ExitStack() as stack:
         device = stack.enter_context(joined("cpu", run.file.train.timeout_s))
         index = rehearsed_index(run, profile.inputs)
         known = {
-            int(step): Assignment(np.array(places), carry)
-            for step, (places, carry) in payload["assignments"].items()
+            int(step): Assignment(np.array(positions), carry)
+            for step, (positions, carry) in payload["assignments"].items()
         }
         feeder = Feeder(
             run.file,
@@ -81,7 +81,7 @@ def main(payload: dict[str, Any]) -> None:
             shares,
             Orders(run.file, layout, index, profile, known),
             stage,
-            place,
+            coords,
             clock,
         )
         whole = stage_graph(layout, profile.inputs.llm)
@@ -96,7 +96,7 @@ def main(payload: dict[str, Any]) -> None:
                     folder.traces,
                     payload["name"],
                     RankCoords(
-                        whole.stages[place.stage.number].rank(replica), place.stage, replica
+                        whole.stages[coords.stage.number].rank(replica), coords.stage, replica
                     ),
                     cluster_clock(clock, payload["began_ns"]),
                     say,
@@ -106,15 +106,15 @@ def main(payload: dict[str, Any]) -> None:
             ranks_of(graph, whole, shares),
         )
         stack.callback(tracer.close)
-        links = brokers(graph, place, table, message_dtype(run.file.train), device)
+        links = brokers(graph, coords, table, message_dtype(run.file.train), device)
         upstream, downstream = emulated_brokers(
-            run, profile, layout, stages, place, clock, links, payload["gpus_per_node"]
+            run, profile, layout, stages, coords, clock, links, payload["gpus_per_node"]
         )
         engine = EmulatedEngine(
             **engine_parts(
-                run, layout, UnitGrid(graph, place), place, [EmulatedLayer(info) for info in own]
+                run, layout, UnitGrid(graph, coords), coords, [EmulatedLayer(info) for info in own]
             ),
-            runner=emulated_runner(run, table, place, clock),
+            runner=emulated_runner(run, table, coords, clock),
             upstream=upstream,
             downstream=downstream,
             tracer=tracer,
@@ -144,20 +144,23 @@ def main(payload: dict[str, Any]) -> None:
             fetch_of,
         )
         _tell(
-            folder.logs / f"{payload['name']}-host-{place.rank:05d}.json",
+            folder.logs / f"{payload['name']}-host-{coords.rank:05d}.json",
             clock,
             time.process_time() - cpu_s,
         )
 
 
 def emulated_runner(
-    run: Run, table: list[LayerInfo], place: RankCoords, clock: Device
+    run: Run, table: list[LayerInfo], coords: RankCoords, clock: Device
 ) -> StageRunner:
     """The stage's computation, a wait for each module."""
-    first, own = place.stage.layers.start, table[place.stage.layers.start : place.stage.layers.stop]
+    first, own = (
+        coords.stage.layers.start,
+        table[coords.stage.layers.start : coords.stage.layers.stop],
+    )
     dtype, scaled = message_dtype(run.file.train), run.file.rehearse.messages == "scaled"
     segments = build_segments(
-        [EmulatedLayer(info) for info in own], first, lambda cut: live_at(table, place.stage, cut)
+        [EmulatedLayer(info) for info in own], first, lambda cut: live_at(table, coords.stage, cut)
     )
     for segment in segments:
         layers = [info for info in own if info.module == segment.module]
@@ -170,13 +173,13 @@ def emulated_brokers(
     profile: Profile,
     layout: Layout,
     stages: list[CostedStage],
-    place: RankCoords,
+    coords: RankCoords,
     clock: Device,
     links: tuple[list[Broker], list[Broker]],
     gpus_per_node: int,
 ) -> list[Broker | Brokers | None]:
     """The brokers over emulated links: to the stages before and after."""
-    scaled, number = run.file.rehearse.messages == "scaled", place.stage.number
+    scaled, number = run.file.rehearse.messages == "scaled", coords.stage.number
     times_s = dict(
         zip(
             cuts_of(stages),
@@ -192,7 +195,7 @@ def emulated_brokers(
         )
         sends, receives = (message_specs(specs, scaled) for specs in (link.sends, link.receives))
         return EmulatedBroker(
-            place,
+            coords,
             link.neighbour,
             sends,
             receives,

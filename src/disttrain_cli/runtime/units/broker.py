@@ -48,7 +48,7 @@ class _Arriving:
 class Broker:
     """Transfers of one rank across the cut between its stage and `neighbour`."""
 
-    place: RankCoords
+    coords: RankCoords
     neighbour: Stage
     # what leaves here: activations downstream, or gradients upstream, in a fixed order
     sends: Sequence[TensorSpec]
@@ -181,7 +181,7 @@ class Broker:
         return _Arriving(works, tensors, scattered, size, _only(peers))
 
     def _rows(self, slot: Slot, spec: TensorSpec) -> int:
-        return local_rows(slot, spec.item, spec.rows, self.place.unit.name, self.place.replica)
+        return local_rows(slot, spec.item, spec.rows, self.coords.unit.name, self.coords.replica)
 
     def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
         """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way
@@ -189,7 +189,7 @@ class Broker:
         key = (id(slot), spec.item, spec.rows)
         if key not in self.known:
             here = End(
-                self.place.unit.name, self.place.unit.tp, self.place.replica, self.place.tp_rank
+                self.coords.unit.name, self.coords.unit.tp, self.coords.replica, self.coords.tp_rank
             )
             there = End(self.neighbour.unit.name, self.neighbour.tp)
             self.known[key] = slot, routes(slot, spec.item, spec.rows, here, there)

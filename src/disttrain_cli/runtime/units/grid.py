@@ -21,9 +21,9 @@ class RaggedTopology(ProcessTopology):
     """Coordinates (pipe, data, model) of all ranks; `get_dim('data' | 'model')` answers for the
     caller's unit."""
 
-    def __init__(self, graph: StageGraph, place: RankCoords) -> None:
+    def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[0, 0, 0])
-        self.dims = [len(graph.stages), place.unit.dp, place.unit.tp]
+        self.dims = [len(graph.stages), coords.unit.dp, coords.unit.tp]
         self.mapping = {
             self.ProcessCoord(pipe=stage.number, data=replica, model=tp_rank): stage.rank(
                 replica, tp_rank
@@ -42,20 +42,20 @@ class UnitGrid(PipelineParallelGrid):
     groups: dict[str, dist.ProcessGroup]
     ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
 
-    def __init__(self, graph: StageGraph, place: RankCoords) -> None:
-        self._topo = RaggedTopology(graph, place)
-        self.global_rank = place.rank
+    def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
+        self._topo = RaggedTopology(graph, coords)
+        self.global_rank = coords.rank
         self.world_size = graph.world_size
-        self.data_parallel_size = place.unit.dp
+        self.data_parallel_size = coords.unit.dp
         self.pipe_parallel_size = len(graph.stages)
         self.model_parallel_size = self.slice_parallel_size = 1
-        self.stage_id = place.stage.number
-        self.data_parallel_id = place.replica
+        self.stage_id = coords.stage.number
+        self.data_parallel_id = coords.replica
         self.is_first_stage = self.is_last_stage = True
         self.ds_model_proc_group = dist.group.WORLD
         self.ds_model_world_size = sum(stage.tp for stage in graph.stages)
         self.ds_model_rank = (
-            sum(stage.tp for stage in graph.stages[: place.stage.number]) + place.tp_rank
+            sum(stage.tp for stage in graph.stages[: coords.stage.number]) + coords.tp_rank
         )
         self.dp_groups: list[list[int]] = []
         self.p2p_groups: list[list[int]] = []
@@ -64,18 +64,18 @@ class UnitGrid(PipelineParallelGrid):
             group = dist.new_group(list(one.ranks), group_desc=one.name)
             if one.kind == "data parallel":
                 self.dp_groups.append(list(one.ranks))
-            if place.rank in one.ranks:
+            if coords.rank in one.ranks:
                 self.groups[one.name] = group
-                self._join(one, group, place)
+                self._join(one, group, coords)
         self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
-        self.slice_group, self.slice_proc_group = [place.rank], None
+        self.slice_group, self.slice_proc_group = [coords.rank], None
 
     def _join(
-        self, one: communicators.Communicator, group: dist.ProcessGroup, place: RankCoords
+        self, one: communicators.Communicator, group: dist.ProcessGroup, coords: RankCoords
     ) -> None:
         if one.kind == "data parallel":
             self.dp_group, self.dp_proc_group = list(one.ranks), group
         elif one.kind == "tensor parallel":
-            self.tp = Group(group, place.unit.tp, place.tp_rank)
+            self.tp = Group(group, coords.unit.tp, coords.tp_rank)
         elif one.way is not None:
             self.ways[one.way] = group

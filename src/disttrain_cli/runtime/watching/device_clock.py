@@ -77,12 +77,12 @@ class DeviceClock:
     def read(self) -> None:
         """Learn the times of all marks up to the last anchor that the device has passed; does not
         wait."""
-        anchors = [place for place, mark in enumerate(self._marks, 1) if mark.anchor_ns is not None]
+        anchors = [index for index, mark in enumerate(self._marks, 1) if mark.anchor_ns is not None]
         done = 0
-        for place in anchors:
-            if self._marks[place - 1].passed():
-                self._read(self._marks[done:place])
-                done = place
+        for index in anchors:
+            if self._marks[index - 1].passed():
+                self._read(self._marks[done:index])
+                done = index
         del self._marks[:done]
 
     def _read(self, marks: list[Mark]) -> None:

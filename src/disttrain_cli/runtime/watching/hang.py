@@ -72,8 +72,8 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
     elif state.operation not in COMPUTE:
         return []
     else:  # the ranks that share its layers
-        place = stage.ranks.index(state.rank) // stage.tp * stage.tp
-        group = stage.ranks[place : place + stage.tp]
+        first = stage.ranks.index(state.rank) // stage.tp * stage.tp
+        group = stage.ranks[first : first + stage.tp]
     here = (state.step, state.operation, state.slot)
     return [
         rank
@@ -154,7 +154,7 @@ class HangWatch:
                 f"The job hangs: ranks {', '.join(map(str, hang.causes[:16]))} wait for each other"
             )
         else:
-            what = "The job hangs: the others wait for " + ", ".join(map(self._place, named)) + more
+            what = "The job hangs: the others wait for " + ", ".join(map(self._named, named)) + more
         lines = [f"rank {rank} {self._condition(rank, silent)}" for rank in named]
         waiting = [rank for rank in self._ranks if rank not in named and hang.waits[rank]]
         lines += [f"rank {rank} {self._condition(rank, silent)}" for rank in waiting[:MOST_NAMED]]
@@ -171,7 +171,7 @@ class HangWatch:
             "is one: disttrain train --resume",
         )
 
-    def _place(self, rank: int) -> str:
+    def _named(self, rank: int) -> str:
         stage = next(stage for stage in self._stages if rank in stage.ranks)
         return (
             f"rank {rank} ({stage.unit.name}, stage {stage.index}, host {self._states[rank].host})"

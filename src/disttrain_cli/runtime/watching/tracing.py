@@ -154,23 +154,23 @@ class Tracer:
         self,
         folder: Path,
         run: str,
-        place: RankCoords,
+        coords: RankCoords,
         clock: Callable[[], int],
         say: Callable[[str], None] = print,
         device_clock: DeviceClock | None = None,
     ) -> None:
-        self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run, say)
+        self._writer = SegmentWriter(folder / f"rank-{coords.rank:05d}", TRACE_COLUMNS, run, say)
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet
         self._ahead: list[tuple[dict[str, Any], Mark, Mark]] = []
         self.step = 0
-        self._place: dict[str, Any] = {
+        self._coords: dict[str, Any] = {
             "run": run,
-            "unit": place.unit.name,
-            "stage": place.stage.index,
-            "replica": place.replica,
-            "tp_rank": place.tp_rank,
-            "rank": place.rank,
+            "unit": coords.unit.name,
+            "stage": coords.stage.index,
+            "replica": coords.replica,
+            "tp_rank": coords.tp_rank,
+            "rank": coords.rank,
             "host": socket.gethostname(),
         }
 
@@ -203,7 +203,7 @@ class Tracer:
         if self.silent:
             return
         row = (
-            self._place
+            self._coords
             | _NOTHING
             | amounts
             | {

@@ -43,13 +43,13 @@ def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
         stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)
     )
     counts = [0] * len(hosts)
-    place = 0
+    current = 0
     for group in groups:
-        while place < len(hosts) and counts[place] + len(group) > hosts[place].slots:
-            place += 1
-        if place == len(hosts):
+        while current < len(hosts) and counts[current] + len(group) > hosts[current].slots:
+            current += 1
+        if current == len(hosts):
             raise _too_few(graph, hosts, max(len(each) for each in groups))
-        counts[place] += len(group)
+        counts[current] += len(group)
     first = 0
     nodes: list[Node] = []
     for host, count in zip(hosts, counts, strict=True):
