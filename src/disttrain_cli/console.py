@@ -185,7 +185,7 @@ def to_json(document: BaseModel | dict[str, Any], ascii_only: bool = False) -> s
             json.dumps(values, default=_plain_value), parse_constant=lambda name: None
         )
         text = json.dumps(finite, indent=2, ensure_ascii=ascii_only)
-    return _STEERS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+    return _STEERS.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def _encodable(document: BaseModel | dict[str, Any]) -> str:

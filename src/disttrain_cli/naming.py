@@ -34,12 +34,12 @@ def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] =
     if run_file is None and traces:
         run_file = run_file_beside(traces[0])
 
-    def named(found: re.Match[str]) -> str:
-        if found[1] == "analyze":
+    def named(match: re.Match[str]) -> str:
+        if match[1] == "analyze":
             paths = list(traces)
         else:
             paths = [] if run_file in (None, DEFAULT_RUN_FILE) else [Path(str(run_file))]
-        return shlex.join(["disttrain", *found[1].split(), *map(str, paths)])
+        return shlex.join(["disttrain", *match[1].split(), *map(str, paths)])
 
     return _BARE.sub(named, text)
 

@@ -73,19 +73,19 @@ def ranks(payload: dict[str, Any]) -> None:
 
 def _gather(group: Group, rows: int) -> None:
     whole, weights = random(rows, 6, seed=1), [random(rows, 6, seed=2 + r) for r in range(TP)]
-    own = whole[group.own(rows)].T.contiguous().T.requires_grad_()  # not contiguous
+    own = whole[group.local_rows(rows)].T.contiguous().T.requires_grad_()  # not contiguous
     made = gather(own, rows, group)
     (made * weights[group.rank]).sum().backward()
     same(made, whole)
-    same(own.grad, sum(weights)[group.own(rows)])
+    same(own.grad, sum(weights)[group.local_rows(rows)])
 
 
 def _scatter(group: Group, rows: int) -> None:
     parts, weight = [random(6, rows, seed=1 + r).T for r in range(TP)], random(rows, 6, seed=9)
     own = parts[group.rank].requires_grad_()
     made = scatter(own, group)
-    (made * weight[group.own(rows)]).sum().backward()
-    same(made, sum(parts)[group.own(rows)])
+    (made * weight[group.local_rows(rows)]).sum().backward()
+    same(made, sum(parts)[group.local_rows(rows)])
     same(own.grad, weight)
 
 
@@ -110,8 +110,8 @@ def _copy(group: Group, rows: int) -> None:
 def _split(group: Group, rows: int) -> None:
     whole, weight = random(rows, 6, seed=1).requires_grad_(), random(rows, 6, seed=2)
     made = split(whole, group)
-    (made * weight[group.own(rows)]).sum().backward()
-    same(made, whole[group.own(rows)])
+    (made * weight[group.local_rows(rows)]).sum().backward()
+    same(made, whole[group.local_rows(rows)])
     sum_over([whole.grad], group)
     same(whole.grad, weight)
 
@@ -143,9 +143,9 @@ def _embed(group: Group, rows: int) -> None:
     )
     own = table.detach()[4 * group.rank : 4 * group.rank + 4].clone().requires_grad_()
     made = scatter(embed(ids, own, 4 * group.rank), group)
-    (made * weight[group.own(rows)]).sum().backward()
+    (made * weight[group.local_rows(rows)]).sum().backward()
     (table[ids] * weight).sum().backward()
-    same(made, table[ids][group.own(rows)])
+    same(made, table[ids][group.local_rows(rows)])
     same(own.grad, table.grad[4 * group.rank : 4 * group.rank + 4])
 
 
@@ -170,7 +170,7 @@ def _across(group: Group, rows: int) -> None:
     own_up, own_down = (
         part.detach().clone().requires_grad_() for part in (up[:, half], down[half])
     )
-    own = whole.detach()[group.own(rows)].clone().requires_grad_()
+    own = whole.detach()[group.local_rows(rows)].clone().requires_grad_()
     gathered = []
 
     def f(rows_RD: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ def _across(group: Group, rows: int) -> None:
 
     made = across(f, own, rows, group)
     assert _expires(gathered[0]), "all rows are kept"
-    (made * weight[group.own(rows)]).sum().backward()
+    (made * weight[group.local_rows(rows)]).sum().backward()
     expected = (whole @ up).relu() * (whole @ up) @ down
     (expected * weight).sum().backward()
-    same(made, expected[group.own(rows)])
-    same(own.grad, whole.grad[group.own(rows)])
+    same(made, expected[group.local_rows(rows)])
+    same(own.grad, whole.grad[group.local_rows(rows)])
     same(own_up.grad, up.grad[:, half])
     same(own_down.grad, down.grad[half])
 
@@ -236,7 +236,7 @@ def _layer(run: Any, index: int, size: str, group: Group) -> None:
     split_names = {spec.name for spec in (*live_tensors(table, index), *whole.writes) if spec.split}
 
     def mine(name: str, tensor: Tensor) -> Tensor:
-        return tensor[group.own(len(tensor))] if name in split_names else tensor
+        return tensor[group.local_rows(len(tensor))] if name in split_names else tensor
 
     part = {
         name: mine(name, tensor.detach()).clone().requires_grad_() for name, tensor in given.items()

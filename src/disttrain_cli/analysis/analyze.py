@@ -42,12 +42,14 @@ def analyze_open(
 ) -> tuple[Analysis, Callable[[], Pictures]]:
     """The same, and what draws the report's pictures of the same traces, should a report be
     wanted."""
-    found, files, left_out = find_format(paths)
-    inputs = files_of(found, files)
-    named = f"{found} {[str(path) for path in paths]}"
+    trace_format, files, left_out = find_format(paths)
+    inputs = files_of(trace_format, files)
+    named = f"{trace_format} {[str(path) for path in paths]}"
     # at most once, and not where all is known already
-    traces = cache(lambda: _open(found, files, progress))
-    analysis = remembered(inputs, f"analysis {named}", Analysis, lambda: _judge(found, traces()))
+    traces = cache(lambda: _open(trace_format, files, progress))
+    analysis = remembered(
+        inputs, f"analysis {named}", Analysis, lambda: _judge(trace_format, traces())
+    )
     if left_out:
         analysis = replace(analysis, warnings=[*left_out, *analysis.warnings])
 
@@ -58,44 +60,44 @@ def analyze_open(
             inputs,
             f"pictures {named}",
             Pictures,
-            lambda: _draw(found, traces(), analysis.verdict.place.rank),
+            lambda: _draw(trace_format, traces(), analysis.verdict.place.rank),
         )
 
     return analysis, drawn
 
 
-def _open(found: Format, files: list[Path], progress: Progress) -> Any:
+def _open(trace_format: Format, files: list[Path], progress: Progress) -> Any:
     """The traces as the reader of their format holds them."""
-    if found == "kineto":
+    if trace_format == "kineto":
         from disttrain_cli.analysis.kineto.database import open_kineto
 
         return open_kineto(files, progress)
-    if found == "operations":
+    if trace_format == "operations":
         return files
     from disttrain_cli.analysis.own.database import open_database
 
     return open_database(files)
 
 
-def _judge(found: Format, traces: Any) -> Analysis:
-    if found == "kineto":
+def _judge(trace_format: Format, traces: Any) -> Analysis:
+    if trace_format == "kineto":
         from disttrain_cli.analysis.kineto.analysis import analyze_kineto_database
 
         return analyze_kineto_database(traces)
-    if found == "operations":
+    if trace_format == "operations":
         from disttrain_cli.analysis.study import analyze_study
 
         return analyze_study(traces)
     return analyze_database(traces)
 
 
-def _draw(found: Format, traces: Any, rank: int | None) -> Pictures:
+def _draw(trace_format: Format, traces: Any, rank: int | None) -> Pictures:
     """Pictures that show, among others, the rank that the verdict names."""
     from disttrain_cli.analysis.report.pictures import kineto_pictures, pictures_of
 
-    if found == "kineto":
+    if trace_format == "kineto":
         return kineto_pictures(traces, rank)
-    if found == "operations":
+    if trace_format == "operations":
         from disttrain_cli.analysis.study.drawing import study_pictures
 
         return study_pictures(traces, rank)
@@ -116,12 +118,12 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         DataError: as `analyze`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    found, files, _ = find_format(paths)
-    if found == "kineto":
+    trace_format, files, _ = find_format(paths)
+    if trace_format == "kineto":
         from disttrain_cli.analysis.kineto.database import run_kineto_sql
 
         return run_kineto_sql(files, query, progress)
-    if found == "operations":
+    if trace_format == "operations":
         from disttrain_cli.analysis.study import run_study_sql
 
         return run_study_sql(files, query)

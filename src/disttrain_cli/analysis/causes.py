@@ -96,7 +96,7 @@ def find_causes(
     """
     first = now = replay(recorded)
     least, smallest = least_share * first.mean(), SMALLEST_SHARE * first.mean()
-    state, left, found = recorded, list(suspects), list[Finding]()
+    state, left, findings = recorded, list(suspects), list[Finding]()
     while left:
         picked = _pick(replay, state, now, left, least)
         kinds = {
@@ -105,27 +105,29 @@ def find_causes(
             )
             for cause in dict.fromkeys(one.cause for one in picked)
         }
-        mended_s = {cause: float(replay(mend(state, own)).mean()) for cause, own in kinds.items()}
+        mended_s = {
+            cause: float(replay(mend(state, alike)).mean()) for cause, alike in kinds.items()
+        }
         for cause in sorted(kinds, key=lambda cause: mended_s[cause]):
-            own = kinds[cause]
-            mended = mend(state, own)
+            alike = kinds[cause]
+            mended = mend(state, alike)
             then = replay(mended)
             gain_s = now - then
-            if len(picked) == len(own) and gain_s.mean() < smallest:
-                return found, state
+            if len(picked) == len(alike) and gain_s.mean() < smallest:
+                return findings, state
             rest = _without_largest(state, mended)
-            found.append(
+            findings.append(
                 Finding(
                     cause,
-                    [one.place for one in own],
+                    [one.place for one in alike],
                     gain_s,
-                    first - replay(mend(recorded, own)) if found else gain_s,
+                    first - replay(mend(recorded, alike)) if findings else gain_s,
                     None if rest is None else float((replay(rest) - then).mean()),
                 )
             )
             state, now = mended, then
         left = [one for one in left if one not in picked]
-    return found, state
+    return findings, state
 
 
 def mend(state: State, suspects: Sequence[Suspect]) -> State:
@@ -144,7 +146,7 @@ def _pick(
     gains = [gain([one]) for one in left]
     best = int(np.argmax(gains))
     kinds = {one.cause: [other for other in left if other.cause == one.cause] for one in left}
-    whole = {cause: gain(own) for cause, own in kinds.items() if len(own) > 1}
+    whole = {cause: gain(alike) for cause, alike in kinds.items() if len(alike) > 1}
     together = max(whole, key=lambda cause: whole[cause], default=None)
     alone = gains[best] >= least and gains[best] >= ALONE_SHARE * whole.get(left[best].cause, 0.0)
     if alone and (together in (None, left[best].cause) or gains[best] >= whole[together]):

@@ -86,15 +86,15 @@ class _Condition:
         return result
 
     def _split(self) -> list[Token]:
-        found, offset = list[Token](), 0
+        tokens, offset = list[Token](), 0
         text = self._expression.rstrip()
         while offset < len(text):
             match = _TOKEN.match(text, offset)
             if match is None:
                 raise self._unread()
-            found.append((str(match.lastgroup), match[str(match.lastgroup)]))
+            tokens.append((str(match.lastgroup), match[str(match.lastgroup)]))
             offset = match.end()
-        return found
+        return tokens
 
     def _next(self, *texts: str) -> bool:
         """Step over the next token if it is one of these, unquoted."""
@@ -200,7 +200,7 @@ def values(analysis: Analysis) -> dict[str, Value]:
     """Every figure, text and null of the analysis by its dotted path; of job and stragglers also by
     their own name."""
     plain = analysis.to_json()
-    found: dict[str, Value] = {}
+    result: dict[str, Value] = {}
 
     def walk(value: Any, path: str) -> None:
         if isinstance(value, dict):
@@ -213,11 +213,11 @@ def values(analysis: Analysis) -> dict[str, Value]:
                 )
                 walk(item, f"{path}.{key}")
         elif not isinstance(value, bool):
-            found[path] = float(value) if isinstance(value, int) else value
+            result[path] = float(value) if isinstance(value, int) else value
 
     walk(plain, "")
     for section in ("stragglers", "job"):
         for key in plain[section]:
-            if f"{section}.{key}" in found:
-                found.setdefault(key, found[f"{section}.{key}"])
-    return found
+            if f"{section}.{key}" in result:
+                result.setdefault(key, result[f"{section}.{key}"])
+    return result

@@ -24,7 +24,7 @@ OWN_CHROME = b'"disttrain":'
 _HEAD_BYTES = 4096
 
 
-class Found(NamedTuple):
+class Traces(NamedTuple):
     """The one format of all paths, and its files (of own traces, whose reader looks itself, the
     paths)."""
 
@@ -33,38 +33,40 @@ class Found(NamedTuple):
     said: list[str]  # what had to be left out
 
 
-def find_format(paths: list[Path]) -> Found:
+def find_format(paths: list[Path]) -> Traces:
     """What the paths hold.
 
     Raises:
         DataError: a path does not exist, the paths hold different formats, or none of their files
         can be read.
     """
-    found: dict[Format, list[Path]] = {}
+    by_format: dict[Format, list[Path]] = {}
     said: list[str] = []
     for path in paths:
         kind, files, about = _look(path)
         said += about
-        found.setdefault(kind, []).extend(file for file in files if file not in found.get(kind, []))
-    if len(found) > 1:
+        by_format.setdefault(kind, []).extend(
+            file for file in files if file not in by_format.get(kind, [])
+        )
+    if len(by_format) > 1:
         raise DataError(
             "These traces are of different formats",
-            " and ".join(sorted(found)),
+            " and ".join(sorted(by_format)),
             "Analyse one at a time.",
         )
-    kind, files = next(iter(found.items()))
+    kind, files = next(iter(by_format.items()))
     if not files:
         raise DataError(
             "No trace can be read here",
             "; ".join(said[:5]),
             "Make the files readable, or name others.",
         )
-    return Found(kind, files, said)
+    return Traces(kind, files, said)
 
 
-def files_of(found: Format, paths: list[Path]) -> list[Path]:
+def files_of(trace_format: Format, paths: list[Path]) -> list[Path]:
     """Every file on which the analysis of these paths, as `find_format` gave them, depends."""
-    if found == "disttrain":
+    if trace_format == "disttrain":
         folders = [
             (path / "traces" if (path / "traces").is_dir() else path).resolve() for path in paths
         ]
@@ -74,14 +76,14 @@ def files_of(found: Format, paths: list[Path]) -> list[Path]:
             for file in (folder.rglob("*") if folder.is_dir() else [folder])
             if file.is_file()
         )
-    if found == "kineto":
+    if trace_format == "kineto":
         from disttrain_cli.analysis.kineto.kernels import users_patterns
 
         return [*paths, *(file for file in [users_patterns()] if file.is_file())]
     return paths
 
 
-def _look(path: Path) -> Found:
+def _look(path: Path) -> Traces:
     rank = path.parent if path.name.startswith("segment-") else path
     if rank.name.startswith("rank-") and any(rank.glob("segment-*")):
         raise _one_rank(path, rank)
@@ -95,21 +97,21 @@ def _look(path: Path) -> Found:
             RECORD,
         )
     if path.suffix == ".parquet":
-        return Found("operations", [path], [])
+        return Traces("operations", [path], [])
     head, problem = _head(path)
     if problem:
-        return Found("kineto", [], [problem])
-    return Found("disttrain" if OWN_CHROME in head else "kineto", [path], [])
+        return Traces("kineto", [], [problem])
+    return Traces("disttrain" if OWN_CHROME in head else "kineto", [path], [])
 
 
-def _look_through(folder: Path) -> Found:
+def _look_through(folder: Path) -> Traces:
     """What a folder holds: a run's own traces, operations, or files of JSON, the first of these
     that is there."""
     if any(
         any(path.glob("rank-*/segment-*")) or (path / "job.json").is_file()
         for path in (folder, folder / "traces")
     ):
-        return Found("disttrain", [folder], [])
+        return Traces("disttrain", [folder], [])
     runs = sorted(file.parent.parent for file in folder.glob("*/traces/job.json"))
     if runs:
         raise DataError(
@@ -125,32 +127,32 @@ def _look_through(folder: Path) -> Found:
             said.append(problem)
         else:
             kinds[OWN_CHROME if OWN_CHROME in head else b""].append(file)
-    own, foreign = kinds.values()
+    ours, foreign = kinds.values()
     tables = sorted(file for file in folder.glob("*.parquet") if file.name not in _NO_TRACE)
     holds = {file: _holds_operations(file) for file in tables}
     of_operations = [file for file, are in holds.items() if are is not False]
-    beside = [file for file in foreign if _is_trace(file)] + own
+    beside = [file for file in foreign if _is_trace(file)] + ours
     if any(holds.values()) or (tables and not beside):
-        return Found(
+        return Traces(
             "operations",
             of_operations or tables,
             [*said, *_left_out(beside, "operations in Parquet files are analysed")],
         )
-    if foreign and (beside != own or not own):
-        return Found(
+    if foreign and (beside != ours or not ours):
+        return Traces(
             "kineto",
             foreign,
             [
                 *said,
-                *_left_out(own, "they are own traces, written with --perfetto"),
+                *_left_out(ours, "they are own traces, written with --perfetto"),
                 *_left_out(tables, "they hold no operations of a job"),
             ],
         )
-    if own:
-        return Found(
-            "disttrain", own[:1], [*said, *_left_out(own[1:], f"{own[0].name} is analysed")]
+    if ours:
+        return Traces(
+            "disttrain", ours[:1], [*said, *_left_out(ours[1:], f"{ours[0].name} is analysed")]
         )
-    return Found("kineto", [], said) if said else Found("disttrain", [folder], [])
+    return Traces("kineto", [], said) if said else Traces("disttrain", [folder], [])
 
 
 def _one_rank(path: Path, folder: Path) -> DataError:
@@ -173,19 +175,19 @@ def _left_out(files: list[Path], why: str) -> list[str]:
 
 def _json_files(folder: Path, said: list[str]) -> list[Path]:
     """Files of JSON in a folder and those inside it; folders that cannot be listed are said."""
-    found: list[Path] = []
+    files: list[Path] = []
 
     def skip(error: OSError) -> None:
         said.append(f"{error.filename} cannot be listed ({error.strerror}); left out")
 
     for path, folders, names in os.walk(folder, onerror=skip):
         folders.sort()
-        found += [
+        files += [
             Path(path) / name
             for name in names
             if name.endswith(JSON_ENDINGS) and name not in _NO_TRACE
         ]
-    return sorted(file for file in found if file.is_symlink() or file.is_file())
+    return sorted(file for file in files if file.is_symlink() or file.is_file())
 
 
 def _head(file: Path) -> tuple[bytes, str]:

@@ -99,9 +99,9 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         intra = np.where(slot > 0, work / slot, 1.0)
         worked = mean * work
         ranks = passes.groups("rank", "depth", "backward")
-        own = group_mean(compute, ranks)
-        staged = worked * _shared(ratio(own, group_mean(worked, ranks)), passes)
-        ranked = staged * ratio(own, group_mean(staged, ranks))
+        compute_ms = group_mean(compute, ranks)
+        staged = worked * _shared(ratio(compute_ms, group_mean(worked, ranks)), passes)
+        ranked = staged * ratio(compute_ms, group_mean(staged, ranks))
         stages_at, ranks_at = _at_times(
             ratio(compute, ranked), ranks, passes.groups("unit", "backward", "depth"), directions
         )
@@ -218,13 +218,13 @@ def per_rank(passes: Passes, values: Floats) -> dict[str, float]:
 def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
     """Seconds of a step, of the rank of each replica that has most."""
     ranks, first = np.unique(graph.rank, return_index=True)
-    found: dict[tuple[str, int], float] = {}
+    times: dict[tuple[str, int], float] = {}
     for rank, index in zip(ranks, first, strict=True):
         replica = graph.unit[index], int(graph.replica[index])
-        found[replica] = max(
-            found.get(replica, 0.0), float(values[graph.rank == rank].sum(axis=0).mean())
+        times[replica] = max(
+            times.get(replica, 0.0), float(values[graph.rank == rank].sum(axis=0).mean())
         )
-    return found
+    return times
 
 
 def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
@@ -260,24 +260,24 @@ def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
 def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
     """By unit and replica, the share of slots and steps in which it has most work, shared where
     several have."""
-    found: dict[tuple[str, int], float] = {}
+    heaviest: dict[tuple[str, int], float] = {}
     for unit in dict.fromkeys(passes.unit):
-        own = np.flatnonzero((np.asarray(passes.unit) == unit) & ~passes.backward)
+        passes_of = np.flatnonzero((np.asarray(passes.unit) == unit) & ~passes.backward)
         _, first = np.unique(
-            np.stack([passes.slot[own], passes.replica[own]]), axis=1, return_index=True
+            np.stack([passes.slot[passes_of], passes.replica[passes_of]]), axis=1, return_index=True
         )
-        own = own[first]  # one of the stages and TP ranks of each replica
-        slots, slot = np.unique(passes.slot[own], return_inverse=True)
+        passes_of = passes_of[first]  # one of the stages and TP ranks of each replica
+        slots, slot = np.unique(passes.slot[passes_of], return_inverse=True)
         best, many = np.zeros((len(slots), intra.shape[1])), np.zeros((len(slots), intra.shape[1]))
-        np.maximum.at(best, slot, intra[own])
-        most = intra[own] >= best[slot] - 1e-9
+        np.maximum.at(best, slot, intra[passes_of])
+        most = intra[passes_of] >= best[slot] - 1e-9
         np.add.at(many, slot, most)
         share = (most / many[slot]).mean(axis=1)
-        found |= {
-            (unit, int(replica)): float(share[passes.replica[own] == replica].mean())
-            for replica in np.unique(passes.replica[own])
+        heaviest |= {
+            (unit, int(replica)): float(share[passes.replica[passes_of] == replica].mean())
+            for replica in np.unique(passes.replica[passes_of])
         }
-    return found
+    return heaviest
 
 
 def _work(passes: Passes, predicted: Floats, directions: Ints) -> tuple[Floats, Floats]:
@@ -328,27 +328,32 @@ def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tu
     order = np.argsort(ranks, kind="stable")
     firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
     members = np.split(order, firsts[1:])
-    median = np.stack([np.median(factor[own], axis=0) for own in members])  # [ranks, steps]
-    error = np.stack([factor[own].std(axis=0) / max(1, len(own) - 1) ** 0.5 for own in members])
-    error[[len(own) < FEWEST_PASSES for own in members]] = np.inf
+    median = np.stack([np.median(factor[indices], axis=0) for indices in members])  # [ranks, steps]
+    error = np.stack(
+        [factor[indices].std(axis=0) / max(1, len(indices) - 1) ** 0.5 for indices in members]
+    )
+    error[[len(indices) < FEWEST_PASSES for indices in members]] = np.inf
     of_stage = _usual_of(median, stages[order[firsts]])
-    found = [
+    intervals = [
         ratio(of_stage, _usual_of(of_stage, directions[order[firsts]])),
         ratio(median, of_stage),
     ]
-    back = np.repeat(np.arange(len(members)), [len(own) for own in members])[np.argsort(order)]
+    back = np.repeat(np.arange(len(members)), [len(indices) for indices in members])[
+        np.argsort(order)
+    ]
     by_stage, by_rank = (
-        np.where(np.abs(off - 1) > np.maximum(AT_TIMES, 3 * error), off, 1.0)[back] for off in found
+        np.where(np.abs(off - 1) > np.maximum(AT_TIMES, 3 * error), off, 1.0)[back]
+        for off in intervals
     )
     return _usual_of(by_stage, stages), by_rank
 
 
 def _usual_of(values: Floats, groups: Ints) -> Floats:
     """The lower median of each group in every step, given back to every member."""
-    found = np.empty_like(values)
+    usual = np.empty_like(values)
     for group in np.unique(groups):
-        found[groups == group] = np.quantile(values[groups == group], 0.5, axis=0, method="lower")
-    return found
+        usual[groups == group] = np.quantile(values[groups == group], 0.5, axis=0, method="lower")
+    return usual
 
 
 def _sum(values: Floats, groups: Ints) -> Floats:

@@ -17,12 +17,12 @@ from disttrain_cli.analysis.cache import cached, forget, program
 from disttrain_cli.analysis.result import plain
 from disttrain_cli.spec.whole import write_whole
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def remembered(
-    inputs: list[Path], about: str, kind: type[Found], find: Callable[[], Found]
-) -> Found:
+    inputs: list[Path], about: str, kind: type[Result], find: Callable[[], Result]
+) -> Result:
     """What `find` finds in `inputs`, now or before.
 
     Args:
@@ -35,7 +35,7 @@ def remembered(
     def build(file: Path) -> None:
         write_whole(file, msgspec.json.encode(find(), enc_hook=plain))
 
-    def known() -> Found:
+    def known() -> Result:
         path, stays = cached(inputs, f"{about} {program()}", build, ".json")
         try:
             return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -120,17 +120,19 @@ class Graph(Passes):
         """Passes by the cut that they receive over, named by the stage before it; those that
         receive nothing by theirs.
         """
-        found: dict[tuple[str, int], list[int]] = {}
+        cuts: dict[tuple[str, int], list[int]] = {}
         for index, feeding in enumerate(self.walk.sources):
             before = int(feeding[0]) if len(feeding) and not self.backward[index] else index
-            found.setdefault((self.unit[before], int(self.stage[before])), []).append(index)
-        return found
+            cuts.setdefault((self.unit[before], int(self.stage[before])), []).append(index)
+        return cuts
 
     def links(self, values: Floats) -> dict[tuple[str, int], float]:
         """Sums per step by the cut that the passes received over."""
         fed = np.array([len(feeding) > 0 for feeding in self.walk.sources])
         sums = values.mean(axis=1) * fed
-        return {cut: float(sums[own].sum()) for cut, own in self.cuts().items() if fed[own].any()}
+        return {
+            cut: float(sums[nodes].sum()) for cut, nodes in self.cuts().items() if fed[nodes].any()
+        }
 
 
 def group_mean(values: Floats, groups: Ints) -> Floats:
@@ -276,23 +278,23 @@ def _unheard(
     there = set(zip(depth.tolist(), replica.tolist(), strict=True))
     told = np.isin(received_peer, columns["rank"]).any(axis=1)
     groups: dict[tuple[tuple[str, int, int], ...], int] = {}
-    found = np.full(len(depth), -1, dtype=np.int64)
+    unheard = np.full(len(depth), -1, dtype=np.int64)
     for index in np.flatnonzero(~told).tolist() if stages else ():
-        own = stages[depth[index]]
-        senders = own.after if backward[index] else own.before
+        stage = stages[depth[index]]
+        senders = stage.after if backward[index] else stage.before
         lost = tuple(
             (stages[number].unit.name, stages[number].index, copy)
             for number in senders
             for copy in (
                 [int(replica[index])]
-                if stages[number].unit.name == own.unit.name
+                if stages[number].unit.name == stage.unit.name
                 else range(stages[number].unit.dp)
             )
             if (number, copy) not in there
         )
         if lost:
-            found[index] = groups.setdefault(lost, len(groups))
-    return found, [list(lost) for lost in groups]
+            unheard[index] = groups.setdefault(lost, len(groups))
+    return unheard, [list(lost) for lost in groups]
 
 
 def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
@@ -320,21 +322,21 @@ def expected_transfers(
     Args:
         layout: the job's, or another one with `stages`.
     """
-    found = np.full(len(backward), np.inf)
+    transfer_s = np.full(len(backward), np.inf)
     if shares_cores(job):
-        return found
+        return transfer_s
     cuts = cuts_of(stages)
     seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
     for back in (False, True):
         for index in range(len(stages)):
-            own = [
+            times_s = [
                 second
                 for cut, second in zip(cuts, seconds, strict=True)
                 if cut[0 if back else 1] == index
             ]
-            if own:
-                found[(backward == back) & (depth == index)] = max(own)
-    return found
+            if times_s:
+                transfer_s[(backward == back) & (depth == index)] = max(times_s)
+    return transfer_s
 
 
 def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
@@ -430,5 +432,5 @@ def _walk(
     # Where the order of passes changes from step to step, only what fed in all of them can be
     # walked.
     return walk_of(previous, sources, feeds) or walk_of(
-        previous, [own[kept] for own, kept in zip(sources, always, strict=True)]
+        previous, [nodes[kept] for nodes, kept in zip(sources, always, strict=True)]
     )

@@ -666,8 +666,8 @@ class Analysis(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json`."""
-        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
-        return found
+        document: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
+        return document
 
 
 def moment(since_1970_ns: int | None) -> str | None:

@@ -47,8 +47,8 @@ def of_passes(
     )
 
     def suspect(cause: str, unit: str, factor: Floats, more: Floats = none) -> Suspect:
-        own = (units == unit)[:, None]
-        times, extra = np.where(own, factor, 1.0), np.where(own, more, 0.0)
+        mask = (units == unit)[:, None]
+        times, extra = np.where(mask, factor, 1.0), np.where(mask, more, 0.0)
         return Suspect(
             cause,
             Place(unit=unit),
@@ -87,12 +87,12 @@ def by_rank(
     """
     sums = {int(rank): float(added[ranks == rank].sum(axis=0).mean()) for rank in np.unique(ranks)}
     order = sorted((rank for rank in sums if sums[rank] > 0), key=lambda rank: -sums[rank])
-    found = [
+    suspects = [
         Suspect(cause, where.get(rank, Place(rank=rank)), mend(ranks == rank), sums[rank])
         for rank in order[:MOST_SUSPECTS]
     ]
     if others := order[MOST_SUSPECTS:]:
-        found.append(
+        suspects.append(
             Suspect(
                 cause,
                 common([where.get(rank, Place()) for rank in others]),
@@ -100,7 +100,7 @@ def by_rank(
                 0.0,
             )
         )
-    return found
+    return suspects
 
 
 def most_s(passes: Passes, added: Floats) -> float:

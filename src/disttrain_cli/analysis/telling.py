@@ -271,14 +271,14 @@ def _worker(record: Record, finding: Finding) -> Told:
 
 def _communication(record: Record, finding: Finding) -> Told:
     links = record.losses.links
-    own = {
+    slow = {
         (str(one.unit), int(one.stage))
         for one in finding.places
         if one.unit is not None and one.stage is not None
     }
-    if not own:
+    if not slow:
         return _update(record, finding)
-    unit, stage = max(own, key=lambda cut: links.get(cut, 0.0))
+    unit, stage = max(slow, key=lambda cut: links.get(cut, 0.0))
     evidence = [
         Evidence(
             what=(
@@ -365,10 +365,10 @@ def _data(record: Record, finding: Finding) -> Told:
     evidence = [
         Evidence(
             what=f"{name}: waiting for data, mean of its replicas per step",
-            value=sum(own.values()) / len(own),
+            value=sum(waits.values()) / len(waits),
             unit="s",
         )
-        for name, own in units.items()
+        for name, waits in units.items()
     ]
     if replica is not None:
         evidence.append(

@@ -86,11 +86,11 @@ def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = Non
         sorter.prepare()
     except graphlib.CycleError:
         return None
-    found: list[tuple[int, ...]] = []
+    ready_sets: list[tuple[int, ...]] = []
     while sorter.is_active():
-        found.append(sorter.get_ready())
-        sorter.done(*found[-1])
-    former = np.array([node for ready in found for node in ready], dtype=np.int64)
+        ready_sets.append(sorter.get_ready())
+        sorter.done(*ready_sets[-1])
+    former = np.array([node for ready in ready_sets for node in ready], dtype=np.int64)
     number = np.empty(count, dtype=np.int64)
     number[former] = np.arange(count)
     moved = np.array(
@@ -98,7 +98,7 @@ def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = Non
     )
     fed_by = [number[sources[node]] for node in former]
     fed_in = None if feeds is None else [feeds[node] for node in former]
-    first = np.concatenate([[0], np.cumsum([len(ready) for ready in found])]).tolist()
+    first = np.concatenate([[0], np.cumsum([len(ready) for ready in ready_sets])]).tolist()
     levels = [
         _level(slice(*ends), fed_by[slice(*ends)], None if fed_in is None else fed_in[slice(*ends)])
         for ends in itertools.pairwise(first)
@@ -107,7 +107,7 @@ def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = Non
 
 
 def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Level:
-    fed = [index for index, own in enumerate(sources) if len(own)]
+    fed = [index for index, sources_of in enumerate(sources) if len(sources_of)]
     names = [
         sources[index].tobytes() + (b"" if feeds is None else feeds[index].tobytes())
         for index in fed
@@ -120,7 +120,7 @@ def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Leve
         nodes=nodes,
         fed=np.array(fed, dtype=np.int64),
         set_of=np.array([numbers[name] for name in names], dtype=np.int64),
-        starts=np.cumsum([0, *(len(own) for own in members)])[:-1],
+        starts=np.cumsum([0, *(len(sources_of) for sources_of in members)])[:-1],
         sources=np.concatenate([*members, np.empty(0, dtype=np.int64)]),
         absent=None
         if feeds is None or always

@@ -19,11 +19,11 @@ MOST_OPERATIONS = 12  # rows shown; --json has all of them
 MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 
-def render(console: Console, found: Analysis) -> None:
+def render(console: Console, analysis: Analysis) -> None:
     """Verdict, evidence, job; then what the format tells; then what limits the figures."""
     from msgspec.structs import asdict
 
-    verdict, job = found.verdict, found.job
+    verdict, job = analysis.verdict, analysis.job
     if job.rehearsed is not None:
         console.say(job.rehearsed)
     console.say(verdict.headline)
@@ -54,7 +54,7 @@ def render(console: Console, found: Analysis) -> None:
                 figure(row.alone_s),
                 percent(row.confidence),
             ]
-            for row in found.causes
+            for row in analysis.causes
         ],
     )
     console.say(f"\nJob         {job.layout or job.run}")
@@ -106,7 +106,7 @@ def render(console: Console, found: Analysis) -> None:
                     )
                 ),
             ]
-            for unit in found.units
+            for unit in analysis.units
         ],
     )
     console.table(
@@ -124,7 +124,7 @@ def render(console: Console, found: Analysis) -> None:
                     if share >= LEAST_SHARE
                 ),
             ]
-            for row in found.inside[:MOST_OPERATIONS]
+            for row in analysis.inside[:MOST_OPERATIONS]
         ],
     )
     console.table(
@@ -138,12 +138,12 @@ def render(console: Console, found: Analysis) -> None:
                 figure(row.predicted_gib),
                 figure(row.limit_gib),
             ]
-            for row in found.memory
+            for row in analysis.memory
         ],
     )
-    lost = found.stragglers
+    lost = analysis.stragglers
     if lost.lost_s is not None:
-        ideal = "compute alone" if found.format == "kineto" else "the ideal"
+        ideal = "compute alone" if analysis.format == "kineto" else "the ideal"
         against = (
             "there is no ideal: nothing was computed"
             if not lost.slowdown or lost.ideal_s is None
@@ -171,13 +171,13 @@ def render(console: Console, found: Analysis) -> None:
                 figure(row.gain_s),
                 percent(row.gain_pct / 100),
             ]
-            for row in found.remedies
+            for row in analysis.remedies
             if row.worth
         ],
     )
-    if found.format == "kineto":
-        _kineto(console, found)
-        show_devices(console, found)
+    if analysis.format == "kineto":
+        _kineto(console, analysis)
+        show_devices(console, analysis)
     console.table(
         "Slowest, beside the mean of its kind",
         ["what", "ms", "time", "time for its work"],
@@ -188,12 +188,12 @@ def render(console: Console, found: Analysis) -> None:
                 f"{row.ratio:.2f} ×",
                 "–" if row.normalised_ratio is None else f"{row.normalised_ratio:.2f} ×",
             ]
-            for row in found.slowest
+            for row in analysis.slowest
         ],
     )
-    if found.warnings:
+    if analysis.warnings:
         console.say("\nWarnings")
-    for warning in found.warnings:
+    for warning in analysis.warnings:
         console.say(f"- {warning}")
     console.table(
         "Predicted against measured (the report has more)",
@@ -208,7 +208,7 @@ def render(console: Console, found: Analysis) -> None:
                 row.measure,
                 change(row.error_pct),
             ]
-            for row in found.predicted_vs_measured
+            for row in analysis.predicted_vs_measured
             if row.unit is None
         ],
     )
@@ -237,12 +237,12 @@ def render(console: Console, found: Analysis) -> None:
                 f"{row.effect_ms:+.3f}",
                 percent(row.share_of_step),
             ]
-            for row in found.operations[1 : 1 + MOST_OPERATIONS]
+            for row in analysis.operations[1 : 1 + MOST_OPERATIONS]
         ],
     )
 
 
-def _kineto(console: Console, found: Analysis) -> None:
+def _kineto(console: Console, analysis: Analysis) -> None:
     console.table(
         "Ranks; ms over the measured time, in the definitions of HolisticTraceAnalysis",
         [
@@ -270,11 +270,11 @@ def _kineto(console: Console, found: Analysis) -> None:
                 ms(rank.collective_wait_us),
                 figure(rank.last_to_arrive),
             ]
-            for rank in found.ranks[:MOST_RANKS]
+            for rank in analysis.ranks[:MOST_RANKS]
         ],
     )
-    if len(found.ranks) > MOST_RANKS:
-        console.say(f"and {len(found.ranks) - MOST_RANKS} more ranks (--json has them)")
+    if len(analysis.ranks) > MOST_RANKS:
+        console.say(f"and {len(analysis.ranks) - MOST_RANKS} more ranks (--json has them)")
     console.table(
         "Collectives that cost most waiting, ms",
         ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],
@@ -289,7 +289,7 @@ def _kineto(console: Console, found: Analysis) -> None:
                 ms(row.mean_wait_us),
                 ms(row.transfer_us),
             ]
-            for row in found.collectives[:MOST_COLLECTIVES]
+            for row in analysis.collectives[:MOST_COLLECTIVES]
         ],
     )
     console.table(
@@ -304,7 +304,7 @@ def _kineto(console: Console, found: Analysis) -> None:
                 ms(row.longest_us),
                 percent(row.share),
             ]
-            for row in found.kernels[:MOST_KERNELS]
+            for row in analysis.kernels[:MOST_KERNELS]
         ],
     )
 

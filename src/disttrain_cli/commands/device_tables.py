@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MOST_OPERATORS, MOST_RANKS, LONGEST_NAME = 8, 8, 70
 
 
-def show_devices(console: Console, found: Analysis) -> None:
+def show_devices(console: Console, analysis: Analysis) -> None:
     """Collectives by kind, FLOPs by operator, launches and queues, the critical path; the report
     has more."""
     console.table(
@@ -32,7 +32,7 @@ def show_devices(console: Console, found: Analysis) -> None:
                 ms(row.wait_p95_us),
                 figure(row.bus_gbytes_s),
             ]
-            for row in found.collective_kinds
+            for row in analysis.collective_kinds
         ],
     )
     console.table(
@@ -60,10 +60,10 @@ def show_devices(console: Console, found: Analysis) -> None:
                 figure(row.roof_tflops),
                 row.bound or "–",
             ]
-            for row in found.operators[:MOST_OPERATORS]
+            for row in analysis.operators[:MOST_OPERATORS]
         ],
     )
-    waiting = {row.rank: row for row in reversed(found.queues)}  # the stream with most kernels
+    waiting = {row.rank: row for row in reversed(analysis.queues)}  # the stream with most kernels
     console.table(
         "Launches, µs; queue of the stream with most kernels",
         [
@@ -89,10 +89,10 @@ def show_devices(console: Console, found: Analysis) -> None:
                 figure(waiting[row.rank].mean) if row.rank in waiting else "–",
                 percent(waiting[row.rank].empty_share) if row.rank in waiting else "–",
             ]
-            for row in found.launches[:MOST_RANKS]
+            for row in analysis.launches[:MOST_RANKS]
         ],
     )
-    path = found.critical_path
+    path = analysis.critical_path
     if path is not None:
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in path.shares.items())
         console.say(

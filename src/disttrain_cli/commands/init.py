@@ -123,7 +123,7 @@ def fitted(text: str, gpus: int) -> str:
         return text
     return re.sub(
         r"(?m)^(  gpus_per_node: )(\d+)",
-        lambda found: f"{found[1]}{min(int(found[2]), gpus)}",
+        lambda match: f"{match[1]}{min(int(match[2]), gpus)}",
         text,
     )
 
@@ -137,9 +137,9 @@ def cuda_devices() -> int:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    found = sum(line.startswith("GPU ") for line in answer.splitlines())
+    devices = sum(line.startswith("GPU ") for line in answer.splitlines())
     return (
-        found
+        devices
         if visible is None
-        else min(found, len([name for name in visible.split(",") if name.strip()]))
+        else min(devices, len([name for name in visible.split(",") if name.strip()]))
     )

@@ -113,47 +113,47 @@ def show_memory(console: Console, plan: Plan) -> None:
     )
 
 
-def show_changes(console: Console, found: Changes | None, path: str, columns: int) -> None:
+def show_changes(console: Console, changes: Changes | None, path: str, columns: int) -> None:
     """What the new plan changes against the one in place, and whether that is worth it."""
-    if found is None:
+    if changes is None:
         return
     console.table(
         f"What changes against the plan in place, {path}",
         ["unit", "what", "before", "now"],
         [
             [change.unit or "all", change.what, _value(change.before), _value(change.after)]
-            for change in found.differences
+            for change in changes.differences
         ],
     )
-    console.say("\n" + textwrap.fill(worth_it(found), columns))
+    console.say("\n" + textwrap.fill(worth_it(changes), columns))
 
 
-def worth_it(found: Changes) -> str:
+def worth_it(changes: Changes) -> str:
     """Whether a new plan is worth its change, as sentences."""
-    new = _seconds(found.new_s)
-    if found.old_now_s is None or found.gain_pct is None:
+    new = _seconds(changes.new_s)
+    if changes.old_now_s is None or changes.gain_pct is None:
         return (
-            f"The plan in place does not fit any more. {found.unfit}. This one takes {new} per"
+            f"The plan in place does not fit any more. {changes.unfit}. This one takes {new} per"
             " step."
         )
     moved = [
         f"{unit.unit} {_ms(unit.then_ms)} → {_ms(unit.now_ms)}"
-        for unit in found.moved
+        for unit in changes.moved
         if _differs(unit)
     ]
-    why = f" It was predicted to take {_seconds(found.old_iteration_s)} when it was made" + (
+    why = f" It was predicted to take {_seconds(changes.old_iteration_s)} when it was made" + (
         f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}."
         if moved
         else "."
     )
-    old = f"takes {_seconds(found.old_now_s)} per step under this profile"
-    if not found.differences:
+    old = f"takes {_seconds(changes.old_now_s)} per step under this profile"
+    if not changes.differences:
         return f"The plan in place is still good: this one is the same, and {old}.{why}"
     more = (
-        f"{abs(found.gain_pct):.2g} % {'more' if found.gain_pct >= 0 else 'fewer'} sequences per"
-        " second"
+        f"{abs(changes.gain_pct):.2g} % {'more' if changes.gain_pct >= 0 else 'fewer'} sequences"
+        " per second"
     )
-    if found.keep:
+    if changes.keep:
         return f"The plan in place is still good: it {old}; this one {new}: {more}.{why}"
     return f"The plan in place {old}; this one {new}: {more}.{why}"
 
@@ -232,18 +232,23 @@ def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> N
     )
 
 
-def show_sensitivity(console: Console, plan: Plan, found: Sensitivity | None) -> None:
+def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | None) -> None:
     """How the best layout moves."""
-    if found is None:
+    if sensitivity is None:
         return
     names = [unit.name for unit in plan.plan.units]
     rows = [
         [change.what, f"{change.gpus:,}", *_figures(change), *_moves(change, names)]
-        for change in (found.now, found.one_more_gpu, found.one_more_node, *found.changes)
+        for change in (
+            sensitivity.now,
+            sensitivity.one_more_gpu,
+            sensitivity.one_more_node,
+            *sensitivity.changes,
+        )
     ]
     limit = (
-        f", with at most {found.most_llm_replicas:,} LLM replicas"
-        if found.most_llm_replicas
+        f", with at most {sensitivity.most_llm_replicas:,} LLM replicas"
+        if sensitivity.most_llm_replicas
         else ""
     )
     console.table(
@@ -251,12 +256,12 @@ def show_sensitivity(console: Console, plan: Plan, found: Sensitivity | None) ->
         ["", "devices", "s per step", "sequences/s", "change", *names],
         rows,
     )
-    console.say(more_gpus(found))
+    console.say(more_gpus(sensitivity))
 
 
-def more_gpus(found: Sensitivity) -> str:
+def more_gpus(sensitivity: Sensitivity) -> str:
     """What more GPUs bring, as a sentence."""
-    one, until = found.one_more_gpu, found.gpus_until_faster
+    one, until = sensitivity.one_more_gpu, sensitivity.gpus_until_faster
     if until == 1 and one.speedup:
         gains = [move.unit for move in one.units if move.gpus_then > move.gpus]
         return (

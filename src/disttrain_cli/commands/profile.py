@@ -101,26 +101,26 @@ def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | Non
     from disttrain_cli.profiling.calibrate import calibrate
     from disttrain_cli.spec.whole import keep_before, write_whole
 
-    found = calibrate([recorded], opened)
+    calibration = calibrate([recorded], opened)
     path = out or opened.dir.profile
     before = keep_before(path)
-    write_whole(path, found.profile.model_dump_json(indent=2) + "\n")
+    write_whole(path, calibration.profile.model_dump_json(indent=2) + "\n")
     console.result(
-        found.profile.model_dump(mode="json")
+        calibration.profile.model_dump(mode="json")
         | {
             "path": str(path),
-            "calibration": [change.model_dump(mode="json") for change in found.changes],
-            "notes": found.notes,
+            "calibration": [change.model_dump(mode="json") for change in calibration.changes],
+            "notes": calibration.notes,
         },
         path,
     )
-    console.say(f"Calibrated {found.profile.provenance['calibrated']}")
+    console.say(f"Calibrated {calibration.profile.provenance['calibrated']}")
     console.table(
         "What the profile said and what the run took",
         ["", "", "before", "after", "", "change", "rows", "error before", "after"],
-        [_change_cells(change) for change in found.changes],
+        [_change_cells(change) for change in calibration.changes],
     )
-    for note in found.notes:
+    for note in calibration.notes:
         console.note(f"Note: {note}")
     console.note(
         f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if before else "")

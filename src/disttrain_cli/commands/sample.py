@@ -91,19 +91,19 @@ def run(
     opened, folder = find(checkpoint, run_file)
     wish = Wish(prompts or [], images or [], count, tokens, temperature, seed)
     with console.progress() as progress:
-        to, found = sample(opened, folder, wish, out, progress)
-    console.result(found.model_dump(mode="json") | {"path": str(to)}, to)
-    console.say(f"Step {found.step} of {opened.file.name}")
+        to, drawn = sample(opened, folder, wish, out, progress)
+    console.result(drawn.model_dump(mode="json") | {"path": str(to)}, to)
+    console.say(f"Step {drawn.step} of {opened.file.name}")
     console.table(
         "Drawn",
-        ["prompt", "image", *(["recognised"] if found.judge else [])],
+        ["prompt", "image", *(["recognised"] if drawn.judge else [])],
         [
             [
                 printable(one.prompt),
                 short_path(to / one.file),
-                *([one.recognised] if found.judge else []),
+                *([one.recognised] if drawn.judge else []),
             ]
-            for one in found.drawn
+            for one in drawn.drawn
         ],
     )
     console.table(
@@ -111,7 +111,7 @@ def run(
         ["image", "prompt", "text"],
         [
             [one.image, printable(one.prompt), printable(one.text.strip(), 200)]
-            for one in found.written
+            for one in drawn.written
         ],
     )
     console.hint(shlex.join(["cat", short_path(to / "samples.json")]))

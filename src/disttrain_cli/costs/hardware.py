@@ -163,7 +163,10 @@ def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> De
         SpecError: the device is not in the catalogue and the run file lacks its peak or memory.
     """
     devices = catalogue().devices
-    known = next((device for own, device in devices.items() if own.lower() == name.lower()), None)
+    known = next(
+        (device for known_name, device in devices.items() if known_name.lower() == name.lower()),
+        None,
+    )
     if known is None:
         known = _generic(name, cluster)
     changes: dict[str, float] = {}

@@ -90,10 +90,10 @@ def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "check") as threads:
         for first in range(0, len(samples), AT_ONCE):
             progress("decode samples", first, len(samples))
-            own = samples[first : first + AT_ONCE]
-            for sample, found in zip(own, threads.map(check, own), strict=True):
-                if found:
-                    broken[sample] = found[0].what
+            batch = samples[first : first + AT_ONCE]
+            for sample, of_sample in zip(batch, threads.map(check, batch), strict=True):
+                if of_sample:
+                    broken[sample] = of_sample[0].what
     progress("decode samples", len(samples), len(samples))
     return broken
 

@@ -72,5 +72,5 @@ class DigitJudge:
 
 def named(text: str) -> str | None:
     """The word of the digit that a text names; None where it names none, or several."""
-    found = {_NAMES[word] for word in re.findall(r"[a-z]+|\d", text.lower()) if word in _NAMES}
-    return found.pop() if len(found) == 1 else None
+    digits = {_NAMES[word] for word in re.findall(r"[a-z]+|\d", text.lower()) if word in _NAMES}
+    return digits.pop() if len(digits) == 1 else None

@@ -214,8 +214,8 @@ def _place(form: Distribution, items: Items, documents: int, capacity: int) -> I
         chosen = np.empty(len(left), dtype=np.int64)
         for kind, weight in weights.items():
             total = np.cumsum(weight * is_open)
-            own = kinds[left] == kind
-            chosen[own] = np.searchsorted(total, chance[own] * total[-1], side="right")
+            mask = kinds[left] == kind
+            chosen[mask] = np.searchsorted(total, chance[mask] * total[-1], side="right")
         by_document = np.argsort(chosen, kind="stable")
         left, chosen = left[by_document], chosen[by_document]
         total = np.cumsum(need[left])

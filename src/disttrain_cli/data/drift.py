@@ -42,12 +42,12 @@ def drift(
             have grown though there are as many as before.
     """
     planned = profile.data.sample
-    found = [
+    drifts = [
         *_from_steps(planned, steps),
         *(_from_sizes(planned, sizes) if sizes is not None else []),
     ]
     return sorted(
-        found, key=lambda one: -abs(one.change_pct if one.change_pct is not None else math.inf)
+        drifts, key=lambda one: -abs(one.change_pct if one.change_pct is not None else math.inf)
     )
 
 
@@ -61,10 +61,10 @@ def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list
     count = sum(step["sequences"] for step in last)
     if not count:
         return []
-    found = []
+    drifts = []
     for what, column, values in (
         ("tokens per sequence", "tokens", planned.tokens),
-        ("images read per sequence", "images", [len(own) for own in planned.images]),
+        ("images read per sequence", "images", [len(images) for images in planned.images]),
         ("images generated per sequence", "targets", planned.targets),
     ):
         one = _judge(what, values, sum(step[column] for step in last) / count, count)
@@ -74,26 +74,26 @@ def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list
                 for name in (column, "sequences")
             )
             since = _change(sums, sequences, one)
-            found.append(replace(one, from_step=int(steps[since]["step"]) if since else None))
-    return found
+            drifts.append(replace(one, from_step=int(steps[since]["step"]) if since else None))
+    return drifts
 
 
 def _from_sizes(planned: SizeSample, seen: SizeSample) -> list[Drift]:
     """Of single sequences: patches of an image, Σ length² of a sequence, audio clips."""
     before, now = (
         {
-            "patches per image": [patches for own in sample.images for patches in own],
+            "patches per image": [patches for image in sample.images for patches in image],
             "Σ length² per sequence": sample.length_sq,
             "audio clips per sequence": sample.clips,
         }
         for sample in (planned, seen)
     )
-    found = [
+    drifts = [
         _judge(what, before[what], float(np.mean(now[what])), len(now[what]))
         for what in before
         if before[what] and now[what]
     ]
-    return [one for one in found if one is not None]
+    return [one for one in drifts if one is not None]
 
 
 def _judge(what: str, values: ArrayLike, seen: float, count: int) -> Drift | None:

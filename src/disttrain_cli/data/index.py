@@ -125,8 +125,8 @@ class Index:
             return np.ones(len(self), dtype=bool)
         # of this sample, or of another one
         last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]
-        own = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
-        return (~own | self.trained[last]) & ~goes_on
+        inside = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
+        return (~inside | self.trained[last]) & ~goes_on
 
     @cached_property
     def label_tokens(self) -> Ints:
@@ -241,9 +241,9 @@ def _build(
                 assert indexed[:2] == (source, shard.name)
                 indexed = indexed._replace(time=state.time)
                 if broken is not None:
-                    own = range(read, read := read + len(rows))
-                    left_out = [*left_out, *(broken[row] for row in own if row in broken)]
-                    rows = rows.filter(pa.array([row not in broken for row in own], pa.bool_()))
+                    numbers = range(read, read := read + len(rows))
+                    left_out = [*left_out, *(broken[row] for row in numbers if row in broken)]
+                    rows = rows.filter(pa.array([row not in broken for row in numbers], pa.bool_()))
                     indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
             else:
                 label = shard_label(run, shard)
@@ -371,7 +371,7 @@ def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Int
     """Grids [segments, 2]."""
     grids, sizes = np.zeros((len(kinds), 2), dtype=np.int64), np.stack([widths, heights], axis=1)
     for item, kind in KINDS.items():
-        own = np.flatnonzero(kinds == kind)
-        if len(own):
-            grids[own] = inputs.of(item)[0].grids(sizes[own])
+        indices = np.flatnonzero(kinds == kind)
+        if len(indices):
+            grids[indices] = inputs.of(item)[0].grids(sizes[indices])
     return grids

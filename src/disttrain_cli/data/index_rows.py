@@ -38,7 +38,7 @@ def own_schema() -> pa.Schema:
 
 
 def shard_rows(
-    found: Iterator[Sample | Skipped], label: str, inputs: ModelInputs, tokenizer: Tokenizer
+    read: Iterator[Sample | Skipped], label: str, inputs: ModelInputs, tokenizer: Tokenizer
 ) -> tuple[pa.Table, list[Skipped], dict[str, int]]:
     """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is
     left out of samples).
@@ -52,7 +52,7 @@ def shard_rows(
     import pyarrow as pa
 
     batches, skipped, unread = [], list[Skipped](), Counter[str]()
-    while chunk := list(islice(found, CHUNK_SAMPLES)):
+    while chunk := list(islice(read, CHUNK_SAMPLES)):
         samples = [one for one in chunk if isinstance(one, Sample)]
         skipped += [one for one in chunk if isinstance(one, Skipped)]
         batches.append(_batch(samples, label, inputs, tokenizer, skipped, unread))
@@ -109,10 +109,12 @@ def _batch(
         inputs.sequence_length - SAMPLE_SPECIALS,
         tokenizer,
     )
-    own = [sample.segments for sample in samples]
-    counts = np.array([len(segments) for segments in own], dtype=np.int64)
+    per_sample = [sample.segments for sample in samples]
+    counts = np.array([len(segments) for segments in per_sample], dtype=np.int64)
     kinds, locations, _, widths, heights, trained, ended = (
-        zip(*(s for segments in own for s in segments), strict=True) if counts.any() else [()] * 7
+        zip(*(s for segments in per_sample for s in segments), strict=True)
+        if counts.any()
+        else [()] * 7
     )
     columns = {
         "kinds": np.array(kinds, np.int64),
@@ -128,7 +130,7 @@ def _batch(
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + SAMPLE_SPECIALS
-    misfits = [_misfit(segments, inputs) for segments in own]
+    misfits = [_misfit(segments, inputs) for segments in per_sample]
     fits = np.array([reason is None for reason in misfits], dtype=bool)
     keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
     for index in np.flatnonzero(~keep).tolist():
@@ -183,19 +185,19 @@ def _in_pieces(
             [one.text for sample in samples for one in sample.segments if one.kind == TEXT]
         )
     )
-    found, tokens = list[Sample](), list[int]()
+    parts, tokens = list[Sample](), list[int]()
     for sample in samples:
-        own = [next(counted) for one in sample.segments if one.kind == TEXT]
+        texts = [next(counted) for one in sample.segments if one.kind == TEXT]
         first = sample.segments[0] if len(sample.segments) == 1 else None
-        if first is not None and first.trained and own and own[0] > most:
+        if first is not None and first.trained and texts and texts[0] > most:
             for piece in pieces(first.text, most, tokenizer):
                 part = first._replace(width_px=piece.first, height_px=piece.characters)
-                found.append(Sample(sample.key, [part]))
+                parts.append(Sample(sample.key, [part]))
                 tokens.append(piece.tokens)
         else:
-            found.append(sample)
-            tokens += own
-    return found, tokens
+            parts.append(sample)
+            tokens += texts
+    return parts, tokens
 
 
 def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInputs) -> Ints:
@@ -206,9 +208,9 @@ def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInput
     tokens += columns["ended"]
     sizes = np.stack([columns["widths"], columns["heights"]], axis=1)
     for item, kind in KINDS.items():
-        own = np.flatnonzero(kinds == kind)
-        if len(own):
+        indices = np.flatnonzero(kinds == kind)
+        if len(indices):
             head = inputs.of(item)[0]
-            area = head.grids(sizes[own]).prod(axis=1)
-            tokens[own] = head.rows("tokens").of(head.size(area))
+            area = head.grids(sizes[indices]).prod(axis=1)
+            tokens[indices] = head.rows("tokens").of(head.size(area))
     return tokens

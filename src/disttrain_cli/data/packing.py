@@ -158,14 +158,14 @@ def _draw(index: Index, seed: int, epoch: int) -> Ints:
         )
     rows, copies = [], []
     for source, weight in enumerate(index.weights):
-        own = np.flatnonzero(
+        eligible = np.flatnonzero(
             index.source == source
             if index.drawn is None
             else (index.source == source) & index.drawn
         )
-        again = round((weight - int(weight)) * len(own))
-        by_chance = own[np.argsort(mix(seed, epoch, DRAW, own), kind="stable")[:again]]
-        for copy, part in enumerate([*[own] * int(weight), by_chance]):
+        again = round((weight - int(weight)) * len(eligible))
+        by_chance = eligible[np.argsort(mix(seed, epoch, DRAW, eligible), kind="stable")[:again]]
+        for copy, part in enumerate([*[eligible] * int(weight), by_chance]):
             rows.append(part)
             copies.append(np.full(len(part), copy, dtype=np.int64))
     drawn, copy_number = np.concatenate(rows), np.concatenate(copies)
@@ -222,10 +222,10 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
         label_tokens=per_sequence(labels),
         items={
             item: Members(
-                starts_of(np.bincount(sequence[own], minlength=len(ids))),
-                segments[own],
-                index.grids[segments[own]],
+                starts_of(np.bincount(sequence[areas], minlength=len(ids))),
+                segments[areas],
+                index.grids[segments[areas]],
             )
-            for item, own in chosen.items()
+            for item, areas in chosen.items()
         },
     )

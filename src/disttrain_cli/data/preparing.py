@@ -108,8 +108,8 @@ class Preparation:
 
     def result(self) -> Prepared:
         """The arrays, once everything is written; raises what a task raised."""
-        broken = {found.segment: found for task in self.tasks for found in task.result()}
-        items = {item: ItemArrays(**own) for item, own in self.items.items()}
+        broken = {one.segment: one for task in self.tasks for one in task.result()}
+        items = {item: ItemArrays(**fields) for item, fields in self.items.items()}
         return Prepared(SlotBatch(items, **self.fields), list(broken.values()))
 
 
@@ -145,18 +145,18 @@ class Preparer:
         """Allocate the arrays and hand out the work of filling them."""
         order, batch = self.orders.of(request.step)
         slot = order.slots[request.slot]
-        own = slot.replicas[request.unit][request.replica]
+        numbers = slot.replicas[request.unit][request.replica]
         chosen = slot.sequences - batch.ids[0]
         work = Preparation({}, {})
         for item, members in batch.items.items():
-            segments = _members(members, chosen)[own[item]]
-            work.items[item] = {"grids": slot.items[item].grid[own[item]]}
+            segments = _members(members, chosen)[numbers[item]]
+            work.items[item] = {"grids": slot.items[item].grid[numbers[item]]}
             self._begin_items(work, item, segments, request)
             if "dropout" in request.fields:
                 work.items[item]["seeds"] = self._seeds(request.step, segments)
         if request.fields & {"tokens", "layout", "context", "labels"}:
-            plans = [SequencePlan(batch, int(chosen[number])) for number in own["sequence"]]
-            self._begin_sequences(work, plans, own, request.fields)
+            plans = [SequencePlan(batch, int(chosen[number])) for number in numbers["sequence"]]
+            self._begin_sequences(work, plans, numbers, request.fields)
         return work
 
     def _begin_items(self, work: Preparation, item: Item, segments: Ints, request: Request) -> None:
@@ -200,7 +200,7 @@ class Preparer:
         self,
         work: Preparation,
         plans: list[SequencePlan],
-        own: ReplicaItems,
+        numbers: ReplicaItems,
         wanted: frozenset[str],
     ) -> None:
         length, fields = self._inputs.sequence_length, work.fields
@@ -211,7 +211,7 @@ class Preparer:
             )
         for item, kind in KINDS.items():
             if ("context" if item == "target" else "tokens") in wanted:
-                work.items[item]["rows"] = _in_order(plans, kind, own[item], length)
+                work.items[item]["rows"] = _in_order(plans, kind, numbers[item], length)
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
             for index, plan in enumerate(plans):
@@ -233,9 +233,9 @@ class Preparer:
         for sample, first, count in zip(
             plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True
         ):
-            if found := self._broken_in(sample):
+            if unreadable := self._broken_in(sample):
                 labels[first : first + count] = NOT_TRAINED
-                broken += found
+                broken += unreadable
         return broken
 
     def _decode(

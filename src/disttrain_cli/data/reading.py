@@ -65,9 +65,9 @@ class ShardReader:
         except OSError as error:
             raise self._unreadable(sample, error) from None
         ids = [self._tokenizer.encode(text) for text in texts]
-        for own, ended in zip(ids, self._index.ended[segments].tolist(), strict=False):
-            own += [self._tokenizer.eos] * ended
-        if [len(own) for own in ids] != self._index.tokens[segments].tolist():
+        for token_ids, ended in zip(ids, self._index.ended[segments].tolist(), strict=False):
+            token_ids += [self._tokenizer.eos] * ended
+        if [len(token_ids) for token_ids in ids] != self._index.tokens[segments].tolist():
             raise self._changed(sample, "its text has other tokens")
         return ids
 

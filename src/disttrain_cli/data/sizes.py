@@ -47,7 +47,7 @@ class ItemAreas:
 
     def lists(self) -> list[list[int]]:
         """Areas by sequence."""
-        return [own.tolist() for own in np.split(self.area, self.start[1:-1])]
+        return [areas.tolist() for areas in np.split(self.area, self.start[1:-1])]
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class Sizes:
         return Sizes(
             self.tokens[chosen],
             self.length_sq[chosen],
-            {item: own.take(chosen) for item, own in self.items.items()},
+            {item: items.take(chosen) for item, items in self.items.items()},
         )
 
     def work(self, inputs: ModelInputs) -> dict[str, NDArray[np.float64]]:
         """By module name, [Q, 3]: the columns of `Work` that each sequence brings to the module."""
         work = {inputs.llm: np.stack([np.ones(len(self)), self.tokens, self.length_sq], axis=1)}
         for head in inputs.heads:
-            own = self.items[head.item]
-            work[head.module] = own.per_sequence(columns(head.size(own.area)))
+            items = self.items[head.item]
+            work[head.module] = items.per_sequence(columns(head.size(items.area)))
         return work
 
 
@@ -83,7 +83,7 @@ def sizes_of(packing: Packing) -> Sizes:
     return Sizes(
         packing.tokens,
         packing.length_sq,
-        {item: ItemAreas(own.start, own.area) for item, own in packing.items.items()},
+        {item: ItemAreas(items.start, items.area) for item, items in packing.items.items()},
     )
 
 
@@ -98,8 +98,8 @@ def sizes_of_sample(sample: SizeSample) -> Sizes:
 
 def _areas(by_sequence: Sequence[Sequence[int]]) -> ItemAreas:
     return ItemAreas(
-        starts_of(np.array([len(own) for own in by_sequence], dtype=np.int64)),
-        np.array([area for own in by_sequence for area in own], dtype=np.int64),
+        starts_of(np.array([len(areas) for areas in by_sequence], dtype=np.int64)),
+        np.array([area for areas in by_sequence for area in areas], dtype=np.int64),
     )
 
 

@@ -95,11 +95,11 @@ class Slot:
         """Work that these items bring to a module."""
         head = self.inputs.head(module)
         if head is None:
-            own = items["sequence"]
+            numbers = items["sequence"]
             return Work(
-                len(own),
-                float(self.sequence_tokens[own].sum()),
-                float(self.sequence_length_sq[own].sum()),
+                len(numbers),
+                float(self.sequence_tokens[numbers].sum()),
+                float(self.sequence_length_sq[numbers].sum()),
             )
         return Work(*columns(head.size(self.items[head.item].area[items[head.item]])).sum(axis=0))
 
@@ -154,9 +154,11 @@ class SlotBatch:
 def flat_arrays(batch: SlotBatch) -> dict[str, Any]:
     """All arrays by name, as "token_ids", "image/rows", or "image/values/0", which is a list."""
     named = {name: value for name, value in vars(batch).items() if name != "items"}
-    for item, own in batch.items.items():
-        named |= {f"{item}/{name}": value for name, value in vars(own).items() if name != "values"}
-        named |= {f"{item}/values/{number}": value for number, value in own.values.items()}
+    for item, arrays in batch.items.items():
+        named |= {
+            f"{item}/{name}": value for name, value in vars(arrays).items() if name != "values"
+        }
+        named |= {f"{item}/values/{number}": value for number, value in arrays.values.items()}
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -169,9 +171,9 @@ def of_flat_arrays(named: Mapping[str, Any]) -> SlotBatch:
         if not item:
             whole[name] = value
         elif rest.startswith("values/"):
-            own = of_items.setdefault(item, {}).setdefault("values", {})
-            own[int(rest.removeprefix("values/"))] = value
+            fields = of_items.setdefault(item, {}).setdefault("values", {})
+            fields[int(rest.removeprefix("values/"))] = value
         else:
             of_items.setdefault(item, {})[rest] = value
-    whole["items"] = {item: ItemArrays(**own) for item, own in of_items.items()}
+    whole["items"] = {item: ItemArrays(**fields) for item, fields in of_items.items()}
     return SlotBatch(**whole)

@@ -58,8 +58,8 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
     """
     sizes = sizes_of(packing)
     count = min(count, len(sizes))
-    areas = {item: own.per_sequence(own.area) for item, own in sizes.items.items()}
-    keys = [own for item, own in areas.items() if item in ("image", "target") or own.any()]
+    areas = {item: items.per_sequence(items.area) for item, items in sizes.items.items()}
+    keys = [items for item, items in areas.items() if item in ("image", "target") or items.any()]
     spread = _spread(keys, groups=max(1, round(count ** (1 / len(keys)))))
     sizes = sizes.take(np.sort(spread[(2 * np.arange(count) + 1) * len(sizes) // (2 * count)]))
     return SizeSample(
@@ -69,9 +69,9 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
         targets=sizes.items["target"].counts.tolist(),
         clips=sizes.items["audio"].counts.tolist() if len(sizes.items["audio"].area) else [],
         others={
-            item: own.lists()
-            for item, own in sizes.items.items()
-            if item not in NAMED_ITEMS and len(own.area)
+            item: items.lists()
+            for item, items in sizes.items.items()
+            if item not in NAMED_ITEMS and len(items.area)
         },
     )
 

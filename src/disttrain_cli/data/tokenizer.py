@@ -108,9 +108,9 @@ class FolderTokenizer:
     def _special(self, token: Any) -> int:
         """Id of a special token, given as its text or as a mapping with `content`."""
         text = token.get("content") if isinstance(token, dict) else token
-        own = self._rules.token_to_id(text) if isinstance(text, str) else None
-        if own is not None:
-            return own
+        number = self._rules.token_to_id(text) if isinstance(text, str) else None
+        if number is not None:
+            return number
         self.vocabulary += 1
         return self.vocabulary - 1
 
@@ -162,21 +162,21 @@ def _fetched(name: str, folder: Path) -> Path:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    found: Path | None = None
+    path: Path | None = None
     try:
         for local in (
             True,
             False,
         ):  # what is there is taken: all ranks tokenize alike, without a network
             try:
-                found = Path(
+                path = Path(
                     snapshot_download(name, allow_patterns=list(FILES), local_files_only=local)
                 )
             except Exception:  # its errors have no common base
                 if not local:
                     raise
-            if found is not None and (found / FILES[0]).is_file():
-                return found
+            if path is not None and (path / FILES[0]).is_file():
+                return path
     except Exception as error:
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise SpecError(

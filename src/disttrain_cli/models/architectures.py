@@ -338,10 +338,10 @@ def _with_vae(
     ):
         return error
     beside = run.resolve(spec.folder).parent / "vae" if spec.folder is not None else None
-    found = beside is not None and (beside / "config.json").exists()
+    has_vae = beside is not None and (beside / "config.json").exists()
     given = (
         f"{str(spec.folder).rstrip('/').rpartition('/')[0] or '.'}/vae"
-        if found
+        if has_vae
         else "FOLDER, its VAE's"
     )
     return SpecError(

@@ -317,8 +317,8 @@ class _Processor:
         )
         query = query if attention.norm_q is None else attention.norm_q(query)
         key = key if attention.norm_k is None else attention.norm_k(key)
-        own, to = (equal_segments(*rows.shape[:2], rows.device) for rows in (hidden, other))
-        made = attend(query, key, value, own, to).flatten(1).unflatten(0, (len(hidden), -1))
+        local, to = (equal_segments(*rows.shape[:2], rows.device) for rows in (hidden, other))
+        made = attend(query, key, value, local, to).flatten(1).unflatten(0, (len(hidden), -1))
         made = attention.to_out[1](attention.to_out[0](made))
         if given.ndim == 4:
             made = made.transpose(1, 2).reshape(given.shape)

@@ -66,9 +66,9 @@ class _CrossEntropy(torch.autograd.Function):
         logits_RV, log_sum_R, local_R, here_R, trained_R = ctx.saved_tensors
         scale_R, made_RV = gradient * trained_R, torch.empty_like(logits_RV)
         for rows in _chunks(logits_RV):
-            own = (logits_RV[rows].float() - log_sum_R[rows, None]).exp_()
-            own.scatter_add_(1, local_R[rows, None], -here_R[rows, None].to(own.dtype))
-            made_RV[rows] = own.mul_(scale_R[rows, None])
+            local = (logits_RV[rows].float() - log_sum_R[rows, None]).exp_()
+            local.scatter_add_(1, local_R[rows, None], -here_R[rows, None].to(local.dtype))
+            made_RV[rows] = local.mul_(scale_R[rows, None])
         return made_RV, None, None, None
 
 

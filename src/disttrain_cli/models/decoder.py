@@ -93,7 +93,7 @@ class Embed(DecoderLayer):
             # each rank puts in its own part of them, and the sum below has all of it
             if self.group is not None:
                 hidden = hidden.index_fill(0, rows, 0.0)
-                rows = rows[self.group.own(len(rows))]
+                rows = rows[self.group.local_rows(len(rows))]
             hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
         return {"hidden": scatter(hidden, self.group)}
 

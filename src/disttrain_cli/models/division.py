@@ -49,9 +49,9 @@ def shard_of(parameter: nn.Parameter) -> Shard | None:
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Shape of the tensor that a parameter is a part of."""
-    shape, own = list(parameter.shape), shard_of(parameter)
-    if own is not None:
-        shape[own.dim] *= own.tp
+    shape, shard = list(parameter.shape), shard_of(parameter)
+    if shard is not None:
+        shape[shard.dim] *= shard.tp
     return tuple(shape)
 
 

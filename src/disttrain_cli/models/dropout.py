@@ -51,10 +51,10 @@ class SeededDropout(nn.Module):
         width = hidden.shape[-1]
         # of the dimensions between
         before = torch.arange(hidden[0].numel() // width, device=hidden.device)
-        own = torch.arange(width, device=hidden.device)
+        columns = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
-            own, width = own + self.tp_rank * width, width * self.tp
-        positions = (before[:, None] * width + own).flatten()
+            columns, width = columns + self.tp_rank * width, width * self.tp
+        positions = (before[:, None] * width + columns).flatten()
         drawn = mix(mix(self.rows ^ (self.key + self.calls))[:, None] + positions * _GOLDEN)
         kept = _shifted(drawn, 64 - _BITS) >= int(self.p * (1 << _BITS))
         return hidden * (kept.view(hidden.shape).to(hidden.dtype) * (1.0 / (1.0 - self.p)))
@@ -63,19 +63,19 @@ class SeededDropout(nn.Module):
 def seeded(layer: PipelineLayer) -> list[SeededDropout]:
     """Replace every nn.Dropout of a layer that drops something; the layer then asks for the items'
     seeds."""
-    found = []
+    dropouts = []
     for path, part in list(layer.named_modules()):
         if isinstance(part, nn.Dropout) and part.p:
             digest = hashlib.sha256(f"{layer.name}/{path}".encode()).digest()
             divided = any(
                 path.endswith(end) for end in ("ff.net.1", "mlp.dropout", "inner_dropout")
             )
-            found.append(SeededDropout(part.p, int.from_bytes(digest[:7], "big"), divided))
+            dropouts.append(SeededDropout(part.p, int.from_bytes(digest[:7], "big"), divided))
             owner, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(owner), name, found[-1])
-    if found:
+            setattr(layer.get_submodule(owner), name, dropouts[-1])
+    if dropouts:
         layer.needs = (*layer.needs, "dropout")
-    return found
+    return dropouts
 
 
 def begin(

@@ -71,7 +71,7 @@ def write_model(
     files = list(_files(layers, dtype.itemsize, most_bytes))
     file_of: dict[str, str] = {}
     total = 0
-    for number, own in enumerate(files, 1):
+    for number, in_file in enumerate(files, 1):
         name = (
             f"{stem}.safetensors"
             if len(files) == 1
@@ -79,7 +79,7 @@ def write_model(
         )
         tensors = {
             saved.get(path, path): tensor.to(dtype)
-            for layer in own
+            for layer in in_file
             for path, tensor in layer.to_published(read(layer)).items()
         }
         _save(tensors, folder / name)
@@ -101,10 +101,10 @@ def write_own(
     their shapes."""
     tensors = {}
     for layer in layers:
-        own = [name for name, _ in layer.named_parameters() if layer.published_name(name) is None]
-        if own:
+        names = [name for name, _ in layer.named_parameters() if layer.published_name(name) is None]
+        if names:
             values = read(layer)
-            tensors.update({f"{layer.name}.{name}": values[name].to(dtype) for name in own})
+            tensors.update({f"{layer.name}.{name}": values[name].to(dtype) for name in names})
     if tensors:
         _save(tensors, path)
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
@@ -151,10 +151,10 @@ def _saved_names(model: Any) -> dict[str, str]:
 
     if not isinstance(model, PreTrainedModel):
         return {}
-    own = model.state_dict()
-    names = {id(tensor): name for name, tensor in own.items()}
+    state = model.state_dict()
+    names = {id(tensor): name for name, tensor in state.items()}
     return {
-        names[id(tensor)]: name for name, tensor in revert_weight_conversion(model, own).items()
+        names[id(tensor)]: name for name, tensor in revert_weight_conversion(model, state).items()
     }
 
 
@@ -162,18 +162,18 @@ def _files(
     layers: Sequence[PipelineLayer], itemsize: int, most_bytes: int
 ) -> Iterator[list[PipelineLayer]]:
     """Consecutive layers of each file."""
-    own: list[PipelineLayer] = []
+    in_file: list[PipelineLayer] = []
     filled = 0
     for layer in layers:
         shapes = published_shapes([layer]).values()
         size = sum(torch.Size(shape).numel() for shape in shapes) * itemsize
         if not size:
             continue
-        if own and filled + size > most_bytes:
-            yield own
-            own, filled = [], 0
-        own, filled = [*own, layer], filled + size
-    yield own
+        if in_file and filled + size > most_bytes:
+            yield in_file
+            in_file, filled = [], 0
+        in_file, filled = [*in_file, layer], filled + size
+    yield in_file
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

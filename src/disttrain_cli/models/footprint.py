@@ -55,10 +55,10 @@ class Noted(Group):
     rank: int = 0
     sent: list[Message] = field(default_factory=list)
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+    def all_gather(self, whole: Tensor, local: Tensor) -> None:
         self.sent.append(Message("all_gather", whole.numel() * whole.element_size()))
 
-    def reduce_scatter(self, own: Tensor, partial: Tensor) -> None:
+    def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
         self.sent.append(Message("reduce_scatter", partial.numel() * partial.element_size()))
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:

@@ -38,15 +38,15 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, scale = ctx.saved_tensors
-        normed, own = _exact(x) * scale, _exact(gradient)
+        normed, gradient_f32 = _exact(x) * scale, _exact(gradient)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            scaled = own * weight
+            scaled = gradient_f32 * weight
             of_x = ((scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale).to(
                 x.dtype
             )
         if ctx.needs_input_grad[1]:
-            of_weight = (own * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            of_weight = (gradient_f32 * normed).flatten(0, -2).sum(0).to(weight.dtype)
         return of_x, of_weight, None
 
 

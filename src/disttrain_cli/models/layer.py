@@ -95,7 +95,7 @@ class Batch:
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch, with what was made of them so far."""
         made = [vars(value) for value in self.cache.values() if isinstance(value, Segments)]
-        items = [vars(own) for own in self.items.values()]
+        items = [vars(fields) for fields in self.items.values()]
         return [
             value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
         ]
@@ -172,9 +172,9 @@ class PipelineLayer(nn.Module):
     def published_name(self, path: str) -> str | None:
         """What the published model calls a parameter; None where the parameter is ours alone
         (projectors)."""
-        for own, theirs in self.published.items():
-            if path == own or path.startswith(f"{own}."):
-                return theirs + path[len(own) :]
+        for name, theirs in self.published.items():
+            if path == name or path.startswith(f"{name}."):
+                return theirs + path[len(name) :]
         return None
 
     def owner_of(self, path: str) -> str:

@@ -39,7 +39,7 @@ class Group:
     size: int
     rank: int  # in the group
 
-    def own(self, rows: int) -> slice:
+    def local_rows(self, rows: int) -> slice:
         """This rank's rows."""
         return slice(*own_rows(rows, self.size, self.rank))
 
@@ -47,15 +47,15 @@ class Group:
         """Where a tensor has to be to be sent."""
         return wire(tensor.device, self.ranks)
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+    def all_gather(self, whole: Tensor, local: Tensor) -> None:
         """Fill `whole` with the equal parts of all ranks."""
         if self.ranks is not None:
-            all_gather(whole, own, self.ranks)
+            all_gather(whole, local, self.ranks)
 
-    def reduce_scatter(self, own: Tensor, partial: Tensor) -> None:
-        """Fill `own` with this rank's part of the sum of what all ranks have."""
+    def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
+        """Fill `local` with this rank's part of the sum of what all ranks have."""
         if self.ranks is not None:
-            reduce_scatter(own, partial, self.ranks)
+            reduce_scatter(local, partial, self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Replace a tensor by its sum (or maximum) over the ranks."""
@@ -85,10 +85,10 @@ def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Grou
     return scatter(partial.flatten(0, -2), group)
 
 
-def gather(own: Tensor, rows: int, group: Group | None) -> Tensor:
+def gather(local: Tensor, rows: int, group: Group | None) -> Tensor:
     """Own rows → all `rows` rows. The gradient of what each rank does with them is summed and
     divided again."""
-    return own if group is None or not rows else _Gather.apply(own, rows, group)
+    return local if group is None or not rows else _Gather.apply(local, rows, group)
 
 
 def scatter(partial: Tensor, group: Group | None) -> Tensor:
@@ -110,7 +110,7 @@ def copy(whole: Tensor, group: Group | None) -> Tensor:
 
 def split(whole: Tensor, group: Group | None) -> Tensor:
     """Own rows of a tensor that all ranks have; only the own rows' gradient flows back."""
-    return whole if group is None else whole[group.own(len(whole))]
+    return whole if group is None else whole[group.local_rows(len(whole))]
 
 
 def share(whole: Tensor, group: Group | None) -> Tensor:
@@ -155,8 +155,8 @@ def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
             bucket.clear()
 
 
-def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager[Any]:
-    """What autograd keeps of gathered rows: the own ones, of which its nodes have views again in
+def _kept_as(local: Tensor, whole: Tensor, group: Group) -> AbstractContextManager[Any]:
+    """What autograd keeps of gathered rows: the local ones, of which its nodes have views again in
     the backward.
 
     Where a layer is recomputed nothing of it is kept anyway, and the hooks that see to that stay
@@ -176,25 +176,25 @@ def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager
         if isinstance(kept, Tensor):
             return kept
         if not again:  # the views of all nodes share one message
-            again.extend([_all_gathered(own, rows, group)] * packed[0])
+            again.extend([_all_gathered(local, rows, group)] * packed[0])
         return again.pop().as_strided(*kept)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:
-    most, wire = -(-rows // group.size), group.wire(own)
-    whole = own.new_empty(group.size * most, *own.shape[1:], device=wire)
-    group.all_gather(whole, _padded(own, most).to(wire))
-    return whole[:rows].to(own.device)
+def _all_gathered(local: Tensor, rows: int, group: Group) -> Tensor:
+    most, wire = -(-rows // group.size), group.wire(local)
+    whole = local.new_empty(group.size * most, *local.shape[1:], device=wire)
+    group.all_gather(whole, _padded(local, most).to(wire))
+    return whole[:rows].to(local.device)
 
 
 def _reduce_scattered(partial: Tensor, group: Group) -> Tensor:
     rows, wire = len(partial), group.wire(partial)
-    own = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
-    group.reduce_scatter(own, _padded(partial, len(own) * group.size).to(wire))
-    mine = group.own(rows)
-    return own[: mine.stop - mine.start].to(partial.device)
+    local = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
+    group.reduce_scatter(local, _padded(partial, len(local) * group.size).to(wire))
+    mine = group.local_rows(rows)
+    return local[: mine.stop - mine.start].to(partial.device)
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:
@@ -205,9 +205,9 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, rows: int, group: Group) -> Tensor:
+    def forward(ctx: Any, local: Tensor, rows: int, group: Group) -> Tensor:
         ctx.group = group
-        return _all_gathered(own, rows, group)
+        return _all_gathered(local, rows, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -249,11 +249,11 @@ class _Copy(torch.autograd.Function):
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
-        ctx.own = group.own(len(whole))
+        ctx.local_rows = group.local_rows(len(whole))
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        own = torch.zeros_like(gradient)
-        own[ctx.own] = gradient[ctx.own]
-        return own, None
+        local = torch.zeros_like(gradient)
+        local[ctx.local_rows] = gradient[ctx.local_rows]
+        return local, None

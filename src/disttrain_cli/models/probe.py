@@ -178,13 +178,16 @@ def _with_tokens(
         numbers >= 0, torch.randint(inputs.vocabulary, shape, generator=generator), -100
     )
     free = (numbers.flatten() >= 0).nonzero().flatten()
-    counts = {item: _rows(inputs, item, "tokens", own.grids) for item, own in batch.items.items()}
+    counts = {
+        item: _rows(inputs, item, "tokens", prepared.grids)
+        for item, prepared in batch.items.items()
+    }
     items, fits, first = {}, sum(counts.values()) <= len(free), 0
-    for item, own in batch.items.items():
+    for item, prepared in batch.items.items():
         # those of targets are the last ones
         start = len(free) - counts[item] if item == "target" else first
         first += 0 if item == "target" else counts[item]
-        items[item] = replace(own, rows=free[start : start + counts[item]] if fits else None)
+        items[item] = replace(prepared, rows=free[start : start + counts[item]] if fits else None)
     return replace(
         batch,
         items=items,
@@ -206,9 +209,12 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
     items = {
         item: Items(
-            **{name: value if name in host else move(value) for name, value in vars(own).items()}
+            **{
+                name: value if name in host else move(value)
+                for name, value in vars(prepared).items()
+            }
         )
-        for item, own in batch.items.items()
+        for item, prepared in batch.items.items()
     }
     rest = {name: move(value) for name, value in vars(batch).items() if name != "items"}
     return Batch(items, **rest)

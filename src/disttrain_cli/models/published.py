@@ -188,16 +188,16 @@ def locate(
     which is the one that finds the most; what it does not find (an LLM's head beside its body) is
     taken from the parts around it.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_prefix: dict[str, dict[str, str]] = {}
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
         renamed = {rename(name[len(prefix) :]): name for name in names if name.startswith(prefix)}
-        found[prefix] = {name: renamed[name] for name in wanted if name in renamed}
-        if len(found[prefix]) == len(wanted):
-            return found[prefix]
-    best = max(found, key=lambda prefix: len(found[prefix]), default="")
+        by_prefix[prefix] = {name: renamed[name] for name in wanted if name in renamed}
+        if len(by_prefix[prefix]) == len(wanted):
+            return by_prefix[prefix]
+    best = max(by_prefix, key=lambda prefix: len(by_prefix[prefix]), default="")
     stored_as: dict[str, str] = {}
-    for prefix in sorted((prefix for prefix in found if best.startswith(prefix)), key=len):
-        stored_as |= found[prefix]
+    for prefix in sorted((prefix for prefix in by_prefix if best.startswith(prefix)), key=len):
+        stored_as |= by_prefix[prefix]
     return stored_as
 
 

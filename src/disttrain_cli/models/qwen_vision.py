@@ -167,9 +167,11 @@ class Block(QwenLayer):
         if "image cos" not in batch.cache:
             with torch.device("cpu"):
                 positions = [
-                    torch.stack([own.order // columns, own.order % columns], 1).repeat(count, 1)
+                    torch.stack([layout.order // columns, layout.order % columns], 1).repeat(
+                        count, 1
+                    )
                     for count, rows, columns in runs(batch.of("image").grids)
-                    for own in (self.layout(rows, columns),)
+                    for layout in (self.layout(rows, columns),)
                 ]
                 cos, sin = self._rotary()(torch.empty(0), torch.cat(positions))
             batch.cache["image cos"], batch.cache["image sin"] = (
@@ -207,10 +209,10 @@ class Merger(QwenLayer):
             start, parts = 0, []
             for images, rows, columns in runs(batch.of("image").grids):
                 tokens = to_device(self.layout(rows, columns).tokens, merged.device)
-                own = merged[start : start + images * len(tokens)].unflatten(
+                blocks = merged[start : start + images * len(tokens)].unflatten(
                     0, (images, len(tokens))
                 )
-                parts.append(own.index_select(1, tokens).flatten(0, 1))
+                parts.append(blocks.index_select(1, tokens).flatten(0, 1))
                 start += images * len(tokens)
             return torch.cat(parts)
 

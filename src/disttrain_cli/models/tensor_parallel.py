@@ -30,13 +30,13 @@ def pieces(layer: PipelineLayer) -> set[int]:
     """Numbers of heads, features and ids that a TP size must divide; none where the layer is whole
     on every rank."""
     division = layer.division
-    found = {
+    sizes = {
         _heads(owner, linear) or linear.out_features
         for owner, linear in parts(layer, division.column)
     }
-    found |= {linear.out_features // 2 for _, linear in parts(layer, division.fused)}
-    found |= {_heads(owner, linear) // 3 for owner, linear in parts(layer, division.thirds)}
-    return found | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
+    sizes |= {linear.out_features // 2 for _, linear in parts(layer, division.fused)}
+    sizes |= {_heads(owner, linear) // 3 for owner, linear in parts(layer, division.thirds)}
+    return sizes | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
 
 
 def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
@@ -113,8 +113,8 @@ def _narrow(part: nn.Module, shard: Shard) -> None:
     divided."""
     for name, parameter in list(part.named_parameters(recurse=False)):
         if shard.dim < parameter.ndim:
-            own = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)
-            made = nn.Parameter(own, parameter.requires_grad)
+            local = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)
+            made = nn.Parameter(local, parameter.requires_grad)
             made.__dict__["shard"] = shard
             setattr(part, name, made)
 

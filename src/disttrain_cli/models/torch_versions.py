@@ -51,17 +51,17 @@ def varlen_attn(*tensors_and_longest: Any, enable_gqa: bool = False, **more: Any
     return varlen.varlen_attn(*tensors_and_longest, **told, **more)
 
 
-def all_gather(whole: Tensor, own: Tensor, group: Any) -> None:
-    """Fill `whole` with every rank's `own`, one after the other."""
+def all_gather(whole: Tensor, local: Tensor, group: Any) -> None:
+    """Fill `whole` with every rank's `local`, one after the other."""
     (dist.all_gather_into_tensor if VERSION < (2, 13) else dist.all_gather_single)(
-        whole, own, group=group
+        whole, local, group=group
     )
 
 
-def reduce_scatter(own: Tensor, partial: Tensor, group: Any) -> None:
-    """Fill `own` with this rank's part of the sum of every rank's `partial`."""
+def reduce_scatter(local: Tensor, partial: Tensor, group: Any) -> None:
+    """Fill `local` with this rank's part of the sum of every rank's `partial`."""
     (dist.reduce_scatter_tensor if VERSION < (2, 13) else dist.reduce_scatter_single)(
-        own, partial, group=group
+        local, partial, group=group
     )
 
 

@@ -55,8 +55,8 @@ class Embed(ImageLayer):
         table_PD, side = self.embeddings.position_embeddings.squeeze(0), self.embeddings.patch_size
         patches_NPD = self.embeddings.patch_embeddings(pixels.to(table_PD.dtype))
         first = (self.embeddings.cls_token + table_PD[0]).expand(len(pixels), -1, -1)
-        own = positions(table_PD[1:], pixels.shape[2] // side, pixels.shape[3] // side)
-        return torch.cat([first, patches_NPD + own], dim=1)
+        table = positions(table_PD[1:], pixels.shape[2] // side, pixels.shape[3] // side)
+        return torch.cat([first, patches_NPD + table], dim=1)
 
 
 class Block(ImageLayer):

@@ -78,10 +78,10 @@ def load_into(
     for (module, part), group in groupby(
         layers, key=lambda layer: (layer.module, layer.weights_of)
     ):
-        own = [layer for layer in group if layer.published]
+        published = [layer for layer in group if layer.published]
         source = (sources or source_of)(run, module, part)
-        if own and source is not None:
-            notes += _load(own, run, module, part, source, fill or _fill)
+        if published and source is not None:
+            notes += _load(published, run, module, part, source, fill or _fill)
     return notes
 
 
@@ -167,14 +167,16 @@ def _load(
     with Weights(files) as weights:
         today = {name: rename(name) for name in of_module}
         tied = {today[head]: rename(body) for head, body in TIED.items() if head in of_module}
-        found = locate(weights.names, {*today.values(), *tied.values()}, rename)
+        located = locate(weights.names, {*today.values(), *tied.values()}, rename)
         copied = {
-            head: found[body] for head, body in tied.items() if head not in found and body in found
+            head: located[body]
+            for head, body in tied.items()
+            if head not in located and body in located
         }
         if copied and _said_untied(source.folder):
             raise _lacking(list(copied), weights, source)
-        found |= copied
-        source_of = {name: found[now] for name, now in today.items() if now in found}
+        located |= copied
+        source_of = {name: located[now] for name, now in today.items() if now in located}
         shapes = published_shapes(layers)
         new = max(_check(shapes, source_of, weights, source), default=0)
         for layer in layers:
@@ -270,9 +272,9 @@ def _fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def put(values: Tensor, own: Tensor, layer: PipelineLayer, path: str) -> None:
+def put(values: Tensor, local: Tensor, layer: PipelineLayer, path: str) -> None:
     """Set values of a parameter; rows of token ids that the source has not stay as they were."""
-    own = own.to(values)
+    local = local.to(values)
     values.copy_(
-        torch.where(own.isnan(), values, own) if layer.published_name(path) in _BY_ID else own
+        torch.where(local.isnan(), values, local) if layer.published_name(path) in _BY_ID else local
     )

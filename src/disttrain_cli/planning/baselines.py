@@ -28,7 +28,7 @@ from disttrain_cli.planning.options import (
     take,
 )
 from disttrain_cli.planning.partition import fewest_stages
-from disttrain_cli.planning.search import Candidate, Found, Shape, candidate_of, search
+from disttrain_cli.planning.search import Candidate, SearchResult, Shape, candidate_of, search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_after
 from disttrain_cli.spec.plan import Strategy
 from disttrain_cli.spec.profile import Profile
@@ -53,7 +53,7 @@ def proportional(flops: list[float], gpus: int) -> list[int]:
 
 def candidates(
     profile: Profile, cluster: Cluster, strategy: Strategy, top: int
-) -> tuple[list[Unit], Found]:
+) -> tuple[list[Unit], SearchResult]:
     """Units of a strategy and its best layouts by the formula.
 
     Raises:
@@ -76,7 +76,7 @@ def megatron(
     tp: int | None = None,
     pp: int | None = None,
     most_dp: int | None = None,
-) -> tuple[list[Unit], Found]:
+) -> tuple[list[Unit], SearchResult]:
     """The best Megatron pipeline: encoders and generators sharded, or some of them replicated,
     whichever is faster.
 
@@ -84,7 +84,7 @@ def megatron(
         tp, pp: TP of all, and the LLM's PP; None = the best.
         most_dp: replicas of the LLM at most.
     """
-    forms: list[tuple[list[Unit], Found]] = []
+    forms: list[tuple[list[Unit], SearchResult]] = []
     for strategy in ("megatron", "disaggregated"):
         units = group(profile, cluster, strategy)
         stages = None if pp is None else pp + sum(len(unit.fences) for unit in units)
@@ -99,7 +99,7 @@ def pipelines(
     tp: int | None = None,
     pp: int | None = None,
     most_dp: int | None = None,
-) -> Found:
+) -> SearchResult:
     """Pipelines whose stages all have the LLM's TP · DP GPUs; units without the LLM are one stage
     each. Exact.
 
@@ -165,7 +165,7 @@ def pipelines(
             chosen += [shape] if shape is not None and np.isfinite(shape.stage_ms) else []
         if len(chosen) == len(units):
             best = sorted([*best, candidate_of(chosen, size, slots, holder)])[:top]
-    return Found(best, combinations)
+    return SearchResult(best, combinations)
 
 
 def _least_beside(unit: Unit, rows: Rows, size: int) -> Floats:
@@ -202,7 +202,7 @@ def _one_stage(unit: Unit, tp: int, dp: int, size: int, slots: int, after: int) 
     )
 
 
-def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
+def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> SearchResult:
     """DistMM's rule: GPUs follow FLOPs; inside its share every unit takes its best shape."""
     per_module = flops_per_sequence(units[0].profile, cluster.trained)
     shares = proportional(
@@ -211,7 +211,7 @@ def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
     return search(units, cluster, top, shares=shares)
 
 
-def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
+def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> SearchResult:
     """The paper's method: per (TP, DP_lm) a convex problem in 1/x, 1/y, 1/z, then rounded to what
     is feasible.
 
@@ -232,7 +232,7 @@ def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
             fits = rows.tp == tps[number]
             return fits & ((rows.dp == dp) if units[number].holds_llm else (size % rows.dp == 0))
 
-        found = search(
+        result = search(
             units,
             cluster,
             top,
@@ -241,9 +241,9 @@ def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
             shares=[int(share) for share in shares],
             within_ms=best[-1].total_ms if len(best) == top else np.inf,
         )
-        best = sorted({*best, *found.best})[:top]
-        combinations += found.combinations
-    return Found(best, combinations)
+        best = sorted({*best, *result.best})[:top]
+        combinations += result.combinations
+    return SearchResult(best, combinations)
 
 
 def _relaxed(

@@ -441,8 +441,8 @@ def _pairs(space: Space, level: _Level, llm: Options, limit: float) -> _Pairs:
     )
     left = space.gpus - llm.gpus[:, None] - sum(fewest)
     each = [
-        table[np.arange(count), np.clip(left + own, 0, space.gpus)]
-        for table, own in zip(level.tables, fewest, strict=True)
+        table[np.arange(count), np.clip(left + least, 0, space.gpus)]
+        for table, least in zip(level.tables, fewest, strict=True)
     ]
     quick = (
         own_ms
@@ -492,7 +492,7 @@ def _beside(
     interval = np.unique(pairs.interval)
     index, row = np.nonzero(level.stages[number][interval] * rows.stage_gpus <= share)
     interval, pp = interval[index], level.stages[number][interval[index], row]
-    found: list[Ints] = []
+    beside: list[Ints] = []
     while len(row):
         gpus = np.minimum(rows.stage_gpus[row] * pp, space.gpus + 1)
         kept = (rows.unit_ms[row] + line_ms[interval, gpus] <= limit) & (
@@ -500,9 +500,9 @@ def _beside(
         )
         kept &= (gpus <= share) & (pp <= rows.layers[row])
         interval, row, pp = interval[kept], row[kept], pp[kept]
-        found.append(row * NEVER + pp)
+        beside.append(row * NEVER + pp)
         pp = pp + 1
-    return np.divmod(np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found])), NEVER)
+    return np.divmod(np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *beside])), NEVER)
 
 
 def _others_ms(

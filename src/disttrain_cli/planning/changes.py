@@ -78,7 +78,7 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
         old, new: plans that do the same work (`not_comparable`); `new` was made from `profile`.
         cluster: what the new plan had to fit into.
     """
-    found, then_s, new_s = (
+    differing, then_s, new_s = (
         differences(old.plan, new.plan),
         old.predicted.iteration_s,
         new.predicted.iteration_s,
@@ -90,10 +90,10 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
     except SpecError as error:
         unfit = f"{error.what} ({error.why})"
     if unfit is not None:
-        return Changes(found, then_s, None, new_s, None, False, unfit)
+        return Changes(differing, then_s, None, new_s, None, False, unfit)
     gain_pct = 100 * (now.iteration_s / new_s - 1)
     return Changes(
-        found,
+        differing,
         then_s,
         now.iteration_s,
         new_s,
@@ -105,14 +105,14 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
 
 def differences(old: Layout, new: Layout) -> list[Difference]:
     """Every difference of two layouts, unit by unit, then of the whole layout."""
-    found: list[tuple[str | None, str, Value, Value]] = []
+    differing: list[tuple[str | None, str, Value, Value]] = []
     if [(unit.name, unit.modules) for unit in old.units] != [
         (unit.name, unit.modules) for unit in new.units
     ]:
-        found.append((None, "units", old.describe(), new.describe()))
+        differing.append((None, "units", old.describe(), new.describe()))
     else:
         for mine, theirs in zip(old.units, new.units, strict=True):
-            found += [
+            differing += [
                 (mine.name, "devices", mine.gpus, theirs.gpus),
                 (mine.name, "TP", mine.tp, theirs.tp),
                 (mine.name, "DP", mine.dp, theirs.dp),
@@ -120,11 +120,11 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
                 (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
             ]
-    found += [
+    differing += [
         (None, "microbatch", old.microbatch_size, new.microbatch_size),
         (None, "ZeRO", old.zero_stage, new.zero_stage),
     ]
-    return [Difference(*one) for one in found if one[2] != one[3]]
+    return [Difference(*one) for one in differing if one[2] != one[3]]
 
 
 def _trained(layout: Layout) -> str:

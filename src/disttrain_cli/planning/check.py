@@ -81,9 +81,9 @@ class NotRun(NamedTuple):
 
 def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
     """What of a plan `disttrain train` does not run yet; nothing where it runs all of it."""
-    found: list[NotRun] = []
+    refused: list[NotRun] = []
     if run.data.distribution is not None:
-        found.append(
+        refused.append(
             NotRun(
                 "sizes without data",
                 f"data.distribution: {run.data.distribution.name}",
@@ -91,14 +91,14 @@ def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
             )
         )
     if profile.device.kind == "analytic":
-        found.append(
+        refused.append(
             NotRun(
                 "a device that is not here",
                 f"the profile is computed for {profile.device.name}",
                 "set cluster.device: auto on the machines that train and profile there",
             )
         )
-    return found
+    return refused
 
 
 def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
@@ -107,13 +107,13 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
     Raises:
         SpecError: every reason and a remedy for each.
     """
-    found = not_run(plan, run, profile)
-    if found:
-        steps = "; ".join(reason.next_step for reason in found)
+    refused = not_run(plan, run, profile)
+    if refused:
+        steps = "; ".join(reason.next_step for reason in refused)
         raise SpecError(
             "This version does not train with "
-            + ", nor with ".join(reason.what for reason in found),
-            "\n".join(f"{reason.what}: {reason.why}" for reason in found),
+            + ", nor with ".join(reason.what for reason in refused),
+            "\n".join(f"{reason.what}: {reason.why}" for reason in refused),
             f"{steps[0].upper()}{steps[1:]}. "
             "Or try the plan on emulated devices: disttrain train --rehearse",
         )

@@ -342,8 +342,8 @@ def layers(unit: UnitPlan) -> str:
 
 def runs(counts: list[int]) -> str:
     """Numbers with equal neighbours together: [8, 8, 8, 6] as "8×3, 6"."""
-    found = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
-    return ", ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in found)
+    lengths = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
+    return ", ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in lengths)
 
 
 def _ratio(name: str, plan: Plan, other: Baseline | None) -> Ratio:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from disttrain_cli.costs.layout import optimizer_s, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.predict import batches, simulated_s
-from disttrain_cli.planning.search import Candidate, Found
+from disttrain_cli.planning.search import Candidate, SearchResult
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -57,7 +57,7 @@ class Limits:
 def rounds(
     profile: Profile,
     cluster: Cluster,
-    find: Callable[[Limits, int], tuple[list[Unit], Found]],
+    find: Callable[[Limits, int], tuple[list[Unit], SearchResult]],
     layout_of: Callable[[list[Unit], Candidate], Layout],
     wanted: int,
     pool: int,
@@ -79,18 +79,18 @@ def rounds(
     def add(limits: Limits, count: int, pool: int) -> int:
         """Replicas of the LLM's unit in the formula's best layout within the limits; 0 where it is
         too slow."""
-        units, found = find(limits, pool)
-        if not found.best or found.best[0].total_ms >= limits.within_ms:
+        units, result = find(limits, pool)
+        if not result.best or result.best[0].total_ms >= limits.within_ms:
             return 0
         holder = holder_of(units)
         kinds = {
             candidate: (candidate.slot_sequences, candidate.shapes[holder])
-            for candidate in found.best
+            for candidate in result.best
         }
-        for candidate in diverse(found.best, kinds.__getitem__, count):
+        for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
             finalists.append(Ranked(layout, one_batch_s(profile, layout, cluster)))
-        return found.best[0].shapes[holder][1]
+        return result.best[0].shapes[holder][1]
 
     most: int | None = None
     for number in range(ROUNDS):

@@ -82,41 +82,41 @@ def _least_memory(
         best = layout_that_fits(profile, replace(cluster, memory_gib=high), strategy)
     while high / low > EXACT_TO:
         middle = (low * high) ** 0.5
-        found = layout_that_fits(profile, replace(cluster, memory_gib=middle), strategy)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        result = layout_that_fits(profile, replace(cluster, memory_gib=middle), strategy)
+        low, high, best = (middle, high, best) if result is None else (low, middle, result)
     return high, max(layout_memory(profile, best, high), key=lambda stage: stage.peak_gib)
 
 
 def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy) -> int | None:
     """The smallest number of GPUs found to be enough; None where no number that was tried is."""
     few, many = cluster.gpus, cluster.gpus
-    found = None
-    while found is None and many < cluster.gpus * MOST_GPUS:
+    result = None
+    while result is None and many < cluster.gpus * MOST_GPUS:
         few, many = many, many * 4
-        found = layout_that_fits(profile, replace(cluster, gpus=many), strategy)
-    if found is None:
+        result = layout_that_fits(profile, replace(cluster, gpus=many), strategy)
+    if result is None:
         return None
-    enough = found.gpus_used
+    enough = result.gpus_used
     while enough - few > max(1, few // 50):
         middle = (few + enough) // 2
-        found = layout_that_fits(profile, replace(cluster, gpus=middle), strategy)
-        few, enough = (middle, enough) if found is None else (few, found.gpus_used)
+        result = layout_that_fits(profile, replace(cluster, gpus=middle), strategy)
+        few, enough = (middle, enough) if result is None else (few, result.gpus_used)
     return enough
 
 
 def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> Layout | None:
     """Some layout of a strategy, of few GPUs; None where none was found."""
     if strategy in ("distmm", "paper"):  # their rules fix the GPUs of every unit
-        units, found = candidates(profile, cluster, strategy, 1)
-        if not found.best:
+        units, result = candidates(profile, cluster, strategy, 1)
+        if not result.best:
             return None
         shapes = tuple(
             (*shape, recomputes)
             for shape, recomputes in zip(
-                found.best[0].shapes, found.best[0].checkpointing, strict=True
+                result.best[0].shapes, result.best[0].checkpointing, strict=True
             )
         )
-        return _layout(units, found.best[0].slot_sequences, shapes)
+        return _layout(units, result.best[0].slot_sequences, shapes)
     units = group(profile, cluster, strategy)
     fits: list[tuple[int, int, Fit]] = []
     for size in divisors(cluster.batch):
@@ -146,7 +146,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     if not len(dp):
         return []
     memory, untimed = layer_gib(unit, variant, dp, size), np.zeros((len(dp), unit.layers))
-    found: list[Fit] = []
+    fits: list[Fit] = []
     for after in partial:
         pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)
         used = kinds.tp[variant] * dp * pp + after.gpus
@@ -158,9 +158,9 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
                 bool(kinds.checkpointing[variant[row]]),
             )
             stages = after.stages if beside else after.stages + int(pp[row])
-            found.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
+            fits.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
     best: list[Fit] = []
-    for fit in sorted(found):
+    for fit in sorted(fits):
         if not best or fit.stages < best[-1].stages:
             best.append(fit)
     return best

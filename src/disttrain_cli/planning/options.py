@@ -296,10 +296,10 @@ def room_gib(
     moving = 1.0 + profile.device.fragmentation
     room = np.full(len(dp), unit.cluster.memory_gib)
     for tp in unit.tps:
-        own = kinds.tp[variant] == tp
-        sent = message_bytes(profile, unit.modules, tp, replicas[own], slot_sequences)
-        room[own] -= (
-            reserved_bytes(profile, unit.modules, tp, replicas[own])
+        mask = kinds.tp[variant] == tp
+        sent = message_bytes(profile, unit.modules, tp, replicas[mask], slot_sequences)
+        room[mask] -= (
+            reserved_bytes(profile, unit.modules, tp, replicas[mask])
             + moving * sent.of_stage(first, last)
         ) / GIB
     return room

@@ -75,14 +75,18 @@ def rows_of(
             replica = int(busy[stage].argmax())
             which = f" {index + 1}/{unit.pp}" if unit.pp > 1 else ""
             copies = f" ×{unit.dp}" if unit.dp > 1 else ""
-            own = (slice(None), stage, replica)
-            backward = np.stack([timeline.backward_start[own], timeline.backward_end[own]], axis=1)
+            index_of = (slice(None), stage, replica)
+            backward = np.stack(
+                [timeline.backward_start[index_of], timeline.backward_end[index_of]], axis=1
+            )
             done = float(backward[:, 1].max())
             rows.append(
                 Row(
                     f"{unit.name}{which}{copies}",
                     unit.name,
-                    np.stack([timeline.forward_start[own], timeline.forward_end[own]], axis=1),
+                    np.stack(
+                        [timeline.forward_start[index_of], timeline.forward_end[index_of]], axis=1
+                    ),
                     backward,
                     np.array([[done, done + float(pipeline.reduce_s[stage])]]),
                     np.array([[updates_at, updates_at + float(step_s[stage])]]),

@@ -146,7 +146,7 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     computing = _rank_seconds(steps)
     orchestration = _orchestration(profile.device, layout, computing, iteration_s)
     stage_times = _stage_times(profile, steps, layout, flops, iteration_s)
-    done = sum(sum(own.values()) for own in flops)
+    done = sum(sum(by_module.values()) for by_module in flops)
     mfu_used = mfu(done, iteration_s, profile.device, layout.gpus_used)
     return Prediction(
         ordering=cluster.ordering,
@@ -213,13 +213,14 @@ def _kernel_mfu(
 ) -> dict[str, float]:
     """By module, its FLOPs over the peak of its ranks while they compute it; 0 where it has no
     work."""
-    names = dict.fromkeys(module for own in flops for module in own)
+    names = dict.fromkeys(module for by_module in flops for module in by_module)
     seconds = {
         name: sum(value for (_, module), value in computing.items() if module == name)
         for name in names
     }
     return {
-        name: sum(own.get(name, 0.0) for own in flops) / (seconds[name] * _rank_flops(device))
+        name: sum(by_module.get(name, 0.0) for by_module in flops)
+        / (seconds[name] * _rank_flops(device))
         if seconds[name]
         else 0.0
         for name in names
@@ -259,7 +260,7 @@ def _mfu(
 ) -> float:
     """MFU of some of a layout's ranks, for the FLOPs of their stages."""
     peak = peak_tflops(device, layout.gpus_used) * 1e12 * ranks / layout.gpus_used
-    return sum(sum(own.values()) for own in flops) / (peak * iteration_s)
+    return sum(sum(by_module.values()) for by_module in flops) / (peak * iteration_s)
 
 
 def _unit_times(
@@ -271,14 +272,14 @@ def _unit_times(
 ) -> list[UnitTime]:
     rows, first = [], 0
     for unit in layout.units:
-        own = slice(first, first + unit.pp)
-        times = [_own(step.pipeline, own, unit.dp) for step in steps]
+        stages = slice(first, first + unit.pp)
+        times = [_own(step.pipeline, stages, unit.dp) for step in steps]
         forward, backward = np.mean(
             [[part.sum(axis=1).mean() for part in pair] for pair in times], axis=0
         )
         slowest = np.mean([np.add(*pair).max(axis=2).mean(axis=0) for pair in times], axis=0).max()
         alone = sum(float(np.add(*pair).sum()) for pair in times)
-        busy = sum(float(step.timeline.busy_s[own, : unit.dp].sum()) for step in steps)
+        busy = sum(float(step.timeline.busy_s[stages, : unit.dp].sum()) for step in steps)
         rows.append(
             UnitTime(
                 unit=unit.name,
@@ -286,7 +287,7 @@ def _unit_times(
                 backward_ms=1e3 * float(backward),
                 stage_ms=1e3 * float(slowest),
                 sharing=busy / alone if alone else 1.0,
-                mfu=_mfu(profile.device, layout, flops[own], unit.gpus, iteration_s),
+                mfu=_mfu(profile.device, layout, flops[stages], unit.gpus, iteration_s),
             )
         )
         first += unit.pp
@@ -302,9 +303,12 @@ def _stage_times(
 ) -> list[StageTime]:
     rows = []
     for number, stage in enumerate(steps[0].stages):
-        own = slice(number, number + 1)
+        stages = slice(number, number + 1)
         forward, backward = np.mean(
-            [[part.mean() for part in _own(step.pipeline, own, stage.unit.dp)] for step in steps],
+            [
+                [part.mean() for part in _own(step.pipeline, stages, stage.unit.dp)]
+                for step in steps
+            ],
             axis=0,
         )
         rows.append(
@@ -313,7 +317,7 @@ def _stage_times(
                 stage=stage.index,
                 forward_ms=1e3 * float(forward),
                 backward_ms=1e3 * float(backward),
-                mfu=_mfu(profile.device, layout, flops[own], len(stage.ranks), iteration_s),
+                mfu=_mfu(profile.device, layout, flops[stages], len(stage.ranks), iteration_s),
             )
         )
     return rows

@@ -47,7 +47,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best layouts, best first, and how many combinations of unit shapes they were the best
     of."""
 
@@ -92,7 +92,7 @@ def search(
     slots_of: list[int] | None = None,
     shares: list[int] | None = None,
     within_ms: float = np.inf,
-) -> Found:
+) -> SearchResult:
     """The `top` fastest layouts under the formula of `objective`, exact; none where nothing fits.
 
     Args:
@@ -126,7 +126,7 @@ def search(
         if options is not None:
             best = sorted({*best, *_layouts(units, options, size, cluster, limit, top)})[:top]
         heapq.heappush(queue, (max(floor, limit * (1 + 1e-9)), size))
-    return Found(best, int(sum(space.combinations for space in spaces.values())))
+    return SearchResult(best, int(sum(space.combinations for space in spaces.values())))
 
 
 def _slowest_within(tables: list[Options], gpus: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -208,7 +208,7 @@ def _layouts(
         partial = _join(partial, exact, before, llm, slots, cluster.gpus, within, top)
         if not len(partial):
             return []
-    found = []
+    layouts = []
     for rows in partial.rows:
         shapes = [
             Shape(
@@ -221,8 +221,8 @@ def _layouts(
             )
             for t, i in zip(priced, rows, strict=True)
         ][::-1]
-        found.append(candidate_of(shapes, size, slots, llm))
-    return sorted(found)[:top]
+        layouts.append(candidate_of(shapes, size, slots, llm))
+    return sorted(layouts)[:top]
 
 
 def _priced(

@@ -120,12 +120,12 @@ def sensitivity(
     bigger = {
         more: replace(cluster, gpus=cluster.gpus + more) for more in (1, cluster.gpus_per_node)
     }
-    found = {more: best(profile, machines) for more, machines in bigger.items()}
+    by_gpus = {more: best(profile, machines) for more, machines in bigger.items()}
     until = None
     if strategy in EXACT:
         until = (
             1
-            if _faster(found[1], before)
+            if _faster(by_gpus[1], before)
             else _until_faster(
                 cluster,
                 lambda more: _faster(
@@ -135,7 +135,7 @@ def sensitivity(
         )
     progress("what-if searches", total, total)
     one, node = (
-        _change(f"one more {name}", before, cluster, found[more], bigger[more])
+        _change(f"one more {name}", before, cluster, by_gpus[more], bigger[more])
         for name, more in (("device", 1), ("node", cluster.gpus_per_node))
     )
     now = _change("now, by the formula", before, cluster, before, cluster)
@@ -217,13 +217,13 @@ def _more_than_fits(profile: Profile, factor: float) -> bool:
 def _best(profile: Profile, cluster: Cluster, strategy: Strategy, most: int | None) -> _Best | None:
     """The formula's best layout, with at most `most` replicas of the LLM."""
     if most is None:
-        units, found = candidates(profile, cluster, strategy, 1)
+        units, result = candidates(profile, cluster, strategy, 1)
     else:
         units = group(profile, cluster, strategy)
-        found = search(units, cluster, 1, keep=fewer_replicas(units, most))
-    if not found.best:
+        result = search(units, cluster, 1, keep=fewer_replicas(units, most))
+    if not result.best:
         return None
-    best = found.best[0]
+    best = result.best[0]
     replicas = best.shapes[holder_of(units)][1]
     return _Best(
         best.total_ms,

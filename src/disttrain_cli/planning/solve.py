@@ -19,7 +19,7 @@ from disttrain_cli.planning.finalists import EACH, Limits, Ranked, faster_zero, 
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.options import Rows, layers_per_stage
 from disttrain_cli.planning.predict import predict, simulated_s
-from disttrain_cli.planning.search import Candidate, Found, search
+from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
@@ -130,9 +130,9 @@ def solve(
         shown,
     ) in rivals:  # where training differs from what ranks layouts: shared cores, another ordering
         if shown.iteration_s < predicted.iteration_s:
-            own = _predicted(profile, cluster, layout)
-            if own.iteration_s < predicted.iteration_s:
-                predicted = own
+            prediction = _predicted(profile, cluster, layout)
+            if prediction.iteration_s < predicted.iteration_s:
+                predicted = prediction
                 ranked = [
                     Ranked(layout, simulated_s(profile, layout, ranked_as(cluster), shared=False)),
                     *(one for one in ranked if one.layout != layout),
@@ -195,20 +195,20 @@ def ranking(
         layout = layout_of(units, cluster, candidate, strategy)
         return faster_zero(profile, cluster, layout) if either_zero else layout
 
-    def find(limits: Limits, best: int) -> tuple[list[Unit], Found]:
+    def find(limits: Limits, best: int) -> tuple[list[Unit], SearchResult]:
         nonlocal combinations
-        units, found = best_by_formula(profile, cluster, strategy, best, limits)
-        combinations += found.combinations
-        return units, found
+        units, result = best_by_formula(profile, cluster, strategy, best, limits)
+        combinations += result.combinations
+        return units, result
 
     if strategy in ("distmm", "paper"):
-        units, found = candidates(profile, cluster, strategy, top + 1)
-        layouts = [as_layout(units, candidate) for candidate in found.best]
+        units, result = candidates(profile, cluster, strategy, top + 1)
+        layouts = [as_layout(units, candidate) for candidate in result.best]
         ranked = [
             Ranked(layout, simulated_s(profile, layout, cluster, shared=False))
             for layout in layouts
         ]
-        return ranked, found.combinations, len(ranked)
+        return ranked, result.combinations, len(ranked)
     ours = strategy == "disaggregated"
     finalists = rounds(
         profile,
@@ -229,12 +229,12 @@ def _rivals(
     """The baselines' layouts as units of the strategy `disaggregated`, where it has such, and the
     baselines."""
     units = group(profile, cluster, "disaggregated")
-    found = [
+    rivals = [
         (apart(other.plan, units), other) for other in baselines.values() if other and other.plan
     ]
     return [
         (layout, other)
-        for layout, other in found
+        for layout, other in rivals
         if layout is not None
         and all(
             stage.peak_gib <= stage.limit_gib
@@ -282,7 +282,7 @@ def ranked_as(cluster: Cluster) -> Cluster:
 
 def best_by_formula(
     profile: Profile, cluster: Cluster, strategy: Strategy, top: int, limits: Limits
-) -> tuple[list[Unit], Found]:
+) -> tuple[list[Unit], SearchResult]:
     """Units and the formula's best layouts of an exact strategy; of `megatron`, only `limits.most`
     is kept to."""
     if limits.most is None:

@@ -21,9 +21,9 @@ def traffic_of(
     """Messages of one step by kind and unit; kinds that send nothing are left out."""
     rows = _crossings(profile, layout, stages, gpus_per_node)
     for unit in layout.units:
-        own = [stage for stage in stages if stage.unit is unit]
+        of_unit = [stage for stage in stages if stage.unit is unit]
         rows += [
-            *_over_replicas(profile, layout, own, gpus_per_node),
+            *_over_replicas(profile, layout, of_unit, gpus_per_node),
             *_tensor_parallel(profile, layout, unit),
         ]
     return [row for row in rows if row.job_gib > 0]
@@ -58,15 +58,15 @@ def _crossings(
 
 
 def _over_replicas(
-    profile: Profile, layout: Layout, own: list[CostedStage], gpus_per_node: int
+    profile: Profile, layout: Layout, of_unit: list[CostedStage], gpus_per_node: int
 ) -> list[Traffic]:
     """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a
     unit's stages."""
-    unit = own[0].unit
-    inside = in_one_node(len(own[0].ranks), gpus_per_node)
+    unit = of_unit[0].unit
+    inside = in_one_node(len(of_unit[0].ranks), gpus_per_node)
     link = profile.links.of(inside)
     ring = (unit.dp - 1) / unit.dp
-    most, total = max(stage.trained for stage in own), sum(stage.trained for stage in own)
+    most, total = max(stage.trained for stage in of_unit), sum(stage.trained for stage in of_unit)
     kinds = [("gradients", 2 * GRADIENT_BYTES, link.all_reduce_gbps)]
     if layout.zero_stage == 1:
         kinds.append(("weights", WEIGHT_BYTES[profile.precision], link.all_gather_gbps))
@@ -76,7 +76,7 @@ def _over_replicas(
                 "kind": kind,
                 "unit": unit.name,
                 "inside_a_node": inside,
-                "job_gib": ring * size * total * len(own[0].ranks) / GIB,
+                "job_gib": ring * size * total * len(of_unit[0].ranks) / GIB,
                 "rank_gib": ring * size * most / GIB,
                 "rank_s": ring * size * most / (gbps * GIGABIT_BYTES),
             }

@@ -91,10 +91,10 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
         for tp, layers in shards.items():
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
-            for frozen, found in series.items():
+            for frozen, times in series.items():
                 for layer in layers.values():
                     layer.requires_grad_(not frozen and not layer.frozen)
-                found[tp] = _series(inputs, table, module, layers, tp, device, precision)
+                times[tp] = _series(inputs, table, module, layers, tp, device, precision)
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
@@ -143,26 +143,26 @@ def _series(
     """Times and kept bytes of every layer of a module at a few sizes, messages not included."""
     item = inputs.item(module)
     works: list[Work] = []
-    found: dict[str, list[tuple[float, float, float]]] = {
+    times: dict[str, list[tuple[float, float, float]]] = {
         layer.kind: [] for layer in shards.values()
     }
     for size in _sizes(inputs, module, tp):
         batch = probe_batch(inputs, device="meta", **size)
-        own = {name: value for name, value in size.items() if name != "length"}
-        works.append(probe_work(inputs, module, windows=False, **own))
+        fixed = {name: value for name, value in size.items() if name != "length"}
+        works.append(probe_work(inputs, module, windows=False, **fixed))
         for index, layer in shards.items():
             dtype = next(layer.parameters()).dtype
             done = layer_operators(
                 layer, state_at(table, index, inputs, batch, "meta", dtype, tp=tp), batch
             )
-            found[layer.kind].append(
+            times[layer.kind].append(
                 (
                     kernels_ms(device, precision, done.forward),
                     kernels_ms(device, precision, done.backward),
                     float(done.saved_bytes),
                 )
             )
-    values = {part: np.array(rows).T for part, rows in found.items()}
+    values = {part: np.array(rows).T for part, rows in times.items()}
     if item == "sequence":
         works, values = _padded(inputs.sequence_length, works, values)
     return Series(

@@ -196,7 +196,7 @@ def _shard(
         "backward_input": running.backward_input,
         "recomputing": running.recomputing,
     }
-    messages = {name: message_ms(links, own, tp) for name, own in passes.items()}
+    messages = {name: message_ms(links, sent, tp) for name, sent in passes.items()}
     forward_ms, backward_ms = trained[tp].times[part]
     _, input_ms = frozen[tp].times[part]
     works, input_works = trained[tp].works, frozen[tp].works
@@ -212,7 +212,7 @@ def _shard(
             (-1.0, messages["forward"]),
             (-1.0, messages["backward"]),
         ),
-        sent_bytes={name: sent_bytes(own, tp) for name, own in passes.items() if own.counts},
+        sent_bytes={name: sent_bytes(sent, tp) for name, sent in passes.items() if sent.counts},
         transient_bytes=running.transient_bytes,
         recomputing_bytes=running.recomputing_bytes,
         activation_bytes=combine((share, _kept(trained[measured], part))),

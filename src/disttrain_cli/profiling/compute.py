@@ -83,14 +83,14 @@ def run_module(
     inputs: list[dict[str, Tensor]] = []
     outputs: list[dict[str, Tensor]] = []
     for layer in layers:
-        own = {name: _leaf(state[name]) for name in layer.reads}
-        made = stopwatch.time(lambda layer=layer, own=own: layer(own, batch))  # type: ignore[misc]
-        inputs.append(own)
+        inputs_of = {name: _leaf(state[name]) for name in layer.reads}
+        made = stopwatch.time(lambda layer=layer, inputs_of=inputs_of: layer(inputs_of, batch))  # type: ignore[misc]
+        inputs.append(inputs_of)
         outputs.append(made)
         state.update(made)
     gradients: dict[str, Tensor] = {}
     differentiated: list[bool] = []
-    for own, made in zip(reversed(inputs), reversed(outputs), strict=True):
+    for inputs_of, made in zip(reversed(inputs), reversed(outputs), strict=True):
         roots = [(name, tensor) for name, tensor in made.items() if tensor.requires_grad]
         seeds = [
             None if name.startswith(LOSS_PREFIX) else _gradient(gradients.pop(name, None), tensor)
@@ -100,7 +100,7 @@ def run_module(
         if roots:
             tensors = [tensor for _, tensor in roots]
             stopwatch.time(partial(torch.autograd.backward, tensors, seeds))
-        for name, tensor in own.items():
+        for name, tensor in inputs_of.items():
             if tensor.grad is not None:
                 gradients[name] = (
                     tensor.grad if name not in gradients else gradients[name] + tensor.grad

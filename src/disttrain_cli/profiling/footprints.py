@@ -79,22 +79,22 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
         [probe_batch(inputs, device="meta", **size) for size in sizes],
         [_rows_alone(inputs, module, size) for size in sizes],
     )
-    found: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
+    by_tp: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
     indices = [
         index for start, stop in first_of_kinds(table, module, 1) for index in range(start, stop)
     ]
     for index in indices:
         whole = build_layers(run, index, index + 1, "meta", dtype)[0]
-        found[1][whole.kind] = _running(whole, index, probes, 1)
-        for tp in list(found)[1:]:
+        by_tp[1][whole.kind] = _running(whole, index, probes, 1)
+        for tp in list(by_tp)[1:]:
             layer = build_layers(run, index, index + 1, "meta", dtype, tp)[0]
             join(layer, Noted(size=tp))
-            found[tp][whole.kind] = (
+            by_tp[tp][whole.kind] = (
                 _running(layer, index, probes, tp)
                 if pieces(whole) or layer.by_rows
-                else found[1][whole.kind]
+                else by_tp[1][whole.kind]
             )
-    return found
+    return by_tp
 
 
 def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Running:
@@ -136,7 +136,10 @@ def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messa
         {
             operation: fit(
                 works,
-                [float(sum(m.bytes for m in own if m.operation == operation)) for own in sent],
+                [
+                    float(sum(m.bytes for m in messages if m.operation == operation))
+                    for messages in sent
+                ],
             )
             for operation in counts
         },

@@ -99,15 +99,15 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
     for module in job.profile.modules:
         columns = _columns(job, bare, module)
         tp = str(job.layout.unit_of(module).tp)
-        own: dict[tuple[str, str], Floats] = {}  # (kind, time) → factors
+        by_kind: dict[tuple[str, str], Floats] = {}  # (kind, time) → factors
         for operation in COMPUTE:
-            found = _correct(
-                module, operation, columns, own, _read(database, job, module, operation)
+            fitted = _correct(
+                module, operation, columns, by_kind, _read(database, job, module, operation)
             )
-            if found is not None:
-                changed.append(found)
-                means[module, operation] = found.after_ms / found.before_ms
-        known |= {(module, kind, tp, time): factors for (kind, time), factors in own.items()}
+            if fitted is not None:
+                changed.append(fitted)
+                means[module, operation] = fitted.after_ms / fitted.before_ms
+        known |= {(module, kind, tp, time): factors for (kind, time), factors in by_kind.items()}
 
     def corrected(module: str, kind: str, tp: str, time: str, polynomial: Polynomial) -> Polynomial:
         mean = means.get((module, TIMES[time]), means.get((module, "forward"), 1.0))
@@ -131,28 +131,28 @@ def _correct(
 ) -> Corrected | None:
     """Fit one direction and add its factors; those of the forward are known where the backward
     recomputes it."""
-    own = [column for column in columns if TIMES[column.time] == operation]
+    of_operation = [column for column in columns if TIMES[column.time] == operation]
     others = [
         column
         for column in columns
         if TIMES[column.time] != operation and (column.kind, column.time) in factors
     ]
-    rows = rows.take(_terms(own, operation, rows).sum(axis=1) > 0.0)
-    slow = _slow_ranks(rows, _terms([*own, *others], operation, rows).sum(axis=1))
+    rows = rows.take(_terms(of_operation, operation, rows).sum(axis=1) > 0.0)
+    slow = _slow_ranks(rows, _terms([*of_operation, *others], operation, rows).sum(axis=1))
     rows = rows.take(~np.isin(rows.rank, slow))
     if not len(rows):
         return None
-    terms, again = _terms(own, operation, rows), _terms(others, operation, rows)
+    terms, again = _terms(of_operation, operation, rows), _terms(others, operation, rows)
     repeated = again @ np.concatenate(
         [np.zeros(0), *(factors[column.kind, column.time] for column in others)]
     )
     used = terms.sum(axis=0) > 0.0
-    found = np.full(len(used), np.nan)
-    found[used] = fit_factors(terms[:, used], rows.measured_ms, repeated)
-    before, after = again.sum(axis=1) + terms.sum(axis=1), repeated + terms[:, used] @ found[used]
-    found[~used] = after.mean() / before.mean()
-    for index, column in enumerate(own):
-        factors[column.kind, column.time] = found[len(TERMS) * index : len(TERMS) * (index + 1)]
+    fitted = np.full(len(used), np.nan)
+    fitted[used] = fit_factors(terms[:, used], rows.measured_ms, repeated)
+    before, after = again.sum(axis=1) + terms.sum(axis=1), repeated + terms[:, used] @ fitted[used]
+    fitted[~used] = after.mean() / before.mean()
+    for index, column in enumerate(of_operation):
+        factors[column.kind, column.time] = fitted[len(TERMS) * index : len(TERMS) * (index + 1)]
     return Corrected(
         module,
         operation,

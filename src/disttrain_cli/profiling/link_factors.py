@@ -60,10 +60,10 @@ def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profi
         ("all_reduce", _reductions(database, job)),
     ):
         for inside in (True, False):
-            own = [sample for sample in samples if sample.inside is inside]
-            if own:
-                profile, found = _correct(profile, name, inside, own)
-                changed += found
+            alike = [sample for sample in samples if sample.inside is inside]
+            if alike:
+                profile, factors = _correct(profile, name, inside, alike)
+                changed += factors
     return profile, changed
 
 
@@ -152,7 +152,7 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
     cuts = crossings(stages)
     if not cuts:
         return []
-    found = waited_transfers(database)
+    waited = waited_transfers(database)
     whole_s, bytes_s = (
         transfers_s(profile, job.layout, stages, job.gpus_per_node)
         for profile in (job.profile, _without_latency(job.profile, "p2p"))
@@ -164,7 +164,7 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
             for cut, (before, after) in enumerate(cuts)
         },
     )
-    for row in found:
+    for row in waited:
         index = hops[row["before"], row["after"]]
         ranks = sum(len(stages[row[side]].ranks) for side in ("before", "after"))
         samples.append(

@@ -51,28 +51,28 @@ def measure_links(device: torch.device) -> LinkProfile:
     dist.all_gather_object(hosts, socket.gethostname())
     inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     heads = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
-    found = [
+    links = [
         _measure_group(inside, device),
         _measure_group(heads, device) if len(heads) > 1 else None,
     ]
-    dist.broadcast_object_list(found, src=0, device=device)
-    assert found[0] is not None
-    return LinkProfile(**found[0], inter_node=None if found[1] is None else LinkTimes(**found[1]))
+    dist.broadcast_object_list(links, src=0, device=device)
+    assert links[0] is not None
+    return LinkProfile(**links[0], inter_node=None if links[1] is None else LinkTimes(**links[1]))
 
 
 def _measure_group(ranks: list[int], device: torch.device) -> dict[str, float]:
     """Fields of `LinkTimes` for a group of ranks; the others wait, and get none."""
     group = dist.new_group(ranks)
     count, sizes = len(ranks), CUDA_SIZES_BYTES if device.type == "cuda" else SIZES_BYTES
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for name, (operation, share, messages) in _operations(ranks, group).items():
         mine = operation if dist.get_rank() in ranks else None
         times_s = [time_s / messages for time_s in _medians_s(mine, sizes, count, device)]
         if mine is not None:
-            found[f"{name}_gbps"], found[f"{name}_us"] = fit_link(
+            measured[f"{name}_gbps"], measured[f"{name}_us"] = fit_link(
                 [share * size for size in sizes], times_s
             )
-    return found
+    return measured
 
 
 def _operations(

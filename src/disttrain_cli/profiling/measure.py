@@ -63,12 +63,12 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
     inputs = describe(run)
     data = read_dataset(run, inputs, progress)
     progress("measure the device", 0, 0)
-    found = describe_device(file.cluster, kind, file.train.precision)
+    described = describe_device(file.cluster, kind, file.train.precision)
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
-    request = _request(run, kind, processes, inputs, data, found)
+    request = _request(run, kind, processes, inputs, data, described)
     measured = measure_in_processes(run, request, progress)
-    sharing = max(1.0, processes / found.cores) if kind == "cpu" else 1.0
+    sharing = max(1.0, processes / described.cores) if kind == "cpu" else 1.0
     setting = Setting(
         layer_table(run),
         inputs,
@@ -99,7 +99,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             cluster=file.cluster_fingerprint(),
         ),
         provenance=_provenance(measured) | data.provenance,
-        device=found.model_copy(
+        device=described.model_copy(
             update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
         ),
         inputs=inputs,
@@ -126,11 +126,11 @@ def _request(
             what, with_work(what, packed_sizes(data.epoch)), file.train.seed
         )
     variants = []
-    for name, own in draws.items():
-        few = fewer([probe_work(inputs, name, **draw) for draw in own])
+    for name, of_module in draws.items():
+        few = fewer([probe_work(inputs, name, **draw) for draw in of_module])
         for tp in tp_degrees(run, name, file.cluster.gpus_per_node):
             for frozen in (False, True):
-                chosen = few if frozen or tp > 1 else list(range(len(own)))
+                chosen = few if frozen or tp > 1 else list(range(len(of_module)))
                 variants.append(Variant(name, tp, frozen, chosen, few[::MEMORY_EVERY]))
     key = fingerprint(
         {
@@ -211,14 +211,14 @@ def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, Pipeli
 
 
 def _provenance(measured: Measured) -> dict[str, str]:
-    found = {
+    sources = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "host_cpu": cpu_name(),
         "wall_over_cpu_time": f"{measured.slowdown:.2f}",
     }
     if measured.continued:
-        found["continued"] = (
+        sources["continued"] = (
             f"{measured.continued} of {len(measured.records)} measurements of an interrupted"
             " profile"
         )
-    return found | library_versions()
+    return sources | library_versions()

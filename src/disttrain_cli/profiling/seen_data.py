@@ -97,7 +97,7 @@ def _described(data: DataProfile, inputs: ModelInputs, sizes: Sizes) -> DataProf
         return float(head.rows("tokens").of(head.size(area)).sum()) / len(sizes)
 
     encoded = {head.item: tokens_of(head.item) for head in inputs.heads if head.item != "target"}
-    counts = {item: own.counts for item, own in sizes.items.items()}
+    counts = {item: items.counts for item, items in sizes.items.items()}
     tokens = sizes.tokens.mean()
     return data.model_copy(
         update={

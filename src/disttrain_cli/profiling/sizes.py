@@ -37,7 +37,7 @@ class PackedSizes:
 
 def with_work(item: Item, sequences: Sequence[PackedSizes]) -> list[PackedSizes]:
     """The sequences that bring any such items."""
-    return [own for own in sequences if item == "sequence" or own.items.get(item)]
+    return [sequence for sequence in sequences if item == "sequence" or sequence.items.get(item)]
 
 
 def draw_sizes(item: Item, sequences: Sequence[PackedSizes], seed: int = 0) -> list[dict[str, Any]]:
@@ -88,8 +88,10 @@ def packed_sizes(packing: Packing) -> list[PackedSizes]:
     )
     items = {
         head.item: [
-            [(rows, columns) for rows, columns in own.tolist()]
-            for own in np.split(packing.items[head.item].grid, packing.items[head.item].start[1:-1])
+            [(rows, columns) for rows, columns in grids.tolist()]
+            for grids in np.split(
+                packing.items[head.item].grid, packing.items[head.item].start[1:-1]
+            )
         ]
         for head in packing.index.inputs.heads
     }

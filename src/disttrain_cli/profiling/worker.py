@@ -54,13 +54,13 @@ class Variant:
 
     def share(self, first: int, step: int) -> Variant:
         """Every `step`-th draw from `first` on."""
-        own = self.draws[first::step]
+        share = self.draws[first::step]
         return Variant(
             self.module,
             self.tp,
             self.frozen,
-            own,
-            [draw for draw in self.memory_draws if draw in own],
+            share,
+            [draw for draw in self.memory_draws if draw in share],
         )
 
 
@@ -109,8 +109,8 @@ def main(payload: dict[str, Any]) -> None:
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
     session = Session(payload, rank, result)
-    own = shares(list(payload["draws"]), rank, processes)
-    groups = [group for share in own for group in _groups(payload, share)]
+    drawn = shares(list(payload["draws"]), rank, processes)
+    groups = [group for share in drawn for group in _groups(payload, share)]
     clock = Slowdown()
     for group in groups:
         session.measure(group, device, float(payload["budget_s"]) / len(groups))

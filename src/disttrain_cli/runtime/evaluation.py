@@ -112,9 +112,9 @@ def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights
     }
     plain = {name: loss / weight[name] if weight[name] else 0.0 for name, loss in losses.items()}
     images = {modules[name]: loss for name, loss in plain.items() if name != TEXT}
-    found = {
+    values = {
         "loss": sum(losses.values()),
         "loss_text": plain.get(TEXT, 0.0),
         "loss_image": sum(images.values()) / max(1, len(images)),
     }
-    return found if len(images) < 2 else found | {"generator_losses": images}
+    return values if len(images) < 2 else values | {"generator_losses": images}

@@ -80,23 +80,27 @@ def to_batch(
             return tensor(value, dtype)
         return normalised(tensor(value), head.affine, dtype)
 
-    def of_item(item: Item, own: ItemArrays) -> Items:
+    def of_item(item: Item, arrays_of_item: ItemArrays) -> Items:
         heads = inputs.of(item)
         return Items(
-            grids=[(int(rows), int(columns)) for rows, columns in own.grids],
+            grids=[(int(rows), int(columns)) for rows, columns in arrays_of_item.grids],
             values={
                 number: [read(value, heads[number]) for value in blocks]
-                for number, blocks in own.values.items()
+                for number, blocks in arrays_of_item.values.items()
             },
-            rows=tensor(own.rows),
-            seeds=tensor(own.seeds),
-            weights=tensor(own.weights),
-            noise_seeds=None if own.noise_seeds is None else as_tensor(own.noise_seeds),
+            rows=tensor(arrays_of_item.rows),
+            seeds=tensor(arrays_of_item.seeds),
+            weights=tensor(arrays_of_item.weights),
+            noise_seeds=None
+            if arrays_of_item.noise_seeds is None
+            else as_tensor(arrays_of_item.noise_seeds),
         )
 
     inputs = order.slots[0].inputs
     return Batch(
-        items={item: of_item(item, own) for item, own in arrays.items.items()},
+        items={
+            item: of_item(item, arrays_of_item) for item, arrays_of_item in arrays.items.items()
+        },
         token_ids=tensor(arrays.token_ids),
         positions=tensor(arrays.positions),
         sample_lengths=None if arrays.documents is None else sample_lengths(arrays.documents),

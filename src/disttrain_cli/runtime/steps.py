@@ -145,8 +145,8 @@ def run_steps(
                 }
                 steps.rows.append(row | {"end_ns": end_ns})
                 batch, told = data.batch(step), {"run": task.name, "step": step}
-                sizes.rows += [told | own for own in _some_sizes(sizes_of(batch))]
-                samples.rows += [told | own for own in contents(order, batch, layout)]
+                sizes.rows += [told | more for more in _some_sizes(sizes_of(batch))]
+                samples.rows += [told | more for more in contents(order, batch, layout)]
                 publish(task.steps_file, row)
                 if task.watch is not None:
                     task.watch.step(row)
@@ -218,7 +218,7 @@ def _step_row(
 def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
     some = sizes.take(np.arange(min(SIZES_PER_STEP, len(sizes))))
-    areas = {item: own.lists() for item, own in some.items.items()}
+    areas = {item: items.lists() for item, items in some.items.items()}
     for number in range(len(some)):
         yield {
             "tokens": int(sizes.tokens[number]),

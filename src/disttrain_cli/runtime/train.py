@@ -231,10 +231,10 @@ def _checked_index(run: Run, profile: Profile) -> Index:
 
 def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
     """Samples that indexing left out, and images that training could not decode."""
-    found = {f"{entry.shard}/{entry.key}".rstrip("/"): entry.reason for entry in index.skipped}
+    skipped = {f"{entry.shard}/{entry.key}".rstrip("/"): entry.reason for entry in index.skipped}
     for path in sorted(run.dir.logs.glob("skipped-rank-*.json")):
-        found.update(json.loads(path.read_text()))
-    return [{"sample": name, "reason": reason} for name, reason in sorted(found.items())]
+        skipped.update(json.loads(path.read_text()))
+    return [{"sample": name, "reason": reason} for name, reason in sorted(skipped.items())]
 
 
 def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> Samples | None:

@@ -61,8 +61,8 @@ def main(payload: dict[str, Any]) -> None:
         job = join(payload, stack)
         run, coords, told = job.run, job.coords, job.told
         rank0, reports = coords.rank == 0, Path(told["steps_file"])
-        own = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
-        fields = {field for info in own for field in info.needs}
+        layers = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
+        fields = {field for info in layers for field in info.needs}
 
         # Without a launcher of ours nobody reads the reports.
         narration = (

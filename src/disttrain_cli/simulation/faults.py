@@ -96,8 +96,8 @@ def slowdown(
 def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
     """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such
     place."""
-    own = [index for index, stage in enumerate(stages) if stage.unit.name == fault.unit]
-    if not own:
+    of_unit = [index for index, stage in enumerate(stages) if stage.unit.name == fault.unit]
+    if not of_unit:
         raise _error(
             number,
             "unit",
@@ -105,7 +105,7 @@ def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> li
             "the plan has no such unit",
             list(dict.fromkeys(stage.unit.name for stage in stages)),
         )
-    unit = stages[own[0]].unit
+    unit = stages[of_unit[0]].unit
     if fault.replica is not None and fault.replica >= unit.dp:
         raise _error(
             number,
@@ -115,22 +115,22 @@ def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> li
             range(unit.dp),
         )
     if fault.slow == "worker":
-        return own
+        return of_unit
     if fault.stage >= unit.pp:
         raise _error(
             number, "stage", fault.stage, f"unit {unit.name} has no such stage", range(unit.pp)
         )
-    if fault.slow == "link" and not stages[own[fault.stage]].after:
+    if fault.slow == "link" and not stages[of_unit[fault.stage]].after:
         linked = [stage for stage in stages if stage.after]
         allowed = [stage.index for stage in linked if stage.unit.name == unit.name]
         raise _error(
             number,
             "stage",
             fault.stage,
-            f"nothing comes after {stages[own[fault.stage]].name}",
+            f"nothing comes after {stages[of_unit[fault.stage]].name}",
             allowed or list(dict.fromkeys(f"unit {stage.unit.name}" for stage in linked)),
         )
-    return [own[fault.stage]]
+    return [of_unit[fault.stage]]
 
 
 def _error(

@@ -37,16 +37,16 @@ def iterations_s(pipeline: Pipeline, forward_s: Floats, backward_s: Floats) -> F
         program.table(forward_s[..., chunk], True, spent_s)
         program.table(backward_s[..., chunk], False, spent_s)
         clock = np.zeros((ranks + stages + 1, count))  # as in `pipeline._step`
-        own, latest = clock[:ranks], clock[ranks:-1]
+        arrived, latest = clock[:ranks], clock[ranks:-1]
         start = np.empty((ranks, count))
         for step in range(program.steps):
             np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
             start += hold_s[step]
             for ranks_of, other, transfer_s in program.joins:
                 np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
-            np.maximum(start, own, out=start)
-            np.add(start, spent_s[step], out=own)
-            np.maximum.reduceat(own, program.first[:-1], axis=0, out=latest)
+            np.maximum(start, arrived, out=start)
+            np.add(start, spent_s[step], out=arrived)
+            np.maximum.reduceat(arrived, program.first[:-1], axis=0, out=latest)
         times_s[chunk] = (latest + pipeline.reduce_s[:, None]).max(axis=0) + pipeline.step_s
     return times_s
 
@@ -64,11 +64,11 @@ def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
 
 def of_replica(pipeline: Pipeline, replica: int) -> Pipeline:
     """The pipeline of one replica, where all stages have the same ones and nothing joins them."""
-    own = slice(replica, replica + 1)
+    replicas_of = slice(replica, replica + 1)
     return dataclasses.replace(
         pipeline,
         replicas=np.ones_like(pipeline.replicas),
         load_s=None,
-        forward_s=pipeline.forward_s[..., own],
-        backward_s=pipeline.backward_s[..., own],
+        forward_s=pipeline.forward_s[..., replicas_of],
+        backward_s=pipeline.backward_s[..., replicas_of],
     )

@@ -105,7 +105,7 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     program.table(pipeline.backward_s, False, spent_s)
     # end of every rank's last operation, the latest of every stage, and 0
     clock = np.zeros(ranks + stages + 1)
-    own, latest = clock[:ranks], clock[ranks:-1]
+    arrived, latest = clock[:ranks], clock[ranks:-1]
     held = np.empty(ranks)
     fed = [
         (feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1]))
@@ -120,13 +120,13 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         start += held
         for ranks_of, other, transfer_s in program.joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
-        np.maximum(start, own, out=start)
+        np.maximum(start, arrived, out=start)
         for feed, begins, ranks_of in fed:
             slot, between = divmod(step - begins, 2)
             if 0 <= slot < slots and not between:
                 start[ranks_of] = feed.fetch(slot, start[ranks_of])
-        np.add(start, spent_s[step], out=own)
-        np.maximum.reduceat(own, first[:-1], out=latest)
+        np.add(start, spent_s[step], out=arrived)
+        np.maximum.reduceat(arrived, first[:-1], out=latest)
     ends = spent_s
     ends += starts
     # [start or end, n, S, R]

@@ -56,7 +56,7 @@ class ModelInputs(Strict):
         Annotated[
             SerializeAsAny[Head],
             PlainValidator(_head),
-            WithJsonSchema({"anyOf": [own.model_json_schema() for own in HEADS.values()]}),
+            WithJsonSchema({"anyOf": [head.model_json_schema() for head in HEADS.values()]}),
         ]
     ] = Field(
         default_factory=list,

@@ -10,7 +10,7 @@ from disttrain_cli.errors import SpecError
 T = TypeVar("T")
 
 
-def with_plugins(group: str, own: dict[str, T]) -> dict[str, T]:
+def with_plugins(group: str, built_in: dict[str, T]) -> dict[str, T]:
     """A registry, and by name what installed packages add to it.
 
     Groups are disttrain.heads (`spec.heads.Head` classes by item), disttrain.modalities
@@ -20,7 +20,7 @@ def with_plugins(group: str, own: dict[str, T]) -> dict[str, T]:
     Raises:
         SpecError: one cannot be loaded, or has a name that is taken.
     """
-    registry = dict(own)
+    registry = dict(built_in)
     for entry in sorted(entry_points(group=group)):
         if entry.name in registry:
             raise _refused(group, entry, f"the name {entry.name} is taken")

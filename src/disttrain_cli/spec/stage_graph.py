@@ -212,4 +212,4 @@ def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
     it only, so that what a search prices in this way is checked again as a whole
     (`costs.memory.layout_memory`).
     """
-    return [own + sum(amounts[max(index + 1, llm) :]) for index, own in enumerate(amounts)]
+    return [amount + sum(amounts[max(index + 1, llm) :]) for index, amount in enumerate(amounts)]

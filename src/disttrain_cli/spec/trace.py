@@ -151,12 +151,12 @@ OPEN_SEGMENT = ".arrows"
 def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
     """Segments in these folders: those written whole, and the open ones that have not been replaced
     by such."""
-    found = sorted(file for folder in folders for file in folder.glob("segment-*"))
-    whole = [file for file in found if file.suffix == ".parquet"]
+    segments = sorted(file for folder in folders for file in folder.glob("segment-*"))
+    whole = [file for file in segments if file.suffix == ".parquet"]
     replaced = set(whole)
     return whole, [
         file
-        for file in found
+        for file in segments
         if file.suffix == OPEN_SEGMENT and file.with_suffix(".parquet") not in replaced
     ]
 
@@ -206,8 +206,8 @@ def mark(operation: str, step: int, slot: int, module: str) -> str:
 
 def read_mark(name: str) -> tuple[str, int, int, str] | None:
     """(operation, step, slot, module) of an annotation; None for one that is not ours."""
-    found = _MARK.fullmatch(name)
-    return (found[1], int(found[2]), int(found[3]), found[4] or "") if found else None
+    match = _MARK.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3]), match[4] or "") if match else None
 
 
 def read_job(path: Path) -> Job:

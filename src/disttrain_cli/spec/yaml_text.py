@@ -67,11 +67,11 @@ def _line_of(node: yaml.Node | None, path: tuple[Any, ...]) -> int | None:
             node = node.value[part]
             line = node.start_mark.line + 1
         elif isinstance(node, yaml.MappingNode):
-            found = [(key, value) for key, value in node.value if key.value == str(part)]
-            if not found:
+            matching = [(key, value) for key, value in node.value if key.value == str(part)]
+            if not matching:
                 # a choice of a union, which is no place in the file; or a key that is missing
                 continue
-            key, node = found[0]
+            key, node = matching[0]
             line = key.start_mark.line + 1
     return line
 

@@ -164,7 +164,7 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
         return {
             name: torch.empty(
                 (
-                    group.own(len(tensor)).stop if group and name in split else len(tensor),
+                    group.local_rows(len(tensor)).stop if group and name in split else len(tensor),
                     *tensor.shape[1:],
                 ),
                 device="cuda",

@@ -80,7 +80,7 @@ def cases() -> dict[str, list[str]]:
                 Waits() as waits,
             ):  # not known here: that it is asked for counts
                 ask()
-            found[name] = [f"{what} @ {where.split(':')[0]}" for what, where in waits.found]
+            found[name] = [f"{what} @ {where.split(':')[0]}" for what, where in waits.counts]
         for name, refused in {
             "sum of the host's": lambda: dist.all_reduce(torch.ones(3)),
             "objects": lambda: dist.broadcast_object_list([1], device=torch.device("cpu")),
@@ -259,7 +259,7 @@ def slot(path: str, bf16: bool, recompute: bool) -> list[list[Any]]:
     assert all(
         p.grad is not None for layer in layers if not layer.frozen for p in layer.parameters()
     )
-    return [[*key, count] for key, count in waits.found.items()]
+    return [[*key, count] for key, count in waits.counts.items()]
 
 
 @pytest.mark.parametrize(

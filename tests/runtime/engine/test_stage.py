@@ -176,7 +176,7 @@ def test_sums_are_noted_in_the_order_of_computation() -> None:
     with torch.no_grad():
         layers[3].linear.weight[0, 0] = torch.nan  # type: ignore[union-attr, index]
     _train(_runner(layers, None, sums=sums), given)
-    order = sorted(sums.found, key=lambda note: note[:3])
+    order = sorted(sums.sums, key=lambda note: note[:3])
     assert [(note[0], note[3]) for note in order] == [
         (0, "encoder"),
         (0, "llm"),

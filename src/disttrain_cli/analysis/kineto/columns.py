@@ -205,13 +205,13 @@ def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:
 
 def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[np.int32]:
     """Numbers of the shapes of counted operators, else -1."""
-    found = np.full(len(events), -1, np.int32)
+    shapes = np.full(len(events), -1, np.int32)
     for index, (event, arg) in enumerate(zip(events, args, strict=True)):
         if arg.shapes is not NOTHING and is_counted(event.name):
-            found[index] = strings.shapes[
+            shapes[index] = strings.shapes[
                 strings.names[event.name], bytes(arg.shapes), bytes(arg.types), bytes(arg.concrete)
             ]
-    return found
+    return shapes
 
 
 def _whole(numbers: list[int]) -> NDArray[np.int64]:
@@ -225,12 +225,12 @@ def _whole(numbers: list[int]) -> NDArray[np.int64]:
 def _categories(
     events: list[Event], stream: NDArray[np.int64], categories: Numbers
 ) -> NDArray[np.int32]:
-    found = np.array([categories[event.cat] for event in events], np.int32)
+    numbers = np.array([categories[event.cat] for event in events], np.int32)
     if "" in categories:
-        for at in np.flatnonzero((found == categories[""]) & (stream >= 0)):
+        for at in np.flatnonzero((numbers == categories[""]) & (stream >= 0)):
             copies = events[at].name.lower().startswith(("memcpy", "memset"))
-            found[at] = categories[MEMORY_OF_STREAM if copies else KERNEL_OF_STREAM]
-    return found
+            numbers[at] = categories[MEMORY_OF_STREAM if copies else KERNEL_OF_STREAM]
+    return numbers
 
 
 def _starts_ns(events: list[Event], batch: Batch, indices: list[int]) -> NDArray[np.int64]:
@@ -247,15 +247,15 @@ def _starts_ns(events: list[Event], batch: Batch, indices: list[int]) -> NDArray
 
 def _ns(times_us: list[Any]) -> NDArray[np.int64]:
     """µs, whole or not, as ns; what 64 bits cannot hold ends at their edge."""
-    found = np.array(times_us)
-    if not len(found):
+    us = np.array(times_us)
+    if not len(us):
         return np.zeros(0, np.int64)
-    if found.dtype.kind == "i" and abs(found).max() < _CLIPPED_US:
-        return found.astype(np.int64) * 1000
-    if found.dtype.kind == "f" and all(
+    if us.dtype.kind == "i" and abs(us).max() < _CLIPPED_US:
+        return us.astype(np.int64) * 1000
+    if us.dtype.kind == "f" and all(
         type(time) is float or abs(time) < EXACT_BELOW_US for time in times_us
     ):
-        return np.rint(np.clip(found, -_CLIPPED_US, _CLIPPED_US) * 1000).astype(np.int64)
+        return np.rint(np.clip(us, -_CLIPPED_US, _CLIPPED_US) * 1000).astype(np.int64)
     return np.array(
         [round(max(-_CLIPPED_US, min(_CLIPPED_US, time)) * 1000) for time in times_us], np.int64
     )

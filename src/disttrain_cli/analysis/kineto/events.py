@@ -114,8 +114,8 @@ def mend(text: bytes) -> bytes:
     return _TO_MEND.sub(_mend_token, mend_bytes(text))
 
 
-def _mend_token(found: re.Match[bytes]) -> bytes:
-    token = found.group()
+def _mend_token(escaped: re.Match[bytes]) -> bytes:
+    token = escaped.group()
     if not token.startswith(b'"'):
         return b"null"
     if b"\\" in token:
@@ -123,8 +123,8 @@ def _mend_token(found: re.Match[bytes]) -> bytes:
     return _CONTROL.sub(lambda match: b"\\u%04x" % match.group()[0], token)
 
 
-def _mend_escape(found: re.Match[bytes]) -> bytes:
-    escape = found.group()
+def _mend_escape(match: re.Match[bytes]) -> bytes:
+    escape = match.group()
     if escape[1:2] in b'"\\/bfnrt':
         return escape
     if len(escape) == 12:  # a surrogate pair

@@ -106,11 +106,11 @@ def _fill(
     total = sum(path.stat().st_size for path in files)
     before = 0
     for number, path in enumerate(files):
-        found = Reading()
+        reading = Reading()
         first, last = 2**63 - 1, -(2**63)
-        for batch in split_events(chunks_of(path, found, total >> 20, before, progress), found):
+        for batch in split_events(chunks_of(path, reading, total >> 20, before, progress), reading):
             columns, impossible = spans(number, batch, strings, is_step)
-            found.unreadable += impossible
+            reading.unreadable += impossible
             if len(columns["start_ns"]):
                 first = min(first, int(columns["start_ns"].min()))
                 last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
@@ -120,21 +120,21 @@ def _fill(
             if allocated is not None:
                 _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
-        warnings += _about(path, found, last >= first)
+        warnings += _about(path, reading, last >= first)
         if last >= first:
             connection.execute(
                 "INSERT INTO devices SELECT ?, unnest(?::VARCHAR[])",
-                [number, devices_in_header(found.header)],
+                [number, devices_in_header(reading.header)],
             )
             read.append(
                 TraceFile(
                     number,
                     path,
-                    *rank_in_header(found.header),
-                    base_in_header(found.header),
+                    *rank_in_header(reading.header),
+                    base_in_header(reading.header),
                     first,
                     last,
-                    found.events,
+                    reading.events,
                 )
             )
     rows.flush()
@@ -253,9 +253,9 @@ def _insert_names(
 ) -> None:
     """What the patterns tell of names: the tables `kinds` and `step_names`."""
     kinds = [
-        (number, found, name)
+        (number, pattern, name)
         for number, name in names
-        if (found := pattern_of(name, patterns)) is not None
+        if (pattern := pattern_of(name, patterns)) is not None
     ]
     if kinds:
         _insert(
@@ -263,14 +263,14 @@ def _insert_names(
             "kinds",
             {
                 "name": np.array([number for number, *_ in kinds], np.int32),
-                "kind": _strings([found.kind for _, found, _ in kinds]),
+                "kind": _strings([pattern.kind for _, pattern, _ in kinds]),
                 "operation": _strings(
                     [
-                        operation(name) if found.kind == "communication" else ""
-                        for _, found, name in kinds
+                        operation(name) if pattern.kind == "communication" else ""
+                        for _, pattern, name in kinds
                     ]
                 ),
-                "told": np.array([found.users for _, found, _ in kinds]),
+                "told": np.array([pattern.users for _, pattern, _ in kinds]),
             },
         )
     marks = [
@@ -355,7 +355,7 @@ def _strings(values: list[str]) -> np.ndarray[Any, Any]:
 
 
 def chunks_of(
-    path: Path, found: Reading, total_mib: int, before: int, progress: Progress
+    path: Path, reading: Reading, total_mib: int, before: int, progress: Progress
 ) -> Iterator[bytes]:
     """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that
     fails, is noted."""
@@ -364,15 +364,15 @@ def chunks_of(
             packed = source.read(2) == GZIP
             source.seek(0)
             for chunk in (
-                _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES)
+                _unpacked(source, reading) if packed else read_chunks(source.read, CHUNK_BYTES)
             ):
                 progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
                 yield chunk
     except OSError as error:
-        found.failure = error.strerror or str(error)
+        reading.failure = error.strerror or str(error)
 
 
-def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
+def _unpacked(source: BinaryIO, reading: Reading) -> Iterator[bytes]:
     """What gzip members hold; of one that ends early or is damaged, all up to there."""
     unpacker = zlib.decompressobj(wbits=31)
     for packed in read_chunks(source.read, CHUNK_BYTES // 8):
@@ -380,7 +380,7 @@ def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
             try:
                 yield unpacker.decompress(packed, CHUNK_BYTES)
             except zlib.error:
-                found.truncated = True
+                reading.truncated = True
                 return
             packed = unpacker.unconsumed_tail
             if unpacker.eof:
@@ -388,25 +388,25 @@ def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
                 if not packed.startswith(GZIP):  # the end, or padding
                     return
                 unpacker = zlib.decompressobj(wbits=31)
-    found.truncated = True
+    reading.truncated = True
 
 
-def _about(path: Path, found: Reading, any_rows: bool) -> list[str]:
+def _about(path: Path, reading: Reading, any_rows: bool) -> list[str]:
     """What must be said about a file."""
-    if found.failure:
+    if reading.failure:
         return [
-            f"{path.name} cannot be read to its end ({found.failure}): {found.events} events of it"
-            " are analysed"
+            f"{path.name} cannot be read to its end ({reading.failure}): {reading.events} events"
+            " of it are analysed"
         ]
-    if found.problem:
-        return [f"{path.name} {found.problem}; left out"]
+    if reading.problem:
+        return [f"{path.name} {reading.problem}; left out"]
     said = []
     if not any_rows:
         said.append(f"{path.name} holds no event with a time; left out")
-    if found.truncated:
+    if reading.truncated:
         said.append(
-            f"{path.name} ends in the middle: the {found.events} events before that are analysed"
+            f"{path.name} ends in the middle: the {reading.events} events before that are analysed"
         )
-    if found.unreadable:
-        said.append(f"{found.unreadable} event(s) of {path.name} are broken and left out")
+    if reading.unreadable:
+        said.append(f"{reading.unreadable} event(s) of {path.name} are broken and left out")
     return said

@@ -110,9 +110,9 @@ def rank_in_name(path: Path) -> int | None:
     """Rank as the file's name gives it, or its folder's: `rank3.json`, `worker0_step_12….json`,
     `rank-3/trace.json`."""
     for name in (path.name, path.parent.name):
-        found = _RANK_IN_NAME.search(name)
-        if found:
-            return int(found.group(1))
+        match = _RANK_IN_NAME.search(name)
+        if match:
+            return int(match.group(1))
     return None
 
 

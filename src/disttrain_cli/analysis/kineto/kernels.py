@@ -148,5 +148,5 @@ def operation(name: str) -> str:
 
 def operation_in(name: str) -> str | None:
     """The collective or message that a name speaks of, or None."""
-    found = _IN_ONE.search(name)
-    return None if found is None else _BY_LETTERS[re.sub("[-_]", "", found.group().lower())]
+    match = _IN_ONE.search(name)
+    return None if match is None else _BY_LETTERS[re.sub("[-_]", "", match.group().lower())]

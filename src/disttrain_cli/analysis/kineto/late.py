@@ -33,16 +33,16 @@ def find_late(played: Collectives) -> list[Late]:
         return []
     of_rank = {one.place.rank: one for one in suspects}
     state: State = (played.work,)
-    found = list[Late]()
+    late = list[Late]()
     first = played.lengths(state)
     for finding in find_causes(played.lengths, state, suspects)[0]:
         ranks = [where.rank for where in finding.places if where.rank is not None]
-        own = [of_rank[rank] for rank in ranks]
+        of_ranks = [of_rank[rank] for rank in ranks]
         joined, last, expected = _last(played, played.last(state), ranks)
-        mended = mend(state, own)
+        mended = mend(state, of_ranks)
         less_s = float((state[0] - mended[0]).sum(axis=0).mean()) / len(played.ranks)
         gain_s = float(finding.gain_s.mean())
-        found.append(
+        late.append(
             Late(
                 ranks=ranks,
                 joined=joined,
@@ -52,13 +52,13 @@ def find_late(played: Collectives) -> list[Late]:
                 waited_s=min(gain_s, max(0.0, gain_s - less_s)),
                 alone_s=[
                     float((first - played.lengths(mend((played.work,), [one]))).mean())
-                    for one in own
+                    for one in of_ranks
                 ],
                 steps=played.steps,
             )
         )
         state = mended
-    return found
+    return late
 
 
 def _last(played: Collectives, last: np.ndarray, ranks: list[int]) -> tuple[int, int, float]:

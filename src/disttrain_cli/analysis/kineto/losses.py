@@ -140,10 +140,10 @@ class Losses:
         """The ranks that take part in what was matched, the one that is waited for most first."""
         if not any(row["wait_ns"] for row in self.blame):
             return []
-        found = []
+        stragglers = []
         for row in self.blame:
             joined, last, expected = row["joined"], row["last"], float(row["expected"])
-            found.append(
+            stragglers.append(
                 Straggler(
                     row["rank"],
                     joined,
@@ -153,7 +153,7 @@ class Losses:
                     min(1.0, tail(joined, last, expected) * len(self.blame)),
                 )
             )
-        return sorted(found, key=lambda one: -one.share)
+        return sorted(stragglers, key=lambda one: -one.share)
 
     def cost_s(self, one: Straggler) -> float:
         """Seconds per step and rank that waiting for a rank costs."""
@@ -226,7 +226,10 @@ class Losses:
         """The same, mean over the ranks."""
         share = 0.0 if self.stragglers else self.worker_share
         of_ranks = [self.parts(row, share) for row in self.ranks]
-        parts = {part: sum(own[part] for own in of_ranks) / len(of_ranks) for part in KEY_OF}
+        parts = {
+            part: sum(parts_of_rank[part] for parts_of_rank in of_ranks) / len(of_ranks)
+            for part in KEY_OF
+        }
         for part, gain_s in self.regained.items():
             parts["worker"] += gain_s
             if part in parts:
@@ -250,15 +253,15 @@ class Losses:
         left_s = sum(float(one.gain_s.mean()) for one in self.stragglers)
         waited_s = min(sum(one.waited_s for one in self.stragglers), self.mean("exposed_wait_ns"))
         longer = self.longer_of([rank for one in self.stragglers for rank in one.ranks])
-        found, whole = {"others": waited_s}, sum(longer.values())
+        regained_s, whole = {"others": waited_s}, sum(longer.values())
         left_s -= waited_s
         if whole:
-            found |= {
+            regained_s |= {
                 part: min(left_s * more_s / whole, self.mean(_WORKS[part]))
                 for part, more_s in longer.items()
             }
-        left_s -= sum(found.values()) - waited_s
-        return found | {
+        left_s -= sum(regained_s.values()) - waited_s
+        return regained_s | {
             "transfers": max(
                 0.0, min(left_s, self.mean("exposed_ns") - self.mean("exposed_wait_ns"))
             )

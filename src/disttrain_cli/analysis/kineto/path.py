@@ -91,16 +91,16 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     latest = np.ma.filled(np.ma.asarray(kernels["latest_ns"]).astype(np.int64), -1)
     last = np.ma.filled(np.ma.asarray(kernels["last_place"]).astype(np.int64), -1)
     at_place = {int(index): number for number, index in enumerate(kernels["place"])}
-    own = {int(one): np.flatnonzero(rank == one) for one in np.unique(rank)}
+    of_rank = {int(one): np.flatnonzero(rank == one) for one in np.unique(rank)}
     calls = {
         one: (waits["start_ns"][waits["rank"] == one], waits["end_ns"][waits["rank"] == one])
-        for one in own
+        for one in of_rank
     }
 
     def ended(of: int, by_ns: int, before: int) -> int:
         """The kernel of a rank that ended last, at `by_ns` or hardly later, and began before
         `before`; -1: none."""
-        nodes = own[of]
+        nodes = of_rank[of]
         at = int(np.searchsorted(end[nodes], by_ns + ROUNDED_NS, side="right")) - 1
         while at >= 0 and start[nodes[at]] >= before:
             at -= 1
@@ -129,7 +129,9 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
         path.add(LAUNCH, here, -1, began - asked)
         waited = _waited(calls[here], asked, lambda by_ns, of=here: ended(of, by_ns, by_ns), end)
         if waited is None:
-            first = begun.get(here, int(launched[own[here]][launched[own[here]] >= 0].min()))
+            first = begun.get(
+                here, int(launched[of_rank[here]][launched[of_rank[here]] >= 0].min())
+            )
             path.add(HOST, here, -1, asked - first)
             break
         number, until = waited, min(asked, int(end[waited]))

@@ -92,8 +92,8 @@ def _split(
         )
     parts: dict[int, TraceFile] = {}
     lost = 0
-    found = connection.execute(query_text("kineto/of_threads"), {"file": file.number})
-    for thread, events, first_ns, last_ns, works in found.fetchall():
+    counts = connection.execute(query_text("kineto/of_threads"), {"file": file.number})
+    for thread, events, first_ns, last_ns, works in counts.fetchall():
         if thread not in labels:
             lost += works
             continue

@@ -25,16 +25,16 @@ def label_in(text: str) -> Label | None:
     A place in one group only is a rank. Several come in the order in which ranks are usually
     numbered: tensor parallel places change fastest, pipeline stages last.
     """
-    found = _RANK.search(text)
-    if found:
-        return int(found.group(1))
-    found = _PLACES.search(text)
-    if not found:
+    named = _RANK.search(text)
+    if named:
+        return int(named.group(1))
+    named = _PLACES.search(text)
+    if not named:
         return None
     numbers = tuple(
         (kind, int(number))
         for kind, number in sorted(
-            _PLACE.findall(found.group(1)), key=lambda match: _SLOWEST_FIRST.index(match[0])
+            _PLACE.findall(named.group(1)), key=lambda match: _SLOWEST_FIRST.index(match[0])
         )
     )
     return numbers[0][1] if len(numbers) == 1 else numbers
@@ -62,7 +62,7 @@ def label_threads(
     by_process: dict[str, set[Label]] = {}
     for thread, rank in told.items():
         by_process.setdefault(threads[thread], set()).add(rank)
-    found: dict[int, Label] = {}
+    labels: dict[int, Label] = {}
     for thread, process in threads.items():
         label = label_in(process)
         if label is None:
@@ -72,8 +72,8 @@ def label_threads(
         if label is None:
             label = told.get(thread, _only(by_process.get(process, ())))
         if label is not None:
-            found[thread] = label
-    return found
+            labels[thread] = label
+    return labels
 
 
 def numbers_of(labels: Iterable[Label]) -> dict[Label, int]:

@@ -67,13 +67,13 @@ class Collectives:
 
     def last(self, state: State) -> NDArray[np.int64]:
         """The rank (its place) that comes last into each collective [collectives, steps]."""
-        found = np.zeros((len(self.members), state[0].shape[1]), np.int64)
+        last = np.zeros((len(self.members), state[0].shape[1]), np.int64)
 
         def note(number: int, came: Floats) -> None:
-            found[number] = self.rank_of[self.members[number]][came.argmax(axis=0)]
+            last[number] = self.rank_of[self.members[number]][came.argmax(axis=0)]
 
         self._play(state, note)
-        return found
+        return last
 
     def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
         (work,) = state
@@ -110,30 +110,33 @@ class Collectives:
         Where none join the same ones, as stages of a pipeline, longer in a step than the median of
         all others.
         """
-        own = [np.flatnonzero(self.rank_of == index) for index in range(len(self.ranks))]
+        of_rank = [np.flatnonzero(self.rank_of == index) for index in range(len(self.ranks))]
         alike = defaultdict[tuple[str, ...], list[int]](list)
-        for index, nodes in enumerate(own):
+        for index, nodes in enumerate(of_rank):
             alike[tuple(self.names[int(node)] for node in nodes)].append(index)
         usual = dict[int, Floats]()
         for peers in alike.values():
             if len(peers) > 1:
-                works = np.stack([self.work[own[index]] for index in peers])
+                works = np.stack([self.work[of_rank[index]] for index in peers])
                 usual |= dict(zip(peers, np.minimum(works, _of_others(works)), strict=True))
-        if not usual and len(own) > 1:
-            whole = np.stack([self.work[nodes].sum(axis=0) for nodes in own])
+        if not usual and len(of_rank) > 1:
+            whole = np.stack([self.work[nodes].sum(axis=0) for nodes in of_rank])
             share = np.minimum(1.0, _of_others(whole) / np.maximum(whole, 1e-9))
-            usual = {index: self.work[nodes] * share[index] for index, nodes in enumerate(own)}
+            usual = {index: self.work[nodes] * share[index] for index, nodes in enumerate(of_rank)}
         least_s = SMALLEST_SHARE * float(self.lengths((self.work,)).mean())
-        found = []
+        suspects = []
         for index, less in usual.items():
-            more_s = float((self.work[own[index]] - less).sum(axis=0).mean())
+            more_s = float((self.work[of_rank[index]] - less).sum(axis=0).mean())
             if more_s >= least_s:
-                found.append(
+                suspects.append(
                     Suspect(
-                        "worker", Place(rank=self.ranks[index]), _as_usual(own[index], less), more_s
+                        "worker",
+                        Place(rank=self.ranks[index]),
+                        _as_usual(of_rank[index], less),
+                        more_s,
                     )
                 )
-        return sorted(found, key=lambda one: -one.most_s)[:MOST_RANKS]
+        return sorted(suspects, key=lambda one: -one.most_s)[:MOST_RANKS]
 
 
 def _of_others(times: Floats) -> Floats:
@@ -176,18 +179,18 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
     work, beside, idle = (np.zeros(start.shape) for _ in range(3))
     clocks = _clocks(database, rows)
     for index, rank in enumerate(ranks):
-        own, clock = rank_of == index, clocks[int(rank)]
+        mask, clock = rank_of == index, clocks[int(rank)]
         begins = _begins(rows, clock, int(rank), steps)
         could = np.minimum(
-            np.maximum(launched[own], clock.computed_before(launched[own])), start[own]
+            np.maximum(launched[mask], clock.computed_before(launched[mask])), start[mask]
         )
-        worked = clock.worked(np.vstack([begins[None], np.where(queued[own], could, start[own])]))
-        work[own], beside[own] = np.diff(worked, axis=0), clock.worked(end[own]) - worked[1:]
-        idle[own] = (end - start)[own] - (clock.computed(end[own]) - clock.computed(start[own]))
-        waits[own] = (
-            np.vstack([begins, np.maximum.accumulate(end[own])[:-1]]) <= start[own] + ROUNDED_NS
+        worked = clock.worked(np.vstack([begins[None], np.where(queued[mask], could, start[mask])]))
+        work[mask], beside[mask] = np.diff(worked, axis=0), clock.worked(end[mask]) - worked[1:]
+        idle[mask] = (end - start)[mask] - (clock.computed(end[mask]) - clock.computed(start[mask]))
+        waits[mask] = (
+            np.vstack([begins, np.maximum.accumulate(end[mask])[:-1]]) <= start[mask] + ROUNDED_NS
         )
-        begin[index] = begins - rows["ahead_ns"][nodes][own][0] - start.min()
+        begin[index] = begins - rows["ahead_ns"][nodes][mask][0] - start.min()
     firsts = np.flatnonzero(np.diff(rows["number"][nodes], prepend=-1))
     return Collectives(
         steps=steps,
@@ -250,10 +253,10 @@ def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]
             "SELECT rank, min(start_ns) AS first_ns FROM raw_kernels WHERE measured GROUP BY rank"
         )
     }
-    found = {}
+    clocks = {}
     for rank in np.unique(rows["rank"]):
-        own, joined = compute["rank"] == rank, rows["rank"] == rank
-        starts, ends = compute["start_ns"][own], compute["end_ns"][own]
+        kernels, joined = compute["rank"] == rank, rows["rank"] == rank
+        starts, ends = compute["start_ns"][kernels], compute["end_ns"][kernels]
         waits = (
             rows["start_ns"][joined],
             np.maximum(rows["latest_ns"][joined], rows["start_ns"][joined]),
@@ -266,16 +269,16 @@ def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]
         computes = np.cumsum(np.where(kinds == 0, signs, 0)) > 0
         waiting = (np.cumsum(np.where(kinds == 1, signs, 0)) > 0) & ~computes
         spans = np.diff(times)
-        launched = np.argsort(compute["launched_ns"][own], kind="stable")
-        found[int(rank)] = _Clock(
+        launched = np.argsort(compute["launched_ns"][kernels], kind="stable")
+        clocks[int(rank)] = _Clock(
             first=first[int(rank)],
             times=times - first[int(rank)],
             waited=np.concatenate([[0], np.cumsum(spans * waiting[:-1])]),
             busy=np.concatenate([[0], np.cumsum(spans * computes[:-1])]),
-            launched=compute["launched_ns"][own][launched],
+            launched=compute["launched_ns"][kernels][launched],
             ended=np.maximum.accumulate(ends[launched]) if len(ends) else ends,
         )
-    return found
+    return clocks
 
 
 def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
@@ -302,9 +305,9 @@ def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
 def _begins(rows: dict[str, Any], clock: _Clock, rank: int, steps: list[int]) -> NDArray[np.int64]:
     """When a rank began each step, on its own clock: at the end of its collectives of the step
     before, in ns."""
-    own = rows["rank"] == rank
-    known, index = np.unique(rows["step"][own], return_inverse=True)
+    mask = rows["rank"] == rank
+    known, index = np.unique(rows["step"][mask], return_inverse=True)
     ends = np.zeros(len(known), np.int64)
-    np.maximum.at(ends, index, rows["end_ns"][own])
+    np.maximum.at(ends, index, rows["end_ns"][mask])
     before = np.searchsorted(known, steps) - 1
     return np.where(before >= 0, ends[before], clock.first)

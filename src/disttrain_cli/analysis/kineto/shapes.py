@@ -94,10 +94,10 @@ def item_bytes(dtype: str) -> int | None:
 
 def _list(text: bytes) -> list[Any]:
     try:
-        found = json.loads(text) if text else []
+        values = json.loads(text) if text else []
     except ValueError:
         return []
-    return found if isinstance(found, list) else []
+    return values if isinstance(values, list) else []
 
 
 def _plain(dtype: Any) -> str:
@@ -186,8 +186,8 @@ def _flag(value: Any) -> bool:
 
 
 def _numbers(value: Any, count: int) -> list[int]:
-    found = [int(word) for word in str(value).strip("[]").split(",") if word.strip()]
-    return found * count if len(found) == 1 else found
+    numbers = [int(word) for word in str(value).strip("[]").split(",") if word.strip()]
+    return numbers * count if len(numbers) == 1 else numbers
 
 
 #: Operator → the argument whose type it computes in, and what it counts.

@@ -51,15 +51,15 @@ class Batch:
     text: bytes
 
 
-def split_events(chunks: Iterator[bytes], found: Reading) -> Iterator[Batch]:
+def split_events(chunks: Iterator[bytes], reading: Reading) -> Iterator[Batch]:
     """Every event of a trace once, in the order of the file.
 
     Args:
         chunks: the bytes of the file.
-        found: filled with the other keys of the object, and with what could not be read.
+        reading: filled with the other keys of the object, and with what could not be read.
     """
-    buffer, bare = _to_the_array(chunks, found)
-    if found.problem:
+    buffer, bare = _to_the_array(chunks, reading)
+    if reading.problem:
         return
     longest = 0
     for chunk in chain((b"",), chunks):
@@ -68,27 +68,27 @@ def split_events(chunks: Iterator[bytes], found: Reading) -> Iterator[Batch]:
         batch, used = _decode_chunk(buffer)
         ended = False
         if batch is None:
-            batch, used, ended = _walk(buffer, found, 0 < 3 * longest < len(buffer))
-        yield _counted(batch, found)
+            batch, used, ended = _walk(buffer, reading, 0 < 3 * longest < len(buffer))
+        yield _counted(batch, reading)
         buffer = buffer[used:]
         if ended:
             break
         if len(buffer) > MOST_BYTES:
-            found.unreadable += 1
-            found.truncated = True
+            reading.unreadable += 1
+            reading.truncated = True
             return
     else:
-        batch, used, ended = _walk(buffer, found, True)
-        yield _counted(batch, found)
+        batch, used, ended = _walk(buffer, reading, True)
+        yield _counted(batch, reading)
         buffer = buffer[used:]
     if ended:
-        _read_tail(buffer[1:], chunks, found)
+        _read_tail(buffer[1:], chunks, reading)
     else:  # Chrome's array form may lack its end
-        found.truncated = not bare or bool(buffer.strip(_SPACE + b","))
+        reading.truncated = not bare or bool(buffer.strip(_SPACE + b","))
 
 
-def _counted(batch: Batch, found: Reading) -> Batch:
-    found.events += len(batch.events)
+def _counted(batch: Batch, reading: Reading) -> Batch:
+    reading.events += len(batch.events)
     return batch
 
 
@@ -124,7 +124,7 @@ def _last_boundary(buffer: bytes, end: int) -> int:
         end = at
 
 
-def _walk(buffer: bytes, found: Reading, final: bool) -> tuple[Batch, int, bool]:
+def _walk(buffer: bytes, reading: Reading, final: bool) -> tuple[Batch, int, bool]:
     """The whole events of `buffer` one by one, the bytes they take, and whether the array ended
     behind them.
 
@@ -134,19 +134,19 @@ def _walk(buffer: bytes, found: Reading, final: bool) -> tuple[Batch, int, bool]
     events: list[tuple[Event, bytes]] = []
     at, ended = 0, False
     while True:
-        at, ended, next_event = _walk_on(buffer, at, events, found, final)
+        at, ended, next_event = _walk_on(buffer, at, events, reading, final)
         if next_event is None:
             return (
                 Batch([event for event, _ in events], b",".join(text for _, text in events)),
                 at,
                 ended,
             )
-        found.unreadable += 1
+        reading.unreadable += 1
         at = next_event
 
 
 def _walk_on(
-    buffer: bytes, at: int, events: list[tuple[Event, bytes]], found: Reading, final: bool
+    buffer: bytes, at: int, events: list[tuple[Event, bytes]], reading: Reading, final: bool
 ) -> tuple[int, bool, int | None]:
     """Walk from `at` until the text or the array ends, or an event turns out to be broken.
 
@@ -185,7 +185,7 @@ def _walk_on(
                 elif doubts:
                     return at, False, doubts[0]
                 else:
-                    found.unreadable += 1
+                    reading.unreadable += 1
                 at = end
         before = end
     broken = bool(doubts) and (final or len(doubts) > _MOST_DOUBTS)
@@ -200,7 +200,7 @@ def _decode_one(text: bytes) -> tuple[Event, bytes] | None:
         return None if event is None else (event, text)
 
 
-def _to_the_array(chunks: Iterator[bytes], found: Reading) -> tuple[bytes, bool]:
+def _to_the_array(chunks: Iterator[bytes], reading: Reading) -> tuple[bytes, bool]:
     """The text behind the `[` of the events, and whether the array is the whole document."""
     buffer = b""
     for chunk in chunks:
@@ -209,18 +209,18 @@ def _to_the_array(chunks: Iterator[bytes], found: Reading) -> tuple[bytes, bool]
         if text[:1] == b"[":
             return text[1:], True
         if text and text[:1] != b"{":
-            found.problem = "is no JSON"
+            reading.problem = "is no JSON"
             return b"", False
         at = _events_key(text)
         if at is not None:
-            found.header |= _object(text[:at].rstrip(_SPACE + b"[") + b" []}")
+            reading.header |= _object(text[:at].rstrip(_SPACE + b"[") + b" []}")
             return text[at:], False
         if len(buffer) > MOST_BYTES:
             break
     if not buffer.strip(_SPACE + b"\0\xef\xbb\xbf"):
-        found.problem = "is empty"
+        reading.problem = "is empty"
     else:
-        found.problem = "holds no traceEvents"
+        reading.problem = "holds no traceEvents"
     return b"", False
 
 
@@ -241,12 +241,12 @@ def _events_key(text: bytes) -> int | None:
     return None
 
 
-def _read_tail(text: bytes, chunks: Iterator[bytes], found: Reading) -> None:
+def _read_tail(text: bytes, chunks: Iterator[bytes], reading: Reading) -> None:
     """Keys of the object behind the array; a tail that ends early loses only itself."""
     for chunk in chunks:
         if len(text) < MOST_BYTES:
             text += chunk
-    found.header |= _object(b"{" + text.lstrip(_SPACE + b","))
+    reading.header |= _object(b"{" + text.lstrip(_SPACE + b","))
 
 
 def _object(text: bytes) -> dict[str, Any]:

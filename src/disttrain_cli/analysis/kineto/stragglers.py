@@ -219,7 +219,7 @@ def _waits_of(rank: int) -> str:
 
 def waited_for(
     losses: Losses,
-    found: Straggler,
+    straggler: Straggler,
     costly: list[Straggler],
     database: KinetoDatabase,
     evidence: list[Evidence],
@@ -228,9 +228,12 @@ def waited_for(
     costs enough."""
     span_s, sure = (
         losses.mean("span_ns"),
-        [one for one in costly if one.chance < LEAST_SURE] or [found],
+        [one for one in costly if one.chance < LEAST_SURE] or [straggler],
     )
-    rank, did = found.rank, {row["is_it"]: row for row in database.query("before", rank=found.rank)}
+    rank, did = (
+        straggler.rank,
+        {row["is_it"]: row for row in database.query("before", rank=straggler.rank)},
+    )
     met = _met(losses)
     it, others = did[True], did[False]
     later_s, work_s, when = (
@@ -253,32 +256,32 @@ def waited_for(
     return Verdict(
         cause="worker",
         headline=(
-            f"Rank {rank} is the straggler: it is last into {found.last} of {found.joined} {met},"
-            " and waiting for it costs every rank"
-            f" {of_step(losses.cost_s(found), span_s, losses.marked)}."
+            f"Rank {rank} is the straggler: it is last into {straggler.last} of {straggler.joined}"
+            f" {met}, and waiting for it costs every rank"
+            f" {of_step(losses.cost_s(straggler), span_s, losses.marked)}."
         )
-        + "".join(_another(losses, one) for one in costly if one != found),
+        + "".join(_another(losses, one) for one in costly if one != straggler),
         place=Place(rank=rank),
         lost_s=min(sum(losses.cost_s(one) for one in sure), losses.mean("exposed_wait_ns")),
         confidence=round(
-            (1 - found.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3
+            (1 - straggler.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3
         ),
         evidence=[
             *evidence,
             Evidence(
                 what=f"{met} into which rank {rank} comes last",
-                value=found.last / found.joined,
+                value=straggler.last / straggler.joined,
                 unit="share",
             ),
             Evidence(
                 what="the same, were everyone last equally often",
-                value=found.expected / found.joined,
+                value=straggler.expected / straggler.joined,
                 unit="share",
             ),
-            Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
+            Evidence(what="chance that this is chance", value=straggler.chance, unit="probability"),
             *(
                 Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
-                for one in dict.fromkeys([found, *costly])
+                for one in dict.fromkeys([straggler, *costly])
             ),
             *_before(rank, it, others),
         ],

@@ -55,11 +55,11 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
         for row in strange[:MOST_NAMED]
     ]
     if losses.straggler is not None:
-        found = losses.straggler
+        straggler = losses.straggler
         evidence.append(
             Evidence(
-                what=f"collectives outside of devices: last into them is rank {found.rank}",
-                value=found.last / found.joined,
+                what=f"collectives outside of devices: last into them is rank {straggler.rank}",
+                value=straggler.last / straggler.joined,
                 unit="share of collectives",
             )
         )

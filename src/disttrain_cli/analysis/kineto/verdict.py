@@ -97,9 +97,9 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     if cause == "unexplained":
         return idle_without_reason(parts, of_step(lost_s[cause], span_s, losses.marked), evidence)
     by_rank = [by_key(losses.parts(row, 0.0)) for row in losses.ranks]
-    agree = sum(max(LEAST_SHARE, key=lambda name: own[name]) == cause for own in by_rank) / len(
-        by_rank
-    )
+    agree = sum(
+        max(LEAST_SHARE, key=lambda name: shares[name]) == cause for shares in by_rank
+    ) / len(by_rank)
     largest = max(
         (part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: parts[part]
     )
@@ -136,9 +136,9 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
 def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
     calm = 0
     for row in losses.ranks:
-        own = by_key(losses.parts(row, 0.0))
+        parts = by_key(losses.parts(row, 0.0))
         calm += all(
-            own[cause] < least * losses.of(row, "span_ns") for cause, least in LEAST_SHARE.items()
+            parts[cause] < least * losses.of(row, "span_ns") for cause, least in LEAST_SHARE.items()
         )
     return Verdict(
         cause="none",
@@ -164,21 +164,21 @@ def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
 
 def _not_one(losses: Losses) -> list[Evidence]:
     """Why no rank is called a straggler, where collectives or messages were matched."""
-    found = losses.straggler
-    if found is None:
+    straggler = losses.straggler
+    if straggler is None:
         return []
     return [
         Evidence(
-            what=f"rank {found.rank} is waited for most: last into",
-            value=found.last / found.joined,
+            what=f"rank {straggler.rank} is waited for most: last into",
+            value=straggler.last / straggler.joined,
             unit=(
                 "share of collectives"
                 if not losses.at_messages
                 else "share of collectives and messages"
             ),
         ),
-        Evidence(what="waiting that is for it", value=found.share, unit="share"),
-        Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
+        Evidence(what="waiting that is for it", value=straggler.share, unit="share"),
+        Evidence(what="chance that this is chance", value=straggler.chance, unit="probability"),
     ]
 
 

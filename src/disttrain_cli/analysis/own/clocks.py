@@ -72,9 +72,9 @@ def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> l
         (later - one for one, later in itertools.pairwise(sorted(at_ns.values()))), default=0
     )
     for slack_ns in (0, int(longest_ns * MOST_DRIFT_PPM / 1e6)):
-        found = [_intervals(by_step[step], number_of, slack_ns) for step in steps]
+        intervals = [_intervals(by_step[step], number_of, slack_ns) for step in steps]
         lower, upper = (
-            np.array([interval[side] for interval in found]).reshape(len(steps), len(number_of))
+            np.array([interval[side] for interval in intervals]).reshape(len(steps), len(number_of))
             for side in (0, 1)
         )
         if (lower <= upper).all():
@@ -122,15 +122,15 @@ def _intervals(
 def _shortest(before: np.ndarray, after: np.ndarray, most: Floats, count: int) -> Floats:
     """Least upper bounds from the first place to all (Bellman and Ford); infinite where nothing
     ties them."""
-    found = np.full(count, np.inf)
-    found[0] = 0.0
+    shortest = np.full(count, np.inf)
+    shortest[0] = 0.0
     for _ in range(count):
-        better = found.copy()
-        np.minimum.at(better, after, found[before] + most)
-        if (better == found).all():
+        better = shortest.copy()
+        np.minimum.at(better, after, shortest[before] + most)
+        if (better == shortest).all():
             break
-        found = better
-    return found
+        shortest = better
+    return shortest
 
 
 def _clock(host: str, since_s: Floats | None, lower: Floats, upper: Floats) -> HostClock:
@@ -172,7 +172,7 @@ def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]
             np.stack([-np.ones_like(at_s), -at_s / span_s, np.ones_like(at_s)], axis=1),
         ]
     )
-    found = (
+    line = (
         linprog(
             [0.0, 0.0, -1.0],
             A_ub=rows,
@@ -181,7 +181,7 @@ def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]
         ).x
         * scale
     )
-    return float(found[0]), float(found[1]) / span_s, float(found[2])
+    return float(line[0]), float(line[1]) / span_s, float(line[2])
 
 
 def repair_clocks(connection: DuckDBPyConnection, warnings: list[str]) -> list[HostClock]:

@@ -73,7 +73,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
     Raises:
         DataError: a path does not exist, or no segment with rows can be read in any of them.
     """
-    found = TraceFiles()
+    traces = TraceFiles()
     problems: list[str] = []
     ranks: set[str] = set()
     for path in paths:
@@ -84,16 +84,16 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
                 RECORD,
             )
         folder = (path / "traces" if (path / "traces").is_dir() else path).resolve()
-        own = {file.parent.name for file in folder.glob("rank-*/segment-*")}
-        again = sorted(own & ranks)
+        written = {file.parent.name for file in folder.glob("rank-*/segment-*")}
+        again = sorted(written & ranks)
         if again:
             problems.append(
                 f"{path} holds {again[0]} once more, so it is another job and left out; "
                 "set two jobs side by side with --compare"
             )
             continue
-        _read_job(folder, found)
-        before = found.rows
+        _read_job(folder, traces)
+        before = traces.rows
         for name, pattern, columns in (
             ("segments", "rank-*", TRACE_COLUMNS),
             ("steps", "steps", STEP_COLUMNS),
@@ -101,32 +101,32 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             ("samples", "samples", SAMPLE_COLUMNS),
         ):
             files, recorded = segments_of(folder.glob(pattern))
-            kept: dict[Path, Footer] = getattr(found, name)
+            kept: dict[Path, Footer] = getattr(traces, name)
             kept |= _readable(files, folder, columns, connection, problems)
-            _add_open(found.open_segments, name, recorded, columns)
-        ranks |= own
-        if found.rows == before:
+            _add_open(traces.open_segments, name, recorded, columns)
+        ranks |= written
+        if traces.rows == before:
             problems.append(f"{path} holds no readable trace segment")
-    if not found.rows:
+    if not traces.rows:
         raise DataError(
             f"No trace can be read in {', '.join(str(path) for path in paths)}",
             "; ".join(problems[:5]),
             RECORD,
         )
-    found.warnings += problems[:5]
+    traces.warnings += problems[:5]
     if len(problems) > 5:
-        found.warnings.append(f"{len(problems) - 5} more trace file(s) could not be read")
-    return found
+        traces.warnings.append(f"{len(problems) - 5} more trace file(s) could not be read")
+    return traces
 
 
-def _read_job(folder: Path, found: TraceFiles) -> None:
-    if found.job is not None:
+def _read_job(folder: Path, traces: TraceFiles) -> None:
+    if traces.job is not None:
         return
     try:
-        found.job = read_job(folder / "job.json")
+        traces.job = read_job(folder / "job.json")
     except SpecError as error:
         why = f" ({error.why.splitlines()[0].strip()})" if error.why else ""
-        found.warnings.append(
+        traces.warnings.append(
             f"{error.what}{why}: no MFU, no prediction and no plan can be shown beside the trace"
         )
 
@@ -182,13 +182,13 @@ def _batches(file: Path) -> list[Any]:
     """Whole batches of an Arrow stream; one may have no end."""
     import pyarrow as pa
 
-    found: list[Any] = []
+    rows: list[Any] = []
     try:
         with pa.ipc.open_stream(pa.BufferReader(file.read_bytes())) as stream:
-            found.extend(stream)
+            rows.extend(stream)
     except (pa.ArrowInvalid, OSError):  # cut within a batch: those before it are whole
         pass
-    return found
+    return rows
 
 
 def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Footer]:
@@ -200,7 +200,7 @@ def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Fo
         return {}
     names = literals(files, no_glob)
     try:
-        found = connection.execute(
+        footers = connection.execute(
             "SELECT file_name, list((name, coalesce(type, 'group'))), any_value(num_rows) "
             f"FROM parquet_schema({names}) JOIN parquet_file_metadata({names}) USING (file_name) "
             "GROUP BY file_name"
@@ -210,4 +210,4 @@ def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Fo
             return {}
         half = len(files) // 2
         return _footers(files[:half], connection) | _footers(files[half:], connection)
-    return {Path(name): Footer(frozenset(columns), rows) for name, columns, rows in found}
+    return {Path(name): Footer(frozenset(columns), rows) for name, columns, rows in footers}

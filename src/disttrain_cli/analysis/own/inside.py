@@ -92,16 +92,16 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
                 mark | dict(zip(("operation", "step", "slot", "module"), known, strict=True))
             )
     sums: dict[tuple[str, int, str, str], _Sum] = defaultdict(_Sum)
-    for rank, own in marks.items():
+    for rank, marked in marks.items():
         thread = threads[rank]
-        for mark, parts in zip(own, _divided(profiles, rank, own), strict=True):
-            found = sums[thread["unit"], thread["stage"], mark["module"], mark["operation"]]
-            found.ranks.add(rank)
-            found.count += 1
-            found.ns += mark["end_ns"] - mark["start_ns"]
+        for mark, parts in zip(marked, _divided(profiles, rank, marked), strict=True):
+            total = sums[thread["unit"], thread["stage"], mark["module"], mark["operation"]]
+            total.ranks.add(rank)
+            total.count += 1
+            total.ns += mark["end_ns"] - mark["start_ns"]
             for name, (ns, runs) in parts.items():
-                found.parts[name][0] += ns
-                found.parts[name][1] += runs
+                total.parts[name][0] += ns
+                total.parts[name][1] += runs
     if marks:
         _say(database, marks)
     names = {row["id"]: row["name"] for row in profiles.sql("SELECT id, name FROM names")}
@@ -109,7 +109,7 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
         (row["unit"], row["stage"], row["module"] or "", row["operation"]): row["measured_ms"]
         for row in database.query("operation_means")
     }
-    rows = [_row(key, found, names, usual) for key, found in sums.items() if found.ns]
+    rows = [_row(key, total, names, usual) for key, total in sums.items() if total.ns]
     return sorted(
         rows, key=lambda row: -row.profiled_ms * row.count / row.ranks * (1 - row.shares["idle"])
     )
@@ -122,17 +122,17 @@ def _has_rows(operation: str, step: int, slot: int, module: str) -> bool:
 
 def _files(database: Database, threads: dict[int, dict[str, Any]]) -> list[Path]:
     """Profiles of the analysed start, those of different stages first."""
-    found: dict[tuple[str, int], list[Path]] = {}
+    by_stage: dict[tuple[str, int], list[Path]] = {}
     for path in database.paths:
         traces = path / "traces" if (path / "traces").is_dir() else path
         for rank, thread in threads.items():
             file = profile_file(traces, rank, database.run)
             if file.is_file():
-                found.setdefault((thread["unit"], thread["stage"]), []).append(file)
-    turns = max((len(files) for files in found.values()), default=0)
-    return [files[turn] for turn in range(turns) for files in found.values() if turn < len(files)][
-        :MOST_PROFILES
-    ]
+                by_stage.setdefault((thread["unit"], thread["stage"]), []).append(file)
+    turns = max((len(files) for files in by_stage.values()), default=0)
+    return [
+        files[turn] for turn in range(turns) for files in by_stage.values() if turn < len(files)
+    ][:MOST_PROFILES]
 
 
 def _divided(
@@ -144,10 +144,10 @@ def _divided(
     names, threads, starts, ends = (rows[key] for key in ("name", "thread", "start_ns", "end_ns"))
     threads = np.asarray(threads)
     on_device = bool((threads == -1).any())
-    own = {thread: np.flatnonzero(threads == thread) for thread in np.unique(threads)}
+    by_thread = {thread: np.flatnonzero(threads == thread) for thread in np.unique(threads)}
     divided = []
     for mark in marks:
-        chosen = own.get(-1 if on_device else mark["thread"], np.empty(0, np.int64))
+        chosen = by_thread.get(-1 if on_device else mark["thread"], np.empty(0, np.int64))
         first, last = np.searchsorted(starts[chosen], [mark["start_ns"], mark["end_ns"]])
         these = chosen[first:last]
         ns = (
@@ -186,31 +186,31 @@ def _without_inner(
 
     One is inside another if its middle is: times are rounded.
     """
-    own = ends - starts
+    self_ns = ends - starts
     open_: list[int] = []
     for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         while open_ and 2 * ends[open_[-1]] <= start + end:
             open_.pop()
         if open_:
-            own[open_[-1]] -= min(end, int(ends[open_[-1]])) - start
+            self_ns[open_[-1]] -= min(end, int(ends[open_[-1]])) - start
         open_.append(index)
-    return np.asarray(np.maximum(0, own))
+    return np.asarray(np.maximum(0, self_ns))
 
 
 def _row(
     key: tuple[str, int, str, str],
-    found: _Sum,
+    total: _Sum,
     names: dict[int, str],
     usual: dict[tuple[str, int, str, str], float],
 ) -> InsideRow:
     unit, stage, module, operation = key
     shares: dict[str, float] = defaultdict(float)
     parts = []
-    for number, (ns, runs) in found.parts.items():
+    for number, (ns, runs) in total.parts.items():
         kind = kind_of(names[number])
-        shares[kind] += ns / found.ns
+        shares[kind] += ns / total.ns
         parts.append(
-            Part(name=names[number], kind=kind, count=runs / found.count, share=ns / found.ns)
+            Part(name=names[number], kind=kind, count=runs / total.count, share=ns / total.ns)
         )
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return InsideRow(
@@ -218,9 +218,9 @@ def _row(
         stage=stage,
         module=module or None,
         operation=operation,
-        ranks=len(found.ranks),
-        count=found.count,
-        profiled_ms=found.ns / 1e6 / found.count,
+        ranks=len(total.ranks),
+        count=total.count,
+        profiled_ms=total.ns / 1e6 / total.count,
         usual_ms=usual.get(key),
         shares=ordered | {"idle": max(0.0, 1.0 - sum(shares.values()))},
         top=sorted(parts, key=lambda part: -part.share)[:MOST_PARTS],
@@ -229,7 +229,7 @@ def _row(
 
 def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
     """Which steps were profiled, and on which ranks the two clocks differ unlike on the others."""
-    steps = sorted({mark["step"] for own in marks.values() for mark in own})
+    steps = sorted({mark["step"] for marked in marks.values() for mark in marked})
     shown = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
     database.warnings.append(f"{shown} recorded by torch's profiler too, which slows them")
     rows = database.sql(
@@ -243,11 +243,11 @@ def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
     }
     apart_ns = {
         rank: float(np.median(differences))
-        for rank, own in marks.items()
+        for rank, marked in marks.items()
         if (
             differences := [
                 mark["start_ns"] - recorded[key]
-                for mark in own
+                for mark in marked
                 if (key := (rank, mark["step"], mark["slot"], mark["operation"], mark["module"]))
                 in recorded
             ]

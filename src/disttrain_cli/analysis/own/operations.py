@@ -32,8 +32,8 @@ def compare_operations(database: Database) -> list[OperationRow]:
         return []
     step_ms = 1e3 * database.query("iterations")[0]["iteration_s"]
     rows = [*_passes(database, job), *_transfers(database, job), *_updates(database, job)]
-    found = [_row(step_ms, **row) for row in rows]
-    found.sort(key=lambda row: -abs(row.effect_ms))
+    comparisons = [_row(step_ms, **row) for row in rows]
+    comparisons.sort(key=lambda row: -abs(row.effect_ms))
     expected = expected_s(database)
     whole = _row(
         step_ms,
@@ -43,7 +43,7 @@ def compare_operations(database: Database) -> list[OperationRow]:
         predicted=1e3 * float(np.mean(list(expected.values()))),
         measured=step_ms,
     )
-    return [whole, *found]
+    return [whole, *comparisons]
 
 
 def _row(

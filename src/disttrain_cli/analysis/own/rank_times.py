@@ -29,7 +29,7 @@ def rank_summaries(database: Database) -> list[RankSummary]:
         computes, communicates = rows["computes"], rows["communicates"]
         kinds = (np.ones_like(computes), computes, communicates, computes | communicates)
         sums = [union_us(rows["rank"], rows["start_ns"], rows["end_ns"], kind) for kind in kinds]
-        unions |= {rank: tuple(own.get(rank, 0.0) for own in sums) for rank in sums[0]}
+        unions |= {rank: tuple(by_rank.get(rank, 0.0) for by_rank in sums) for rank in sums[0]}
     return [_summary(row, *unions.get(row["rank"], (0.0,) * 4)) for row in database.query("ranks")]
 
 
@@ -45,13 +45,15 @@ def union_us(
     """
     ranks, start_ns, end_ns = ranks[chosen], start_ns[chosen], end_ns[chosen]
     firsts = np.flatnonzero(np.diff(ranks, prepend=-1))
-    found = {}
+    unions_us = {}
     for first, last in zip(firsts, [*firsts[1:], len(ranks)], strict=True):
         reach_ns = np.maximum.accumulate(end_ns[first:last])
         from_ns = start_ns[first:last].copy()
         from_ns[1:] = np.maximum(from_ns[1:], reach_ns[:-1])
-        found[int(ranks[first])] = float(np.maximum(0, end_ns[first:last] - from_ns).sum()) / 1e3
-    return found
+        unions_us[int(ranks[first])] = (
+            float(np.maximum(0, end_ns[first:last] - from_ns).sum()) / 1e3
+        )
+    return unions_us
 
 
 def _batches(database: Database) -> Iterator[tuple[int, int]]:

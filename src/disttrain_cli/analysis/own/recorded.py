@@ -67,12 +67,12 @@ def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:
         axis=1,
     )
     for module, load in loads.items():
-        own = (
+        mask = (
             (rows["module"] == module)
             & (rows["slot"] < load.shape[1])
             & (rows["replica"] < load.shape[2])
         )
-        load[index[own], rows["slot"][own], rows["replica"][own]] = work[own]
+        load[index[mask], rows["slot"][mask], rows["replica"][mask]] = work[mask]
     return steps, loads
 
 

@@ -103,11 +103,11 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
     """
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in TRACE_COLUMNS.items())
     connection.execute(f"CREATE TABLE segments ({shape})")
-    found, header = Reading(), None
+    reading, header = Reading(), None
     runs, threads, origin = dict[int, str](), dict[int, dict[str, Any]](), 0
-    for batch in split_events(chunks_of(file, found, 0, 0, silent), found):
+    for batch in split_events(chunks_of(file, reading, 0, 0, silent), reading):
         if header is None:
-            header, origin = _header(file, found.header)
+            header, origin = _header(file, reading.header)
             runs = {row["step"]: row["run"] for row in header.windows}
             threads = {int(row["rank"]): row for row in header.ranks}
         try:
@@ -119,9 +119,12 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
             [row for event in events if (row := _row(event, origin, runs, threads)) is not None],
         )
     rows = connection.execute("SELECT count(*) FROM segments").fetchall()[0][0]
-    if header is None or found.truncated or found.unreadable or found.failure or not rows:
+    if header is None or reading.truncated or reading.unreadable or reading.failure or not rows:
         raise _damaged(
-            file, found.problem or found.failure or f"it ends or breaks after {found.events} events"
+            file,
+            reading.problem
+            or reading.failure
+            or f"it ends or breaks after {reading.events} events",
         )
     for table, columns, rows in (
         ("step_segments", STEP_COLUMNS, header.steps),
@@ -142,16 +145,16 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
 def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
     """The header, and from when times count in ns."""
     try:
-        own = msgspec.convert(header.get("disttrain"), _Header)
+        ours = msgspec.convert(header.get("disttrain"), _Header)
         origin = msgspec.convert(header.get("baseTimeNanoseconds"), int)
     except msgspec.ValidationError as error:
         raise _damaged(file, f"its header is not whole: {error}") from None
-    whole = all({"rank", *PLACE} <= row.keys() for row in own.ranks) and all(
-        _WINDOWS.keys() <= row.keys() for row in own.windows
+    whole = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
+        _WINDOWS.keys() <= row.keys() for row in ours.windows
     )
-    if not whole or own.version != VERSION:
+    if not whole or ours.version != VERSION:
         raise _damaged(file, "its header is not whole, or of another version")
-    return own, origin
+    return ours, origin
 
 
 def _damaged(file: Path, why: str) -> DataError:

@@ -61,22 +61,22 @@ def remedies(
     """
     recorded = state_of(graph.recorded)
     recorded_s, measured_s = float(replayed(graph, recorded).mean()), float(graph.window.mean())
-    found = [
+    offers = [
         _row(
             measured_s,
             cause,
             change,
             command,
-            recorded_s - float(replayed(graph, mend(recorded, own)).mean()),
+            recorded_s - float(replayed(graph, mend(recorded, mended)).mean()),
             at_most=cause in ("intra_microbatch", "inter_microbatch"),
         )
-        for cause, change, command, own in _repairs(database, suspects)
+        for cause, change, command, mended in _repairs(database, suspects)
     ]
     if database.job is not None and database.job.predicted.ordering == "none":
         reordered = reordered_s(graph)
         if reordered is not None:
             change = "the recorded slots in the order of train.ordering: paper"
-            found.append(
+            offers.append(
                 _row(
                     measured_s,
                     "inter_microbatch",
@@ -86,7 +86,7 @@ def remedies(
                 )
             )
     if uneven:
-        found.append(
+        offers.append(
             _row(
                 measured_s,
                 uneven[0].cause,
@@ -96,7 +96,7 @@ def remedies(
                 basis="plan",
             )
         )
-    return sorted([*found, *layouts], key=lambda remedy: -remedy.gain_s)
+    return sorted([*offers, *layouts], key=lambda remedy: -remedy.gain_s)
 
 
 def other_layouts(
@@ -148,20 +148,20 @@ def with_layouts(
     )
     if best is None:
         return findings
-    left_s, found = losses.measured * best.gain_pct / 100, list[Finding]()
+    left_s, named = losses.measured * best.gain_pct / 100, list[Finding]()
     for cause, place, most_s in [
         *(("stage", one.place, gain_s([one])) for one in splits),
         ("unit", Place(), losses.lost["unit"]),
     ]:
         own_s = np.minimum(left_s, most_s)
         if own_s.mean() >= SMALLEST_SHARE * losses.measured.mean():
-            found.append(Finding(cause, [place], own_s, own_s))
+            named.append(Finding(cause, [place], own_s, own_s))
             left_s = left_s - own_s
     largest = findings[0].gain_s.mean() if findings else 0.0
     return [
-        *(one for one in found if one.gain_s.mean() >= largest),
+        *(one for one in named if one.gain_s.mean() >= largest),
         *findings,
-        *(one for one in found if one.gain_s.mean() < largest),
+        *(one for one in named if one.gain_s.mean() < largest),
     ]
 
 
@@ -248,15 +248,15 @@ def _repairs(
         "host": ("no rank held up by its host", next_commands.HOST_GAPS),
     }
     for cause, (change, command) in changes.items():
-        own = [
+        alike = [
             one
             for one in suspects
             if one.cause == cause
             and not (cause == "stage" and one.place.stage is not None)
             and not is_update(one)
         ]
-        if own:
-            yield cause, change, command, own
+        if alike:
+            yield cause, change, command, alike
     for one in suspects:
         if is_update(one):
             yield (

@@ -44,7 +44,7 @@ def _stage_costs_ns(graph: Graph, slots: int) -> Ints:
     slots, stages]."""
     both = np.zeros((int(graph.rank.max()) + 1, slots, len(graph.steps)))
     np.add.at(both, (graph.rank, graph.slot), graph.recorded.compute)
-    found = np.zeros((int(graph.depth.max()) + 1, slots, len(graph.steps)))
+    costs_ns = np.zeros((int(graph.depth.max()) + 1, slots, len(graph.steps)))
     ranks, first = np.unique(graph.rank, return_index=True)
-    np.maximum.at(found, graph.depth[first], both[ranks])
-    return np.round(1e9 * found.transpose(2, 1, 0)).astype(np.int64)
+    np.maximum.at(costs_ns, graph.depth[first], both[ranks])
+    return np.round(1e9 * costs_ns.transpose(2, 1, 0)).astype(np.int64)

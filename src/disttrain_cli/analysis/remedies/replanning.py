@@ -57,13 +57,13 @@ def replan(record: Record, why: Explained) -> Replanned | None:
         units = group(profile, cluster, "disaggregated")
     except InfeasibleError:
         return None
-    found = [
+    plans = [
         candidate
         for keep in (None, fewer_replicas(units, llm.dp))
         for candidate in search(units, cluster, TRIED, keep=keep).best
     ]
     layouts = [
-        layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(found)
+        layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(plans)
     ]
     present_s = one_batch_s(profile, job.layout, cluster)
     times = [
@@ -113,9 +113,9 @@ def corrected(record: Record, why: Explained) -> Profile:
     for unit in record.job.layout.units:
         factors = {}
         for backward in (False, True):
-            own = (np.asarray(graph.unit) == unit.name) & (graph.backward == backward)
-            expected = float(graph.predicted[own].sum())
-            factors[backward] = float(why.staged[own].sum()) / expected if expected else 1.0
+            mask = (np.asarray(graph.unit) == unit.name) & (graph.backward == backward)
+            expected = float(graph.predicted[mask].sum())
+            factors[backward] = float(why.staged[mask].sum()) / expected if expected else 1.0
         for name in unit.modules:
             costs = {
                 kind: cost.model_copy(

@@ -189,11 +189,11 @@ def _times(record: Record, layout: Layout) -> Floats:
     share, names = np.ones_like(graph.predicted), np.asarray(graph.unit)
     merged = job.layout.microbatches / layout.microbatches
     for before, after in zip(job.layout.units, layout.units, strict=True):
-        own = names == before.name
-        items = record.items[before.name][graph.slot[own]]
+        mask = names == before.name
+        items = record.items[before.name][graph.slot[mask]]
         busiest = _busiest(items, before.dp)
         with np.errstate(divide="ignore", invalid="ignore"):
-            share[own] = np.where(
+            share[mask] = np.where(
                 busiest > 0,
                 _busiest(merged * items, after.dp) / busiest,
                 merged * before.dp / after.dp,
@@ -234,8 +234,10 @@ def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delay
     assert walk is not None, "a part of a graph without circles has none"
     nodes = kept[walk.node]
     usual = _mean_over_slots(graph, delays.compute, graph.slot >= 0)[nodes]
-    own = _mean_over_slots(graph, delays.compute, graph.slot < slots)[nodes]
-    compute = delays.compute[nodes] * np.divide(usual, own, out=np.ones_like(own), where=own > 0)
+    short = _mean_over_slots(graph, delays.compute, graph.slot < slots)[nodes]
+    compute = delays.compute[nodes] * np.divide(
+        usual, short, out=np.ones_like(short), where=short > 0
+    )
     shorter = replace(
         graph,
         walk=walk,

@@ -78,9 +78,9 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
     usual = max(1.0, min((float(factor.mean()) for factor in best.values()), default=1.0))
 
     def suspect(
-        cause: str, place: Place, own: NDArray[np.bool_], factor: Floats | float
+        cause: str, place: Place, mask: NDArray[np.bool_], factor: Floats | float
     ) -> Suspect:
-        times = np.where(own[:, None], factor, 1.0)
+        times = np.where(mask[:, None], factor, 1.0)
         return Suspect(
             cause,
             place,
@@ -89,24 +89,24 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
         )
 
     for unit, factor in best.items():
-        for stage, own in took[unit].items():
-            if own.mean() > SLOW_STAGE * factor.mean():
+        for stage, mask in took[unit].items():
+            if mask.mean() > SLOW_STAGE * factor.mean():
                 yield suspect(
                     "stage",
                     Place(unit=unit, stage=stage),
                     (units == unit) & (graph.stage == stage),
-                    np.minimum(1.0, factor / own),
+                    np.minimum(1.0, factor / mask),
                 )
         if factor.mean() > SLOW_UNIT * usual:
             yield suspect("unit", Place(unit=unit), units == unit, usual / float(factor.mean()))
 
 
-def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
+def _factors(graph: Graph, mask: NDArray[np.bool_]) -> dict[int, Floats]:
     """By stage of a unit, its time over the profile's [steps], of its usual rank (lower median); or
     empty."""
-    found: dict[int, Floats] = {}
-    for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
-        pick = own & (graph.stage == stage)
+    factors: dict[int, Floats] = {}
+    for stage in np.unique(graph.stage[mask]).tolist() if not graph.crowded else ():
+        pick = mask & (graph.stage == stage)
         _, ranks = np.unique(graph.rank[pick], return_inverse=True)
         took, expected = (
             np.stack([values[pick][ranks == rank].sum(axis=0) for rank in range(ranks.max() + 1)])
@@ -117,21 +117,21 @@ def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
             return {}
         whole = took[known].sum(axis=1) / expected[known].sum(axis=1)
         usual = int(np.argsort(whole)[(len(whole) - 1) // 2])
-        found[stage] = np.divide(
+        factors[stage] = np.divide(
             took[known][usual],
             expected[known][usual],
             where=expected[known][usual] > 0,
             out=np.full(took.shape[1], whole[usual]),
         )
-    return found
+    return factors
 
 
 def _transfers(graph: Graph) -> Iterator[Suspect]:
     """By cut, and at the end of the step: nothing slower than usual."""
     usual = graph.without_delays()
-    for stage, own in graph.cuts().items():
+    for stage, mask in graph.cuts().items():
         pick = np.zeros((len(graph.rank), 1), dtype=bool)
-        pick[own] = True
+        pick[mask] = True
         pick[graph.unheard >= 0] = False
         late = np.where(pick, (graph.recorded.transfer - usual.transfer).clip(0.0), 0.0)
         waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
@@ -157,14 +157,14 @@ def _unheard(graph: Graph) -> Iterator[Suspect]:
     their link's."""
     late = (graph.recorded.transfer - graph.without_delays().transfer).clip(0.0)
     for number, ranks in enumerate(graph.lost):
-        own = np.where((graph.unheard == number)[:, None], late, 0.0)
+        mask = np.where((graph.unheard == number)[:, None], late, 0.0)
         yield Suspect(
             "unknown",
             common(
                 [Place(unit=unit, stage=stage, replica=replica) for unit, stage, replica in ranks]
             ),
-            partial(_sooner, late=own, waits=np.zeros_like(own)),
-            most_s(graph, own),
+            partial(_sooner, late=mask, waits=np.zeros_like(mask)),
+            most_s(graph, mask),
         )
 
 
@@ -172,18 +172,18 @@ def _sooner(state: State, late: Floats, waits: Floats) -> State:
     return _with(_with(state, TRANSFER, state[TRANSFER] - late), HANDOVER, state[HANDOVER] - waits)
 
 
-def _ready(state: State, own: NDArray[np.bool_]) -> State:
-    return _with(state, LOAD, np.where(own, 0.0, state[LOAD]))
+def _ready(state: State, mask: NDArray[np.bool_]) -> State:
+    return _with(state, LOAD, np.where(mask, 0.0, state[LOAD]))
 
 
 def _data(graph: Graph) -> Iterator[Suspect]:
     for unit in dict.fromkeys(graph.unit):
-        own = (np.asarray(graph.unit) == unit)[:, None]
+        mask = (np.asarray(graph.unit) == unit)[:, None]
         yield Suspect(
             "data",
             Place(unit=unit),
-            partial(_ready, own=own),
-            most_s(graph, np.where(own, graph.recorded.load, 0.0)),
+            partial(_ready, mask=mask),
+            most_s(graph, np.where(mask, graph.recorded.load, 0.0)),
         )
 
 
@@ -198,12 +198,12 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
     )
 
     def mend(pick: NDArray[np.bool_]) -> Callable[[State], State]:
-        own = pick[:, None]
+        mask = pick[:, None]
 
         def mended(state: State) -> State:
-            state = _scaled(state, np.where(own, steady, 1.0), np.zeros_like(steady))
-            state = _with(state, TRANSFER, state[TRANSFER] - np.where(own, late, 0.0))
-            return _with(state, GAP, np.where(own, 0.0, state[GAP]))
+            state = _scaled(state, np.where(mask, steady, 1.0), np.zeros_like(steady))
+            state = _with(state, TRANSFER, state[TRANSFER] - np.where(mask, late, 0.0))
+            return _with(state, GAP, np.where(mask, 0.0, state[GAP]))
 
         return mended
 

@@ -79,15 +79,15 @@ def rehearsed(job: JobSummary) -> str:
 
 def verdict(analysis: Analysis) -> str:
     """What slows the job, how sure that is, what to do, and the figures behind it."""
-    found = analysis.verdict
-    kind = "good" if found.cause == "none" else "bad" if found.confidence >= 0.5 else "unsure"
-    where = place(**asdict(found.place))
+    judged = analysis.verdict
+    kind = "good" if judged.cause == "none" else "bad" if judged.confidence >= 0.5 else "unsure"
+    where = place(**asdict(judged.place))
     rows = [
         [
             escape(row.what),
             seconds(row.value) if row.unit == "s" else f"{figure(value, 4)} {escape(unit)}",
         ]
-        for row in found.evidence
+        for row in judged.evidence
         for value, unit in [row.shown]
     ]
     evidence = table(["Evidence", "Measured"], rows[:MOST_EVIDENCE], narrow=True) if rows else ""
@@ -99,9 +99,9 @@ def verdict(analysis: Analysis) -> str:
     return (
         f'<section id="verdict" class="{kind}"><p'
         f' class="kicker">Verdict{" · " + where if where else ""} · confidence'
-        f" {100 * found.confidence:.0f} %</p><h1>{prose(found.headline)}</h1><p"
-        f' class="advice">{prose(found.advice)}</p><p><code'
-        f' class="command">{escape(found.next_command)}</code></p>{evidence}</section>'
+        f" {100 * judged.confidence:.0f} %</p><h1>{prose(judged.headline)}</h1><p"
+        f' class="advice">{prose(judged.advice)}</p><p><code'
+        f' class="command">{escape(judged.next_command)}</code></p>{evidence}</section>'
     )
 
 

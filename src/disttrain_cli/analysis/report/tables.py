@@ -191,16 +191,19 @@ def hosts(analysis: Analysis) -> str:
     measured_s = (analysis.job.iteration_s or 0.0) * analysis.job.steps_measured
     rows = []
     for name in names:
-        own = [rank for rank in analysis.ranks if rank.host == name]
-        units = Counter(rank.unit for rank in own if rank.unit)
+        on_host = [rank for rank in analysis.ranks if rank.host == name]
+        units = Counter(rank.unit for rank in on_host if rank.unit)
         rows.append(
             [
                 escape(name),
-                str(len(own)),
+                str(len(on_host)),
                 escape(", ".join(f"{unit} {count}" for unit, count in units.items())),
                 (
                     percent(
-                        sum(rank.compute_us or 0.0 for rank in own) / 1e6 / len(own) / measured_s
+                        sum(rank.compute_us or 0.0 for rank in on_host)
+                        / 1e6
+                        / len(on_host)
+                        / measured_s
                     )
                     if measured_s
                     else "–"
@@ -308,14 +311,14 @@ def remedies(analysis: Analysis) -> str:
 
 def what_if(analysis: Analysis) -> str:
     """The published study's slowdowns."""
-    found = analysis.what_if
-    if found is None:
+    search = analysis.what_if
+    if search is None:
         return ""
     rows: list[list[str]] = []
     for kind, group in (
-        ("stage", found.by_stage),
-        ("replica", found.by_replica),
-        ("operation", found.by_operation),
+        ("stage", search.by_stage),
+        ("replica", search.by_replica),
+        ("operation", search.by_operation),
     ):
         worst = sorted(group.items(), key=lambda item: -item[1])[:MOST_GROUPS]
         rows += [
@@ -323,14 +326,14 @@ def what_if(analysis: Analysis) -> str:
         ]
     shares = [
         (
-            f"The slowest 3 % of the workers explain {percent(found.worst_workers_share)} of the"
+            f"The slowest 3 % of the workers explain {percent(search.worst_workers_share)} of the"
             " loss"
-            if found.worst_workers_share is not None
+            if search.worst_workers_share is not None
             else ""
         ),
         (
-            f"the last stage {percent(found.last_stage_share)}"
-            if found.last_stage_share is not None
+            f"the last stage {percent(search.last_stage_share)}"
+            if search.last_stage_share is not None
             else ""
         ),
     ]
@@ -338,7 +341,7 @@ def what_if(analysis: Analysis) -> str:
     return section(
         "What if",
         "In the definition of the study “Understanding Stragglers in Large Model Training Using"
-        f" What-if Analysis”, ideals over all stages alike: S = <b>{found.slowdown:.4f}</b>."
+        f" What-if Analysis”, ideals over all stages alike: S = <b>{search.slowdown:.4f}</b>."
         f" {sentence}{'.' if sentence else ''} Below: the slowdown if only one of them were as"
         f" recorded; at most {MOST_GROUPS} of a kind.",
         folded(
@@ -480,12 +483,12 @@ def ranks(analysis: Analysis) -> str:
     """Time of every rank, folded."""
     if not analysis.ranks:
         return ""
-    own = any(rank.unit is not None for rank in analysis.ranks)
+    has_units = any(rank.unit is not None for rank in analysis.ranks)
     arrivals = any(rank.last_to_arrive is not None for rank in analysis.ranks)
     exposed = any(rank.exposed_communication_us is not None for rank in analysis.ranks)
     head = [
         "Rank",
-        *(["Unit · stage · replica"] if own else []),
+        *(["Unit · stage · replica"] if has_units else []),
         "Host",
         "Span",
         "Compute",
@@ -499,7 +502,7 @@ def ranks(analysis: Analysis) -> str:
     rows = [
         [
             str(rank.rank),
-            *([place(unit=rank.unit, stage=rank.stage, replica=rank.replica)] if own else []),
+            *([place(unit=rank.unit, stage=rank.stage, replica=rank.replica)] if has_units else []),
             escape(rank.host or "–"),
             *(
                 _ms(value)

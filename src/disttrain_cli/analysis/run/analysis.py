@@ -238,8 +238,8 @@ def _comparisons(
     add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
     sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
     for unit in job.layout.units:
-        own = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
-        for what in (*COMPUTE, "stage") if own else ():
+        of_unit = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
+        for what in (*COMPUTE, "stage") if of_unit else ():
             if unit.name in sharing:
                 planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
                 add(
@@ -247,15 +247,15 @@ def _comparisons(
                     unit.name,
                     "plan",
                     planned_ms,
-                    _of_unit(own, what, "measured"),
+                    _of_unit(of_unit, what, "measured"),
                     "ms",
                 )
             add(
                 f"{what}_ms",
                 unit.name,
                 "same work",
-                _of_unit(own, what, "predicted"),
-                _of_unit(own, what, "measured"),
+                _of_unit(of_unit, what, "predicted"),
+                _of_unit(of_unit, what, "measured"),
                 "ms",
             )
     return rows
@@ -419,12 +419,12 @@ def _slowest(database: Database) -> list[Slowest]:
         groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for cell in cells:
             groups.setdefault((cell["unit"], cell[kind]), []).append(cell)
-        found = []
+        slowest = []
         for (unit, number), members in groups.items():
             if sum(1 for other, _ in groups if other == unit) < 2:
                 continue
             normal = [cell["normalised"] for cell in members if cell["normalised"] is not None]
-            found.append(
+            slowest.append(
                 Slowest(
                     kind=kind,
                     unit=unit,
@@ -434,8 +434,8 @@ def _slowest(database: Database) -> list[Slowest]:
                     normalised_ratio=sum(normal) / len(normal) if normal else None,
                 )
             )
-        if found:
-            rows.append(max(found, key=lambda row: row.ratio))
+        if slowest:
+            rows.append(max(slowest, key=lambda row: row.ratio))
     slot = max(database.query("slots"), key=lambda row: row["ms"])
     work = slot["work_ratio"]
     rows.append(

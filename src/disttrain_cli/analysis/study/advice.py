@@ -121,7 +121,7 @@ def _stage(
 
 
 def _worker(place: Place, graph: StudyGraph) -> tuple[str, list[Evidence]]:
-    own = graph.rank == place.rank
+    mask = graph.rank == place.rank
     return (
         (
             f"Look at the device of rank {place.rank} and at the other processes of its host; leave"
@@ -130,18 +130,18 @@ def _worker(place: Place, graph: StudyGraph) -> tuple[str, list[Evidence]]:
         [
             row
             for kind in (FORWARD, BACKWARD)
-            for row in _beside(graph, kind, own, f"rank {place.rank}", "ranks")
+            for row in _beside(graph, kind, mask, f"rank {place.rank}", "ranks")
         ],
     )
 
 
 def _beside(
-    graph: StudyGraph, kind: str, own: np.ndarray, name: str, others: str
+    graph: StudyGraph, kind: str, mask: np.ndarray, name: str, others: str
 ) -> list[Evidence]:
     """Mean time of a type of pass of a microbatch, all parts of a stage, at a place and
     elsewhere."""
     what, same = kind.removesuffix("-compute"), graph.optype == kind
-    groups = {name: same & own, f"the other {others}": same & ~own}
+    groups = {name: same & mask, f"the other {others}": same & ~mask}
     ms = 1e3 * graph.trace.chunks * graph.taken
     return [
         Evidence(what=f"{group}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")

@@ -155,8 +155,8 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
     """The slowest stage, replica and slot by the time of a microbatch on one stage, forward and
     backward together."""
-    own = np.isin(graph.optype, (FORWARD, BACKWARD))
-    ms = 1e3 * graph.taken[own].mean(axis=1)
+    mask = np.isin(graph.optype, (FORWARD, BACKWARD))
+    ms = 1e3 * graph.taken[mask].mean(axis=1)
     rows = []
     for kind, numbers in (
         ("stage", passes.stage),
@@ -181,11 +181,11 @@ def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
     return rows
 
 
-def _of_a_slot(passes: Passes, ms: Floats, own: NDArray[np.bool_]) -> float:
+def _of_a_slot(passes: Passes, ms: Floats, mask: NDArray[np.bool_]) -> float:
     """Time of a microbatch on one rank, mean over the ranks and microbatches of the chosen
     passes."""
     return float(
-        ms[own].sum() / len(np.unique(np.stack([passes.rank[own], passes.slot[own]]), axis=1)[0])
+        ms[mask].sum() / len(np.unique(np.stack([passes.rank[mask], passes.slot[mask]]), axis=1)[0])
     )
 
 

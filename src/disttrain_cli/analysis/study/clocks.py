@@ -122,18 +122,18 @@ def _clocks(trace: StudyTrace, sent: Sent, ranks: list[int]) -> list[HostClock]:
 def _sent(trace: StudyTrace, groups: list[list[int]]) -> Sent:
     """The least over the messages of a step."""
     start, end = (times.reshape(*trace.rank.shape, -1) for times in (trace.start, trace.end))
-    found: Sent = {}
+    sent: Sent = {}
     pairs = [
         group for group in groups if len(group) == 2 and trace.optype[group[0]].endswith("-send")
     ]
     for cut in np.unique(trace.stage[pairs], axis=0) if pairs else ():
-        own = np.array(pairs)[(trace.stage[pairs] == cut).all(axis=1)]
-        least = (end[:, own[:, 1]] - start[:, own[:, 0]]).min(axis=1)
-        found |= {
-            (int(ranks[own[0, 0]]), int(ranks[own[0, 1]])): seconds
+        of_cut = np.array(pairs)[(trace.stage[pairs] == cut).all(axis=1)]
+        least = (end[:, of_cut[:, 1]] - start[:, of_cut[:, 0]]).min(axis=1)
+        sent |= {
+            (int(ranks[of_cut[0, 0]]), int(ranks[of_cut[0, 1]])): seconds
             for ranks, seconds in zip(trace.rank, least, strict=True)
         }
-    return found
+    return sent
 
 
 def _clips(trace: StudyTrace) -> list[int]:

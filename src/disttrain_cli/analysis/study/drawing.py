@@ -57,12 +57,12 @@ def _drawn(
     )
     lanes, numbers = list[dict[str, Any]](), dict[int, tuple[int, Any]]()
     for stage in np.unique(trace.stage):
-        own = np.flatnonzero(trace.stage == stage)
+        nodes = np.flatnonzero(trace.stage == stage)
         for block, replica in enumerate(trace.replicas):
-            number = int(trace.rank[block, own[0]])
+            number = int(trace.rank[block, nodes[0]])
             numbers[number] = (
                 block,
-                own[np.lexsort((began[block, own], passes[own]))],
+                nodes[np.lexsort((began[block, nodes], passes[nodes]))],
             )  # passes over what waits
             lanes.append(
                 {
@@ -70,7 +70,7 @@ def _drawn(
                     "stage": int(stage),
                     "replica": int(replica),
                     "rank": number,
-                    "compute_ns": int(1e9 * length[block, own[passes[own]]].sum()),
+                    "compute_ns": int(1e9 * length[block, nodes[passes[nodes]]].sum()),
                 }
             )
 
@@ -88,8 +88,8 @@ def _drawn(
                 "duration_us": 1e6 * float(length[block, op]),
             }
             for number in ranks
-            for block, own in [numbers[number]]
-            for op in own
+            for block, nodes in [numbers[number]]
+            for op in nodes
             if length[block, op] > 0
         ]
 
@@ -115,9 +115,9 @@ def _cells(trace: StudyTrace) -> list[dict[str, Any]]:
         (trace.end - trace.start).reshape(len(trace.replicas), len(trace.optype), -1).mean(axis=2)
     )
     stages = np.unique(trace.stage)
-    own = [passes & (trace.stage == stage) for stage in stages]
+    masks = [passes & (trace.stage == stage) for stage in stages]
     ms = 1e3 * np.stack(
-        [took[:, pick].sum(axis=1) / len(np.unique(trace.slot[pick])) for pick in own]
+        [took[:, pick].sum(axis=1) / len(np.unique(trace.slot[pick])) for pick in masks]
     )
     return [
         {

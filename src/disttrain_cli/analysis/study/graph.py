@@ -88,9 +88,9 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
     count, replicas = len(trace.optype), len(trace.replicas)
     total = count * replicas
     waits = [
-        np.array(sorted(own), dtype=np.int64) + replica * count
+        np.array(sorted(node_before), dtype=np.int64) + replica * count
         for replica in range(replicas)
-        for own in after
+        for node_before in after
     ]
     together = [np.array([node], dtype=np.int64) for node in range(total)]
     for group in groups:
@@ -101,7 +101,8 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
                 every if trace.optype[group[0]] in OVER_REPLICAS else members[node // count]
             )
     walk = walk_of(
-        np.full(2 * total, -1, dtype=np.int64), [*(own + total for own in waits), *together]
+        np.full(2 * total, -1, dtype=np.int64),
+        [*(node_before + total for node_before in waits), *together],
     )
     if walk is None:
         raise NoGraphError(
@@ -109,12 +110,15 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
         )
     launch = np.stack(
         [
-            trace.start[node] - (trace.end[own].max(axis=0) if len(own) else 0.0)
-            for node, own in enumerate(waits)
+            trace.start[node] - (trace.end[node_before].max(axis=0) if len(node_before) else 0.0)
+            for node, node_before in enumerate(waits)
         ]
     )
     taken = np.stack(
-        [trace.end[node] - trace.start[own].max(axis=0) for node, own in enumerate(together)]
+        [
+            trace.end[node] - trace.start[node_before].max(axis=0)
+            for node, node_before in enumerate(together)
+        ]
     )
     contradictions = int((taken <= -CLOCKS_APART_S).sum())
     return StudyGraph(
@@ -138,19 +142,24 @@ def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
     together."""
     after: list[set[int]] = [set() for _ in trace.optype]
     stages = int(trace.stage.max()) + 1
-    own = [
+    nodes = [
         {kind: _of(trace, stage, kind) for kind in np.unique(trace.optype).tolist()}
         for stage in range(stages)
     ]
     crossing = []
-    for stage, kinds in enumerate(own):
+    for stage, kinds in enumerate(nodes):
         crossing.append(_passes(trace, stage, kinds, after))
         _update(trace, kinds, after)
     groups = [
-        [op] for kinds in own for kind in (GATHER, SCATTER, SEPARATE) for op in kinds.get(kind, [])
+        [op]
+        for kinds in nodes
+        for kind in (GATHER, SCATTER, SEPARATE)
+        for op in kinds.get(kind, [])
     ]
-    groups.append([op for kinds in own for op in kinds.get(CLIP, [])])
-    groups.append([op for kinds in (own[0], own[-1])[:stages] for op in kinds.get(EMBEDDING, [])])
+    groups.append([op for kinds in nodes for op in kinds.get(CLIP, [])])
+    groups.append(
+        [op for kinds in (nodes[0], nodes[-1])[:stages] for op in kinds.get(EMBEDDING, [])]
+    )
     for stage in range(stages):  # after the last comes the first, with its next part
         following = (stage + 1) % stages
         groups += _pairs(
@@ -164,8 +173,8 @@ def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
 
 def _of(trace: StudyTrace, stage: int, kind: str) -> list[int]:
     """Operations of a type on a stage, in order."""
-    found = np.flatnonzero((trace.stage == stage) & (trace.optype == kind))
-    return [int(op) for op in found[np.argsort(trace.seq[found])]]
+    nodes = np.flatnonzero((trace.stage == stage) & (trace.optype == kind))
+    return [int(op) for op in nodes[np.argsort(trace.seq[nodes])]]
 
 
 def _depth(trace: StudyTrace) -> Ints:
@@ -205,27 +214,27 @@ def _passes(
         key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op]),
     )
     _chain(passes, after)
-    for direction, own in (
+    for direction, mask in (
         ("forward", kinds.get(FORWARD, [])),
         ("backward", kinds.get(BACKWARD, [])),
     ):
-        if not own:
+        if not mask:
             raise NoGraphError(f"stage {stage} has no {direction} passes")
         ahead = 1 if direction == "forward" else -1
         for kind, toward in ((f"{direction}-recv", -ahead), (f"{direction}-send", ahead)):
-            crosses = [0 <= depth[one] + toward < parts for one in own]
+            crosses = [0 <= depth[one] + toward < parts for one in mask]
             transfers = kinds.get(kind, [])
             _chain(transfers, after)
             crossing[kind] = []
-            for transfer, number in _of_passes(trace, stage, kind, transfers, own, crosses):
+            for transfer, number in _of_passes(trace, stage, kind, transfers, mask, crosses):
                 if kind.endswith("send"):
-                    after[transfer].add(own[number])
+                    after[transfer].add(mask[number])
                 else:
-                    after[own[number]].add(transfer)
-                    after[transfer] |= {own[number - 1]} if number else set()
+                    after[mask[number]].add(transfer)
+                    after[transfer] |= {mask[number - 1]} if number else set()
                 if crosses[number]:
                     crossing[kind].append(
-                        (transfer, int(depth[own[number]]) + ahead * kind.endswith("send"))
+                        (transfer, int(depth[mask[number]]) + ahead * kind.endswith("send"))
                     )
     first = passes.index(kinds[BACKWARD][0])
     if first >= 2:

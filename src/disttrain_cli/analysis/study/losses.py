@@ -37,9 +37,9 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
     Args:
         why: `explain_study` of the graph.
     """
-    own = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
+    nodes = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
     passes = passes_of(graph)
-    compute, ideal = graph.taken[own], ideal_of(graph)
+    compute, ideal = graph.taken[nodes], ideal_of(graph)
     parts = [
         why.mean,
         why.mean,
@@ -48,12 +48,12 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
         why.staged,
         why.ranked,
     ]  # of one unit, its share is right
-    times = [graph.replay(_with(ideal, own, part)) for part in parts]
-    times.append(graph.replay(_with(graph.taken, own, why.ranked)))
+    times = [graph.replay(_with(ideal, nodes, part)) for part in parts]
+    times.append(graph.replay(_with(graph.taken, nodes, why.ranked)))
     times += [times[-1], graph.replay(graph.taken, graph.launch), replays.measured]
     ranks = np.unique(graph.rank)
     late = (graph.taken - ideal).clip(0.0)
-    late[own] = 0.0
+    late[nodes] = 0.0
     return Losses(
         ideal=times[0],
         measured=replays.measured,
@@ -76,22 +76,22 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
 
 def passes_of(graph: StudyGraph) -> Passes:
     """Forward and backward passes among the operations."""
-    own = np.isin(graph.optype, (FORWARD, BACKWARD))
+    mask = np.isin(graph.optype, (FORWARD, BACKWARD))
     return Passes(
-        rank=graph.rank[own],
-        slot=graph.slot[own],
-        backward=graph.optype[own] == BACKWARD,
-        unit=[UNIT] * int(own.sum()),
-        stage=graph.stage[own],
-        replica=graph.replica[own],
-        depth=graph.depth[own],
+        rank=graph.rank[mask],
+        slot=graph.slot[mask],
+        backward=graph.optype[mask] == BACKWARD,
+        unit=[UNIT] * int(mask.sum()),
+        stage=graph.stage[mask],
+        replica=graph.replica[mask],
+        depth=graph.depth[mask],
     )
 
 
-def _with(taken: Floats, own: np.ndarray, compute: Floats) -> Floats:
+def _with(taken: Floats, mask: np.ndarray, compute: Floats) -> Floats:
     """The operations' times with those of the passes in their places."""
     changed = taken.copy()
-    changed[own] = compute
+    changed[mask] = compute
     return changed
 
 
@@ -104,6 +104,6 @@ def _work(passes: Passes, compute: Floats) -> Floats:
     work = np.empty_like(ratio)
     microbatches = passes.groups("replica", "slot")
     for microbatch in np.unique(microbatches):
-        own = microbatches == microbatch
-        work[own] = np.median(ratio[own], axis=0)
+        mask = microbatches == microbatch
+        work[mask] = np.median(ratio[mask], axis=0)
     return work

@@ -120,10 +120,10 @@ def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> 
     import duckdb
 
     try:
-        found = connection.execute(
+        row = connection.execute(
             f"DESCRIBE SELECT * FROM read_parquet({_quoted([file])})"
         ).fetchall()
-        missing = [column for column in COLUMNS if column not in {name for name, *_ in found}]
+        missing = [column for column in COLUMNS if column not in {name for name, *_ in row}]
         if missing:
             return f"lacks the column(s) {', '.join(missing)}"
         ours = f"(SELECT DISTINCT rank, step FROM read_parquet({_quoted([file])}))"
@@ -261,11 +261,11 @@ def _whole(
 
     there = ~np.isnan(start)
     usual = there.mean(axis=2).max(axis=0) >= USUAL_SHARE
-    found = np.unique(columns["stage"][first][usual])
-    if len(found) < stages:
+    present = np.unique(columns["stage"][first][usual])
+    if len(present) < stages:
         raise DataError(
-            f"The trace has no rows of stage {_missing(found, stages)[0]}",
-            f"the last stage is {stages - 1}; operations of {len(found)} are there",
+            f"The trace has no rows of stage {_missing(present, stages)[0]}",
+            f"the last stage is {stages - 1}; operations of {len(present)} are there",
             "Record all ranks.",
         )
     kept = [
@@ -337,8 +337,8 @@ def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks
     slot = np.where(passes | (np.isin(optype, TRANSFERS) & (chunks == 1)), seq, -1)
     _, part = np.unique(np.stack([stage, chunk, optype == FORWARD]), axis=1, return_inverse=True)
     for number in np.unique(part) if chunks > 1 else ():
-        own = np.flatnonzero(passes & (part.reshape(-1) == number))
-        slot[own[np.argsort(seq[own])]] = np.arange(len(own))
+        nodes = np.flatnonzero(passes & (part.reshape(-1) == number))
+        slot[nodes[np.argsort(seq[nodes])]] = np.arange(len(nodes))
     return slot
 
 

@@ -38,8 +38,8 @@ def ideal_of(graph: StudyGraph) -> Floats:
     """Seconds that every operation takes in the ideal, [operations, steps]."""
     ideal = np.empty_like(graph.taken)
     for kind in np.unique(graph.optype):
-        own = graph.optype == kind
-        ideal[own] = (np.median if kind in COMMUNICATION else np.mean)(graph.taken[own])
+        mask = graph.optype == kind
+        ideal[mask] = (np.median if kind in COMMUNICATION else np.mean)(graph.taken[mask])
     return ideal
 
 

@@ -39,7 +39,7 @@ def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) 
             graph.rank,
             where,
             graph.launch.clip(0.0),
-            lambda own: lambda state: (np.where(own[:, None], 0.0, state[0]),),
+            lambda mask: lambda state: (np.where(mask[:, None], 0.0, state[0]),),
         ),
     )
     late = bool(delayed) and (not slow or delayed[0].gain_s.mean() > slow[0].gain_s.mean())
@@ -48,19 +48,19 @@ def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) 
 
 def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """What could be mended of operations' times; `why` explains the passes."""
-    own = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
+    nodes = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
 
     def scaled(state: State, factor: Floats, more: Floats) -> State:
         taken = state[0].copy()
-        taken[own] = taken[own] * factor + more
+        taken[nodes] = taken[nodes] * factor + more
         return (taken,)
 
     passes = passes_of(graph)
     return [
         *of_passes(passes, why, scaled, where),
         *_stages(passes, why, scaled),
-        *_transfers(graph, own),
-        *_hosts(graph, own, why, where),
+        *_transfers(graph, nodes),
+        *_hosts(graph, nodes, why, where),
     ]
 
 
@@ -73,15 +73,15 @@ def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
     for stage in stages.tolist():
         factor = np.ones_like(why.staged)
         for backward in (False, True):
-            own = {
+            masks = {
                 int(one): float(
                     why.staged[(passes.stage == one) & (passes.backward == backward)].mean()
                 )
                 for one in stages
             }
-            others = float(np.median([ms for one, ms in own.items() if one != stage]))
+            others = float(np.median([ms for one, ms in masks.items() if one != stage]))
             factor[(passes.stage == stage) & (passes.backward == backward)] = min(
-                1.0, others / own[stage]
+                1.0, others / masks[stage]
             )
         yield Suspect(
             "stage",
@@ -96,12 +96,12 @@ def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect
     late = (graph.taken - ideal_of(graph)).clip(0.0)
     late[passes] = 0.0
     for stage in np.unique(graph.stage):
-        own = np.where((graph.stage == stage)[:, None], late, 0.0)
+        late_s = np.where((graph.stage == stage)[:, None], late, 0.0)
         yield Suspect(
             "communication",
             Place(unit=UNIT, stage=int(stage)),
-            partial(_sooner, late=own),
-            float(own.sum(axis=0).mean()),
+            partial(_sooner, late=late_s),
+            float(late_s.sum(axis=0).mean()),
         )
 
 
@@ -121,5 +121,5 @@ def _hosts(
         graph.rank,
         where,
         added,
-        lambda own: lambda state: (state[0] * np.where(own[:, None], steady, 1.0),),
+        lambda mask: lambda state: (state[0] * np.where(mask[:, None], steady, 1.0),),
     )

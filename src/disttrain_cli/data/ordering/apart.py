@@ -33,9 +33,12 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
     base = of_replica(pipeline, 0)
     # [R, n, 2, S]
     times = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()
-    orders = np.array([_start(base, own) for own in times])
+    orders = np.array([_start(base, of_one) for of_one in times])
     times_s = np.array(
-        [float(_times_s(base, own[order])[0]) for own, order in zip(times, orders, strict=True)]
+        [
+            float(_times_s(base, of_one[order])[0])
+            for of_one, order in zip(times, orders, strict=True)
+        ]
     )
     # where each came from
     who, which = np.divmod(np.arange(replicas * slots).reshape(replicas, slots), slots)
@@ -45,9 +48,9 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
         slowest = int(times_s.argmax())
         if not settled[slowest]:
             left -= affordable(MOVES_PER_ROUND, slots)
-            found, time_s = search_order(_with(base, times[slowest]), [orders[slowest]], 1)
+            searched, time_s = search_order(_with(base, times[slowest]), [orders[slowest]], 1)
             settled[slowest] = time_s >= times_s[slowest]
-            orders[slowest], times_s[slowest] = found, time_s
+            orders[slowest], times_s[slowest] = searched, time_s
             continue
         left -= 2 * PARTNERS * min(pairs, slots**2)
         exchange = _exchange(base, times, orders, times_s, slowest, pairs)

@@ -42,8 +42,8 @@ def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
     latent pixels generated)."""
     costs = {inputs.llm: sizes.tokens}
     for head in inputs.heads:
-        own = sizes.items[head.item]
-        costs[head.module] = own.per_sequence(head.size(own.area))
+        areas = sizes.items[head.item]
+        costs[head.module] = areas.per_sequence(head.size(areas.area))
     return costs
 
 
@@ -63,7 +63,9 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
     replicas = np.stack(level(size, dp, n * m))
     microbatches = replicas[..., None]  # [DP, n, M]
     if m > 1:
-        microbatches = np.stack([own[np.stack(level(size[own], n, m))] for own in replicas])
+        microbatches = np.stack(
+            [members_of[np.stack(level(size[members_of], n, m))] for members_of in replicas]
+        )
     largest_first = np.lexsort((microbatches.min(axis=2), -size[microbatches].sum(axis=2)), axis=-1)
     positions = np.take_along_axis(microbatches, largest_first[..., None], axis=1).swapaxes(0, 1)
     return Assignment(positions[interval_order(_stage_costs(layout, llm, costs, positions))])
@@ -80,7 +82,7 @@ def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment
     return StepOrder(
         step=step,
         slots=[
-            _slot(batch, layout, members, {key: own[slot] for key, own in owners.items()})
+            _slot(batch, layout, members, {key: of_slots[slot] for key, of_slots in owners.items()})
             for slot, members in enumerate(assignment.positions)
         ],
         label_tokens=int(batch.label_tokens.sum()),
@@ -97,25 +99,29 @@ def _owners(
     """
     inputs, positions, carry = batch.index.inputs, assignment.positions, assignment.carry
     slots, dp, m = positions.shape
-    found: dict[tuple[str, Item], list[Ints]] = {}
+    owners: dict[tuple[str, Item], list[Ints]] = {}
     alike = {head.item: head.alike for head in inputs.heads}
     for item, members in batch.items.items():
         counts = members.counts[positions].reshape(slots, -1)
         of_slot = counts.sum(axis=1)
         for unit in layout.units:
             if inputs.llm in unit.modules:
-                own = np.arange(dp * m) // m
-                found[unit.name, item] = [np.repeat(own, of_sequences) for of_sequences in counts]
+                replica_of = np.arange(dp * m) // m
+                owners[unit.name, item] = [
+                    np.repeat(replica_of, of_sequences) for of_sequences in counts
+                ]
             elif item not in map(inputs.item, unit.modules):
                 continue
             elif alike[item]:  # neighbours stay together, for fewer transfers
                 shares = item_shares(of_slot, unit.dp, carry)
-                found[unit.name, item] = [np.repeat(np.arange(unit.dp), own) for own in shares]
+                owners[unit.name, item] = [
+                    np.repeat(np.arange(unit.dp), replica_of) for replica_of in shares
+                ]
             else:
                 listed = ranges(members.start[positions.reshape(-1)], counts.reshape(-1))
                 owner = image_owners(members.area[listed], of_slot, unit.dp, carry)
-                found[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
-    return found
+                owners[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
+    return owners
 
 
 def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Ints:
@@ -138,8 +144,10 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
         if index == meet:
             line += [of_slot] * unit.pp
         else:
-            own = beside[:, beside.shape[1] - unit.pp :] if index < meet else behind[:, : unit.pp]
-            np.maximum(own, of_slot[:, None], out=own)
+            columns = (
+                beside[:, beside.shape[1] - unit.pp :] if index < meet else behind[:, : unit.pp]
+            )
+            np.maximum(columns, of_slot[:, None], out=columns)
     return np.concatenate([beside, np.stack(line, axis=1), behind], axis=1)
 
 
@@ -158,11 +166,11 @@ def _slot(
     """One slot from the places of its sequences [LLM replicas, M] and, by unit and item, the
     replica of every item."""
     inputs, chosen = batch.index.inputs, members.reshape(-1)
-    items = {item: _chosen(own, chosen) for item, own in batch.items.items()}
+    items = {item: _chosen(of_unit, chosen) for item, of_unit in batch.items.items()}
     replicas: dict[str, list[ReplicaItems]] = {}
     for unit in layout.units:
         none = [no_items()] * unit.dp
-        own = {
+        of_unit = {
             item: (
                 by_owner(owners[unit.name, item], unit.dp, of_slot.grid)
                 if (unit.name, item) in owners
@@ -170,13 +178,14 @@ def _slot(
             )
             for item, of_slot in items.items()
         }
-        own["sequence"] = (
+        of_unit["sequence"] = (
             list(np.arange(len(chosen)).reshape(members.shape))
             if inputs.llm in unit.modules
             else none
         )
         replicas[unit.name] = [
-            dict(zip(own, numbers, strict=True)) for numbers in zip(*own.values(), strict=True)
+            dict(zip(of_unit, numbers, strict=True))
+            for numbers in zip(*of_unit.values(), strict=True)
         ]
     return Slot(
         inputs=inputs,

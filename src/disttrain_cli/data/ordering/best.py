@@ -105,14 +105,16 @@ class Best:
         """Places of one unit's sequences: replicas level in every module's cost, microbatches by
         the sum."""
         layout, total = self._layout, _total(costs, self._llm)
-        columns = [own for own in costs.values() if np.ptp(own)] or [total]
+        columns = [of_module for of_module in costs.values() if np.ptp(of_module)] or [total]
         replicas = fit(
             np.stack(columns, axis=1), np.ones((self._llm.dp, len(columns)), dtype=np.int64)
         )
         return np.stack(
             [
-                own[np.stack(level(total[own], layout.microbatches, layout.microbatch_size))]
-                for own in replicas
+                of_module[
+                    np.stack(level(total[of_module], layout.microbatches, layout.microbatch_size))
+                ]
+                for of_module in replicas
             ],
             axis=1,
         )
@@ -148,33 +150,35 @@ class Best:
         memory = layout_memory(self._profile, layout, self._memory_gib)
         units = []
         for unit in self._alone:
-            own = slice(
+            columns = slice(
                 *np.flatnonzero([stage.unit is unit for stage in self._stages])[[0, -1]] + [0, 1]
             )
             base_s = np.array(
                 [
                     [
                         sum(getattr(cost, part).tolist()[0] for cost in stage.costs) / 1e3
-                        for stage in self._stages[own]
+                        for stage in self._stages[columns]
                     ]
                     for part in ("forward_ms", "backward_ms")
                 ]
             )
-            even_s = np.stack([pipeline.forward_s[0, own, 0], pipeline.backward_s[0, own, 0]])
+            even_s = np.stack(
+                [pipeline.forward_s[0, columns, 0], pipeline.backward_s[0, columns, 0]]
+            )
             ascending = starts_of(np.sort(_total(costs, unit)))
             parts = len(sizes) * np.arange(1, n + 1) / n
             room = min(
                 (ROOM * stage.limit_gib - stage.peak_gib) / max(stage.moving_gib, 1e-9) + 1.0
-                for stage in memory[own]
+                for stage in memory[columns]
             )
             lightest = np.interp(parts, np.arange(len(ascending)), ascending) * (n / ascending[-1])
             units.append(
                 Shaped(
-                    own,
+                    columns,
                     base_s,
                     even_s - base_s,
                     lightest,
-                    int(pipeline.to_end[own.start]),
+                    int(pipeline.to_end[columns.start]),
                     min(MOST_WORK, room),
                 )
             )
@@ -183,19 +187,19 @@ class Best:
     def _filled(self, costs: dict[str, Ints]) -> Ints:
         """Places whose slots hold the wanted work; the LLM's replicas are level in every slot, and
         over the step."""
-        own, m = _total(costs, self._llm), self._layout.microbatch_size
+        total, m = _total(costs, self._llm), self._layout.microbatch_size
         columns, wanted = [_total(costs, unit) for unit in self._alone], self._weights
-        if np.ptp(own) or not columns:
+        if np.ptp(total) or not columns:
             columns, wanted = (
-                [*columns, own],
+                [*columns, total],
                 np.column_stack([wanted, np.full(len(wanted), 10**6)]),
             )
         slots = fit(np.stack(columns, axis=1), wanted)
         shares = np.stack(
-            [members[np.stack(level(own[members], self._llm.dp, m))] for members in slots]
+            [members[np.stack(level(total[members], self._llm.dp, m))] for members in slots]
         )
         positions = np.empty_like(shares)  # [n, DP, M]
-        np.put_along_axis(positions, deal(own[shares].sum(axis=2))[..., None], shares, axis=1)
+        np.put_along_axis(positions, deal(total[shares].sum(axis=2))[..., None], shares, axis=1)
         return positions
 
     def _searched(self, sizes: Sizes, assignment: Assignment) -> Assignment:
@@ -206,8 +210,8 @@ class Best:
         costs_ns = np.rint(1e9 * (pipeline.forward_s + pipeline.backward_s)[..., 0]).astype(
             np.int64
         )
-        found, _ = search_order(pipeline, [np.arange(len(costs_ns)), interval_order(costs_ns)])
-        return Assignment(assignment.positions[found], assignment.carry)
+        order, _ = search_order(pipeline, [np.arange(len(costs_ns)), interval_order(costs_ns)])
+        return Assignment(assignment.positions[order], assignment.carry)
 
 
 def _total(costs: dict[str, Ints], unit: UnitPlan) -> Ints:

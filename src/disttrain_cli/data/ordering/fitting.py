@@ -31,10 +31,10 @@ def fit(costs: Ints, targets: Ints) -> Ints:
             those of `costs`.
     """
     bins = len(targets)
-    count, own = len(costs) // bins, _scaled(costs, len(costs))
+    count, scaled = len(costs) // bins, _scaled(costs, len(costs))
     goal = _scaled(targets, len(costs))
-    members = _dealt(own.sum(axis=1), goal.sum(axis=1), count)
-    over = own[members].sum(axis=1) - goal  # [bins, U]
+    members = _dealt(scaled.sum(axis=1), goal.sum(axis=1), count)
+    over = scaled[members].sum(axis=1) - goal  # [bins, U]
     near = (TOLERANCE * UNIT * count) ** 2
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
@@ -48,8 +48,10 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d =
         # own_j - own_i.
         apart = over[worst] - over[bin_of]
-        change = np.add.outer((own[mine] ** 2).sum(axis=1), (own * (own + apart)).sum(axis=1))
-        for column, pull in zip(own[mine].T, (2 * own + apart).T, strict=True):
+        change = np.add.outer(
+            (scaled[mine] ** 2).sum(axis=1), (scaled * (scaled + apart)).sum(axis=1)
+        )
+        for column, pull in zip(scaled[mine].T, (2 * scaled + apart).T, strict=True):
             change -= np.multiply.outer(column, pull)
         change[:, mine] = 0
         index, other = divmod(int(change.argmin()), len(costs))
@@ -57,8 +59,8 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         if settled[worst]:
             continue
         partner, moved = int(bin_of[other]), int(mine[index])
-        over[worst] += own[other] - own[moved]
-        over[partner] -= own[other] - own[moved]
+        over[worst] += scaled[other] - scaled[moved]
+        over[partner] -= scaled[other] - scaled[moved]
         members[partner][members[partner] == other] = moved
         members[worst][index] = other
         bin_of[other], bin_of[moved] = worst, partner

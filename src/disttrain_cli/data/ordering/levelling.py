@@ -39,9 +39,9 @@ def deal(shares: Ints) -> Ints:
     """
     taker = np.empty_like(shares)
     so_far = np.zeros_like(shares[0])
-    for slot, own in enumerate(shares):
-        taker[slot, np.argsort(-own, kind="stable")] = np.argsort(so_far, kind="stable")
-        so_far[taker[slot]] += own
+    for slot, share in enumerate(shares):
+        taker[slot, np.argsort(-share, kind="stable")] = np.argsort(so_far, kind="stable")
+        so_far[taker[slot]] += share
     return taker
 
 
@@ -54,7 +54,7 @@ def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Int
         carry: level the slots' shares over the step too (`deal`).
     """
     owner = np.concatenate(
-        [owners(own, replicas) for own in np.split(patches, np.cumsum(counts)[:-1])]
+        [owners(share, replicas) for share in np.split(patches, np.cumsum(counts)[:-1])]
     )
     if not carry:
         return owner

@@ -46,9 +46,9 @@ def search_order(
     order, best_s = _fastest(pipeline, np.array(starts))
     start, left, number = order, affordable(evaluations, slots), 0
     while left > 0:
-        for found, time_s, evaluated in _descent(pipeline, start):
+        for candidate, time_s, evaluated in _descent(pipeline, start):
             if time_s < best_s:
-                order, best_s = found, time_s
+                order, best_s = candidate, time_s
             left -= evaluated
             if left <= 0:
                 break
@@ -68,10 +68,10 @@ def _descent(pipeline: Pipeline, order: Ints) -> Iterator[tuple[Ints, float, int
     number = idle = 0
     while idle < turns:
         candidates = order[_moves(slots, number % turns, turns)]
-        found, time_s = _fastest(pipeline, candidates)
+        candidate, time_s = _fastest(pipeline, candidates)
         idle += 1
         if time_s < best_s * (1 - LEAST_GAIN):
-            order, best_s, idle = found, time_s, 0
+            order, best_s, idle = candidate, time_s, 0
         number += 1
         yield order, best_s, len(candidates)
 

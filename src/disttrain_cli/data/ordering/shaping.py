@@ -84,10 +84,10 @@ def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) 
     one = np.zeros((len(free), slots))
     one[np.arange(len(free)), free] = size
     one -= size / slots
-    own = weights[:, number] + np.concatenate([steps, one, -one])
-    own = own[_possible(own, unit)]
-    candidates = np.repeat(weights[None], len(own), axis=0)
-    candidates[:, :, number] = own
+    weight = weights[:, number] + np.concatenate([steps, one, -one])
+    weight = weight[_possible(weight, unit)]
+    candidates = np.repeat(weights[None], len(weight), axis=0)
+    candidates[:, :, number] = weight
     return candidates
 
 
@@ -107,9 +107,9 @@ def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Fl
         for times_s in (pipeline.forward_s, pipeline.backward_s)
     ]
     for number, unit in enumerate(units):
-        own = weights[:, :, number].T[:, None, :]  # [n, 1, K]
+        weight = weights[:, :, number].T[:, None, :]  # [n, 1, K]
         for part, times_s in enumerate(durations):
-            times_s[:, unit.stages, 0] = np.where(own > 0, unit.base_s[part][:, None], 0.0) + (
-                unit.work_s[part][:, None] * own
+            times_s[:, unit.stages, 0] = np.where(weight > 0, unit.base_s[part][:, None], 0.0) + (
+                unit.work_s[part][:, None] * weight
             )
     return iterations_s(pipeline, durations[0], durations[1])

@@ -49,8 +49,10 @@ class Workers:
         say: Progress = silent,
     ) -> None:
         self._wait_s, self._slots, self._say = run.file.preprocess.wait_s, layout.microbatches, say
-        access, own = access_of(run), identity_of(run.file, layout, index, profile)
-        self._all = [Connection(address, access, own) for address in run.file.preprocess.addresses]
+        access, identity = access_of(run), identity_of(run.file, layout, index, profile)
+        self._all = [
+            Connection(address, access, identity) for address in run.file.preprocess.addresses
+        ]
         # and why
         self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(self._all, NOT_YET)
         self._changed = threading.Condition()
@@ -264,11 +266,11 @@ def check_workers(
             f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data"
             " serve",
         )
-    access, own = access_of(run), identity_of(run.file, layout, index, profile)
+    access, identity = access_of(run), identity_of(run.file, layout, index, profile)
 
     def greeted(address: str) -> DisttrainError | None:
         try:
-            Connection(address, access, own).greet()
+            Connection(address, access, identity).greet()
         except UnreachableError as error:
             say(f"the preprocessing worker {address} does not answer yet: {error}", 0, 0)
         except DisttrainError as error:

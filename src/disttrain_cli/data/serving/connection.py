@@ -57,9 +57,9 @@ class UnreachableError(Exception):
 class Connection:
     """A worker by its address; any thread may fetch."""
 
-    def __init__(self, address: str, access: Access, own: Identity) -> None:
+    def __init__(self, address: str, access: Access, identity: Identity) -> None:
         self.address = address
-        self._access, self._own, self._fingerprint = access, own, fingerprint(own)
+        self._access, self._own, self._fingerprint = access, identity, fingerprint(identity)
         self._client: flight.FlightClient | None = None
         self._calls: set[flight.FlightStreamReader] = set()
         self._headers = (

@@ -36,13 +36,13 @@ def identity_of(run: RunFile, layout: Layout, index: Index, profile: Profile | N
     }
 
 
-def check_same(address: str, theirs: Identity, own: Identity) -> None:
+def check_same(address: str, theirs: Identity, ours: Identity) -> None:
     """MismatchError where a worker would prepare other bytes; both sides of what differs are
     named."""
-    names = [name for name in sorted({*theirs, *own}) if theirs.get(name) != own.get(name)]
+    names = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
     if names:
         lines = [
-            f"{name}: {theirs.get(name, 'none')} at the worker, {own.get(name, 'none')} here"
+            f"{name}: {theirs.get(name, 'none')} at the worker, {ours.get(name, 'none')} here"
             for name in names
         ]
         raise MismatchError(

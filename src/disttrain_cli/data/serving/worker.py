@@ -83,10 +83,10 @@ class Worker(flight.FlightServerBase):
             check_request(request, orders.layout, orders.index.inputs)
 
     def _assignment(self, step: int) -> Iterator[wire.Message]:
-        found = self._preparer.orders.assignment(step)
-        while not wait([found], BEAT_S).done:
+        assignment = self._preparer.orders.assignment(step)
+        while not wait([assignment], BEAT_S).done:
             yield wire.EMPTY
-        yield from wire.assignment_messages(found.result())
+        yield from wire.assignment_messages(assignment.result())
 
     def _slot(self, request: Request) -> Iterator[wire.Message]:
         while (permit := self._permits.take(BEAT_S)) is None:

@@ -110,7 +110,9 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
             "Correct data.sources in the run file, or check the network.",
         )
     files = sorted(list_files(path))
-    names = [(name, own) for name in files if (own := _form(name)) and _counts(name, own)]
+    names = [
+        (name, form_of) for name in files if (form_of := _form(name)) and _counts(name, form_of)
+    ]
     if not names and not is_url(path) and not os.path.isdir(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not names and any(name.lower().endswith(PICTURES) for name in files):
@@ -133,7 +135,9 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
             "Unpack what is compressed: samples are read in any order." if packed else hint,
         )
     chosen = next(
-        form for form in dict.fromkeys(FORMS.values()) if any(own == form for _, own in names)
+        form
+        for form in dict.fromkeys(FORMS.values())
+        if any(form_of == form for _, form_of in names)
     )
     shards = [(name, join(path, name)) for name, form in names if form == chosen]
     return [

@@ -74,7 +74,7 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
                 "`images` holds URLs or paths instead of image bytes",
                 "Download them first, e.g. with img2dataset, and write their bytes into `images`.",
             )
-    lists = [name for name, own in kinds.items() if own == "list of image"]
+    lists = [name for name, kind in kinds.items() if kind == "list of image"]
     if lists and "image" not in kinds.values():
         raise _refused(
             label,
@@ -83,18 +83,18 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
             "beside a list `images`",
             "Write texts and images in turn (`images` and `texts`), or conversations as JSON.",
         )
-    binary = {name: own for name, own in kinds.items() if own == "image"}
+    binary = {name: kind for name, kind in kinds.items() if kind == "image"}
     files = {}
     for name, media in MEDIA.items():  # images are what has no name of another type
-        of_type = {key: own for key, own in binary.items() if key.lower() in media.columns}
+        of_type = {key: kind for key, kind in binary.items() if key.lower() in media.columns}
         if name != "image" and of_type:
             files[name] = _one(of_type, "image", media.columns, label, schema)
-            binary = {key: own for key, own in binary.items() if key not in of_type}
+            binary = {key: kind for key, kind in binary.items() if key not in of_type}
     texts_alone = not files and not binary and not _pictures_elsewhere(kinds)
     if not texts_alone and (binary or not files):
         others = kinds if not files else binary
         files = {"image": _one(others, "image", MEDIA["image"].columns, label, schema), **files}
-    usual = any(own == "text" and name.lower() in TEXT_NAMES for name, own in kinds.items())
+    usual = any(kind == "text" and name.lower() in TEXT_NAMES for name, kind in kinds.items())
     spoken = "audio" in files and not usual
     text = _one(kinds, "text", SPOKEN_NAMES if spoken else TEXT_NAMES, label, schema)
     return Columns(files, text, interleaved=False)
@@ -260,14 +260,14 @@ def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
     """
     media = [
         name
-        for name, own in kinds.items()
+        for name, kind in kinds.items()
         if name.lower() in (*MEDIA_NAMES, "images")
-        or (own in ("text", "list of text") and ELSEWHERE.search(name))
+        or (kind in ("text", "list of text") and ELSEWHERE.search(name))
     ]
     lower = {name.lower() for name in kinds}
     captioned = "caption" in lower or {"width", "height"} <= lower
     urls = (
-        [name for name, own in kinds.items() if own == "text" and "url" in name.lower()]
+        [name for name, kind in kinds.items() if kind == "text" and "url" in name.lower()]
         if captioned
         else []
     )
@@ -278,12 +278,12 @@ def _one(
     kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, schema: pa.Schema
 ) -> str:
     """The only column of a kind, or the only one of them with a usual name."""
-    found = [name for name, own in kinds.items() if own == kind]
-    usual = [name for name in found if name.lower() in names]
-    if len(usual) == 1 or len(found) == 1:
-        return (usual if len(usual) == 1 else found)[0]
+    columns = [name for name, kind_of in kinds.items() if kind_of == kind]
+    usual = [name for name in columns if name.lower() in names]
+    if len(usual) == 1 or len(columns) == 1:
+        return (usual if len(usual) == 1 else columns)[0]
     what = "image bytes" if kind == "image" else "texts"
-    if not found:
+    if not columns:
         url = next(iter(_pictures_elsewhere(kinds)), None) if kind == "image" else None
         advice = (
             f"`{url}` seems to name pictures elsewhere: download them first, e.g. with img2dataset."
@@ -297,7 +297,7 @@ def _one(
     raise _refused(
         label,
         schema,
-        f"several columns may hold the {what}: {', '.join(usual or found)}",
+        f"several columns may hold the {what}: {', '.join(usual or columns)}",
         f"Keep one of them, or name one {' or '.join(names[:3])}.",
     )
 

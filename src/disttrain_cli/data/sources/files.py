@@ -240,11 +240,13 @@ def list_files(folder: str) -> Iterator[str]:
         return
     system, inside = file_system(folder)
     try:
-        found = system.find(inside)
+        inside_files = system.find(inside)
     except Exception as error:
         raise _unreachable(folder, error) from None
     start = inside.rstrip("/") + "/"
-    yield from (path.removeprefix(start) for path in found if "/." not in path.removeprefix(start))
+    yield from (
+        path.removeprefix(start) for path in inside_files if "/." not in path.removeprefix(start)
+    )
 
 
 def is_file(path: str) -> bool:

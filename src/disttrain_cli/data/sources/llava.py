@@ -242,10 +242,10 @@ class _Window:
                     offset = self.start + getattr(error, "pos", self.at)
                     raise ValueError(f"not valid JSON at byte {offset}") from None
             self._fill()
-        own = self.text[self.at : end]
-        found = Location(self.start + self.at, end - self.at)
+        text = self.text[self.at : end]
+        location = Location(self.start + self.at, end - self.at)
         self.at = end
-        return Record(found, value if own.isascii() else json.loads(own.encode("latin-1")))
+        return Record(location, value if text.isascii() else json.loads(text.encode("latin-1")))
 
     def _fill(self) -> None:
         piece = self._stream.read(CHUNK_BYTES)

@@ -189,8 +189,8 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
     caption."""
     media = [
         (name, group[suffix])
-        for name, own in MEDIA.items()
-        for suffix in own.suffixes
+        for name, medium in MEDIA.items()
+        for suffix in medium.suffixes
         if suffix in group
     ]
     described = group.get("txt") or group.get("json")
@@ -205,8 +205,8 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
             raise ValueError(
                 "a caption without its "
                 + " or ".join(
-                    f"{own.what} (KEY.{', .'.join(own.suffixes[:-1])} or .{own.suffixes[-1]})"
-                    for own in MEDIA.values()
+                    f"{medium.what} (KEY.{', .'.join(medium.suffixes[:-1])} or .{medium.suffixes[-1]})"
+                    for medium in MEDIA.values()
                 )
             )
         first = dict(reversed(media))

@@ -68,12 +68,12 @@ def spread(
     if shard is None:
         yield offsets, values
         return
-    own = shape[shard.dim] // shard.halves  # of each half
+    local = shape[shard.dim] // shard.halves  # of each half
     low, high = offsets[shard.dim], offsets[shard.dim] + values.shape[shard.dim]
     for half in range(shard.halves):
-        start, stop = max(low, half * own), min(high, (half + 1) * own)
+        start, stop = max(low, half * local), min(high, (half + 1) * local)
         if start < stop:
-            at = start + own * ((shard.tp - 1) * half + shard.rank)
+            at = start + local * ((shard.tp - 1) * half + shard.rank)
             view = values.narrow(shard.dim, start - low, stop - start)
             yield (*offsets[: shard.dim], at, *offsets[shard.dim + 1 :]), view
 
@@ -83,13 +83,13 @@ def flat_boxes(
 ) -> list[tuple[Offsets, Tensor]]:
     """Elements start, start + 1, … of a rank's part, `values` [count], as boxes of the whole
     tensor."""
-    found: list[tuple[Offsets, Tensor]] = []
+    pieces: list[tuple[Offsets, Tensor]] = []
     at = 0
     for offsets, sizes in boxes(shape, start, start + len(values)):
         count = math.prod(sizes)
-        found += spread(offsets, values[at : at + count].view(sizes), shape, shard)
+        pieces += spread(offsets, values[at : at + count].view(sizes), shape, shard)
         at += count
-    return found
+    return pieces
 
 
 @dataclass

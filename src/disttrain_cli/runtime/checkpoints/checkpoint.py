@@ -311,7 +311,7 @@ class Opened:
                     " --restart"
                 ),
             )
-        found = {
+        read = {
             key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype) for key in keys
         }
         _fill(
@@ -319,10 +319,10 @@ class Opened:
             self._metadata,
             {
                 key: Pieces(value.shape, value.dtype, [((0,) * value.ndim, value)])
-                for key, value in found.items()
+                for key, value in read.items()
             },
         )
-        return found
+        return read
 
 
 def _fill(folder: Path, metadata: Metadata, pieces: dict[str, Pieces]) -> None:
@@ -360,10 +360,10 @@ def _fill(folder: Path, metadata: Metadata, pieces: dict[str, Pieces]) -> None:
 def _verify(folder: Path, files: Mapping[str, Any]) -> None:
     """Check every file once, by some rank; all ranks learn of what is wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = {name: files[name] for name in sorted(files)[rank::world]}
-    found: list[list[str]] = [[] for _ in range(world)]
-    dist.all_gather_object(found, damaged(folder, own))
-    _refuse(folder, [one for each in found for one in each])
+    local = {name: files[name] for name in sorted(files)[rank::world]}
+    problems: list[list[str]] = [[] for _ in range(world)]
+    dist.all_gather_object(problems, damaged(folder, local))
+    _refuse(folder, [one for each in problems for one in each])
 
 
 def _refuse(folder: Path, problems: list[str]) -> None:

@@ -37,7 +37,7 @@ def _step(folder: Path) -> int:
 def latest(checkpoints: Path) -> Path | None:
     """Folder of the newest checkpoint. One that is being written has another name until all of it
     is there."""
-    return found[-1] if (found := all_of(checkpoints)) else None
+    return steps[-1] if (steps := all_of(checkpoints)) else None
 
 
 def superseded(checkpoints: Path, keep: int) -> list[Path]:
@@ -139,13 +139,13 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
         SpecError: its description cannot be read.
     """
     described = describe(folder)
-    for what, own in here.items():
-        theirs = described.get(what, own)
-        if theirs != own:
+    for what, ours in here.items():
+        theirs = described.get(what, ours)
+        if theirs != ours:
             other, remedy = REMEDIES[what]
             raise MismatchError(
                 f"The checkpoint {folder} was made from {other}",
-                f"{what} of the checkpoint: {theirs}; here: {own}",
+                f"{what} of the checkpoint: {theirs}; here: {ours}",
                 f"To go on from it, {remedy}; or {ANEW}.",
             )
     return int(described["step"])

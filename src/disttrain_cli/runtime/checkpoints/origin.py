@@ -44,12 +44,12 @@ def find(given: Path) -> Path:
     """
     named = given / "disttrain.yaml" if (given / "disttrain.yaml").is_file() else given
     root = read_run(named).dir.root if named.is_file() else named
-    found = (
+    path = (
         root
         if any((root / name).is_file() for name in (DESCRIPTION, EXPORT))
         else (latest(root / "checkpoints") or latest(root))
     )
-    if found is None:
+    if path is None:
         raise SpecError(
             f"There are no weights to start from in {given}",
             f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an"
@@ -57,7 +57,7 @@ def find(given: Path) -> Path:
             "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain export"
             " wrote.",
         )
-    return found.resolve()
+    return path.resolve()
 
 
 def where(folder: Path, root: Path) -> Path:
@@ -75,14 +75,14 @@ def modules_in(run: Run, folder: Path) -> list[str]:
         SpecError: its description is damaged, or it has none.
     """
     theirs = _modules(run, folder)
-    found = [name for name in run.file.model.order if name in theirs]
-    if not found:
+    modules = [name for name in run.file.model.order if name in theirs]
+    if not modules:
         raise SpecError(
             f"{folder} has no weights of this model",
             f"modules there: {', '.join(sorted(theirs))}; here: {', '.join(run.file.model.order)}",
             "Give the modules of the run file the names they had.",
         )
-    return found
+    return modules
 
 
 def given_layers(run: Run, folder: Path) -> frozenset[str]:
@@ -176,10 +176,10 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
     def fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
         one = pieces[f"{WEIGHT}/{layer.name}/{path}"]
         for offsets, values in one.boxes:
-            own = tuple(
+            lines = tuple(
                 slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True)
             )
-            put(values, whole[own], layer, path)
+            put(values, whole[lines], layer, path)
 
     if _is_checkpoint(folder):
         try:
@@ -210,9 +210,9 @@ def _modules(run: Run, folder: Path) -> set[str]:
             if isinstance(about, dict) and about.get("kind") != "vae"
         }
     layers = {key.split("/", 2)[1] for key in listed if key.startswith("weight/")}
-    own = run.file.model.order
+    order = run.file.model.order
     return {
-        next((name for name in own if layer.startswith(f"{name}.")), layer.partition(".")[0])
+        next((name for name in order if layer.startswith(f"{name}.")), layer.partition(".")[0])
         for layer in layers
     }
 
@@ -283,20 +283,20 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
         )
 
     notes = load_into(layers, run, source, fill)
-    own = [
+    ours = [
         (layer, path, parameter)
         for layer in layers
         for path, parameter in layer.named_parameters()
         if layer.published_name(path) is None
     ]
-    if own:
+    if ours:
         with Weights([folder / JOINTS] if (folder / JOINTS).exists() else []) as weights:
             _compare(
                 folder / JOINTS,
-                {f"{layer.name}.{path}": whole_shape(p) for layer, path, p in own},
+                {f"{layer.name}.{path}": whole_shape(p) for layer, path, p in ours},
                 {name: weights.shape(name) for name in weights.names},
             )
-            for layer, path, _ in own:
+            for layer, path, _ in ours:
                 fill(layer, path, weights.read(f"{layer.name}.{path}"))
     return notes
 

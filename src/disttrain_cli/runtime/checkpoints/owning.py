@@ -59,26 +59,26 @@ def parts_of(engine: UnitEngine) -> list[Part]:
     modules = {id(p): layer.module for layer in engine.module.layers for p in layer.parameters()}
     named = [(name, p) for name, p in named_parameters(engine.module.layers) if p.numel()]
     tp, tp_rank, dp = coords.unit.tp, coords.tp_rank, coords.unit.dp
-    found = []
+    parts = []
     for sharded in (True, False):
         alike = [(name, p) for name, p in named if (shard_of(p) is not None) == sharded]
-        copies, own = (1, 0) if sharded else (tp, tp_rank)  # over the tensor-parallel ranks
+        copies, copy = (1, 0) if sharded else (tp, tp_rank)  # over the tensor-parallel ranks
         plain = [(name, p) for name, p in alike if not _partitioned(p)]
         ranges = [(*one, 0, one[1].numel()) for one in plain]
-        found += shares(ranges, dp * copies, coords.replica * copies + own)
+        parts += shares(ranges, dp * copies, coords.replica * copies + copy)
         fragments = [(name, p, *_fragment(p)) for name, p in alike if _partitioned(p)]
-        found += shares(fragments, copies, own)
-    return [Part(name, modules[id(p)], p, start, stop) for name, p, start, stop in found]
+        parts += shares(fragments, copies, copy)
+    return [Part(name, modules[id(p)], p, start, stop) for name, p, start, stop in parts]
 
 
 Range = tuple[str, nn.Parameter, int, int]  # name, parameter, start, stop
 
 
-def shares(ranges: Sequence[Range], copies: int, own: int) -> list[Range]:
-    """What the copy `own` of `copies` keeps of ranges that all of them have: an equal part, one
+def shares(ranges: Sequence[Range], copies: int, copy: int) -> list[Range]:
+    """What the copy `copy` of `copies` keeps of ranges that all of them have: an equal part, one
     after another."""
     total = sum(stop - start for *_, start, stop in ranges)
-    low, high = total * own // copies, total * (own + 1) // copies
+    low, high = total * copy // copies, total * (copy + 1) // copies
     kept, at = [], 0
     for name, parameter, start, stop in ranges:
         first, last = max(start, start + low - at), min(stop, start + high - at)
@@ -166,7 +166,7 @@ def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pi
     partitions a parameter: the partition's masters and moments, and the whole weight in its own
     precision.
     """
-    found: dict[str, Pieces] = {}
+    by_key: dict[str, Pieces] = {}
     with_moments = {
         id(parameter)
         for layer in engine.module.layers
@@ -180,7 +180,7 @@ def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pi
 
         def add(group: str, boxes: list[Any], key: str = name, whole: torch.Size = whole) -> None:
             if whole.numel():
-                pieces = found.setdefault(f"{group}/{key}", Pieces(whole, torch.float32, []))
+                pieces = by_key.setdefault(f"{group}/{key}", Pieces(whole, torch.float32, []))
                 pieces.boxes += boxes
 
         def everything(
@@ -199,7 +199,7 @@ def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pi
         elif parameter.requires_grad:
             for moment in moments:
                 add(moment, everything(engine.basic_optimizer.state[parameter][moment]))
-    return found
+    return by_key
 
 
 def staged(engine: UnitEngine) -> Iterator[tuple[str, Part, Tensor]]:

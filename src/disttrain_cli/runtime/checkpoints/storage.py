@@ -118,11 +118,14 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         folder = partial(self._folder)
         files = sorted(
-            {result.storage_data for own in results for result in own}, key=lambda file: file.name
+            {result.storage_data for written in results for result in written},
+            key=lambda file: file.name,
         )
         numbers = {file.name: number for number, file in enumerate(files)}
         file_of = {
-            result.index: numbers[result.storage_data.name] for own in results for result in own
+            result.index: numbers[result.storage_data.name]
+            for written in results
+            for result in written
         }
         tensors = {
             key: {
@@ -333,22 +336,22 @@ class LoadPieces(LoadPlanner):
 
 def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which of these files are not as they were written, and how."""
-    found = []
+    problems = []
     for name, expected in files.items():
         wrong = misfits(folder, {name: expected})
         if not wrong and digest_of(folder / name) != expected["sha256"]:
             wrong = [f"{name} has another checksum"]
-        found += wrong
-    return found
+        problems += wrong
+    return problems
 
 
 def misfits(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which of these files are missing or of another size, without reading them."""
-    found = []
+    problems = []
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
-            found.append(f"{name} is missing" if not path.exists() else f"{name} is not a file")
+            problems.append(f"{name} is missing" if not path.exists() else f"{name} is not a file")
         elif path.stat().st_size != expected["bytes"]:
-            found.append(f"{name} has {path.stat().st_size} of {expected['bytes']} bytes")
-    return found
+            problems.append(f"{name} has {path.stat().st_size} of {expected['bytes']} bytes")
+    return problems

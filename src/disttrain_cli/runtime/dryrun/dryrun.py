@@ -163,10 +163,10 @@ def reports(
     work that was done."""
     exact = at_work(profile, layout, worst_slot(profile, layout))
     of_plan, priced = (
-        {(own.unit, own.stage): own for own in layout_memory(given, layout, memory_gib)}
+        {(memory.unit, memory.stage): memory for memory in layout_memory(given, layout, memory_gib)}
         for given in (profile, exact)
     )
-    found = []
+    rows = []
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
         unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
@@ -187,7 +187,7 @@ def reports(
         first = sum(unit.layers_per_stage[:index])
         price = priced[key]
         unseen_gib = price.fragmentation_gib + price.reserve_gib
-        found.append(
+        rows.append(
             StageReport(
                 unit=unit.name,
                 unit_stages=[stage.index for stage in stages],
@@ -201,7 +201,7 @@ def reports(
                 limit_gib=memory_gib,
             )
         )
-    return found
+    return rows
 
 
 def problems(stage: StageReport) -> list[str]:
@@ -209,7 +209,7 @@ def problems(stage: StageReport) -> list[str]:
     where, seen = f"unit {stage.unit}, stage {stage.unit_stages[0]}", stage.seen
     if seen.failure is not None:
         return [f"{where}: {seen.failure.what} ({seen.failure.where})"]
-    found = [
+    texts = [
         f"{where}: the host waits for the device in a slot, {wait.times} times in {seen.slots}"
         f" slots: {wait.instruction.replace('_', ' ')}, {wait.what} ({wait.where})"
         for wait in seen.waits
@@ -219,15 +219,15 @@ def problems(stage: StageReport) -> list[str]:
     for (instruction, tensor), given in crossing.items():
         way = WAYS_BACK.get(instruction)
         if way is not None and (back := crossing.get((way, tensor), given)) != given:
-            found.append(
+            texts.append(
                 f"{where}: {tensor} crosses a cut as {given} ({instruction.replace('_', ' ')}), "
                 f"and its gradient as {back}"
             )
     if seen.leaked_gib > CRUMBS_GIB:
-        found.append(
+        texts.append(
             f"{where}: {seen.leaked_gib:.3f} GiB more are held after a step than before it "
             f"({seen.slots} slots)"
         )
     if stage.needed_gib > stage.limit_gib:
-        found.append(f"{where}: {stage.needed_gib:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
-    return found
+        texts.append(f"{where}: {stage.needed_gib:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
+    return texts

@@ -21,10 +21,10 @@ def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]
     Args:
         fields: of `models.layer.PipelineLayer.needs`.
     """
-    own = slot.replicas[unit][0]
+    replica_items = slot.replicas[unit][0]
     items = {
         item: _items(slot, item, numbers, fields)
-        for item, numbers in own.items()
+        for item, numbers in replica_items.items()
         if item != "sequence"
     }
     some = fields & {"tokens", "layout", "labels"}
@@ -48,8 +48,8 @@ def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str]) -> ItemArray
 
 
 def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) -> dict[str, Ints]:
-    own, inputs = slot.replicas[unit][0], slot.inputs
-    shape, used = (len(own["sequence"]), inputs.sequence_length), sum(lengths)
+    items, inputs = slot.replicas[unit][0], slot.inputs
+    shape, used = (len(items["sequence"]), inputs.sequence_length), sum(lengths)
     arrays: dict[str, Ints] = {}
     if "layout" in fields:
         documents, positions = np.full(shape, PADDING_DOCUMENT, np.int64), np.zeros(shape, np.int64)

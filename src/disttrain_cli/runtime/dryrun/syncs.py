@@ -27,7 +27,7 @@ def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
 def synchronize(what: str) -> None:
     """In the place of waiting for the device, a stream or an event."""
     if Waits.active is not None:
-        Waits.active.found[what, _where(sys._getframe(1))] += 1
+        Waits.active.counts[what, _where(sys._getframe(1))] += 1
 
 
 class Waits(TorchDispatchMode):
@@ -44,7 +44,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Waits:
         Waits.active = self
@@ -59,7 +59,7 @@ class Waits(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if what := _waits(func, args, kwargs, tensors):
-            self.found[what, _where(sys._getframe(1))] += 1
+            self.counts[what, _where(sys._getframe(1))] += 1
         if torch.Tag.data_dependent_output in func.tags:
             return {torch.bool: True}.get(
                 tensors[0].dtype, 1.0 if tensors[0].is_floating_point() else 1
@@ -123,10 +123,10 @@ def _where(frame: FrameType | None) -> str:
     shown: list[str] = []
     while frame is not None:
         file = Path(frame.f_code.co_filename)
-        own = "disttrain_cli" in file.parts
-        if _OWN not in file.parents and _TORCH not in file.parents and (own or not shown):
+        ours = "disttrain_cli" in file.parts
+        if _OWN not in file.parents and _TORCH not in file.parents and (ours or not shown):
             shown.append(f"{'/'.join(file.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
-            if own:
+            if ours:
                 break
         frame = frame.f_back
     return " < ".join(shown) or "backward"

@@ -147,8 +147,10 @@ def _seen(
 def _look_up_layouts(run: Run, coords: RankCoords, slot: Slot) -> None:
     """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors
     have none."""
-    table, own = layer_table(run), coords.stage.layers
-    for number in {(table[number].module, table[number].kind): number for number in own}.values():
+    table, layers = layer_table(run), coords.stage.layers
+    for number in {
+        (table[number].module, table[number].kind): number for number in layers
+    }.values():
         layer = build_layers(run, number, number + 1, "meta")[0]
         if isinstance(layer, QwenLayer):
             for rows, columns in np.unique(slot.items["image"].grid, axis=0).tolist():
@@ -160,9 +162,9 @@ def _take_steps(
 ) -> None:
     """Build the engine, take a short step, in which optimizers make their states, and the one that
     is looked at."""
-    now, table, own = wall_clock(), layer_table(run), coords.stage.layers
+    now, table, layers = wall_clock(), layer_table(run), coords.stage.layers
     tracer = Tracer(Path(os.devnull), "dry-run", coords, now, device_clock=DeviceClock(now))
-    fields = {field for info in table[own.start : own.stop] for field in info.needs}
+    fields = {field for info in table[layers.start : layers.stop] for field in info.needs}
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     with Observer() as observer:
         with Waits():
@@ -195,7 +197,7 @@ def watched(
 ) -> Iterator[None]:
     """Note what slot `last` of a step does, instruction by instruction, and the waits of the whole
     step."""
-    counts, found, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
+    counts, syncs, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
 
     def wrapped(name: str, stock: Callable[[int], None]) -> Callable[[int], None]:
         instruction = name.removeprefix("_")
@@ -203,14 +205,14 @@ def watched(
         def call(slot: int) -> None:
             before, waited, alive = (
                 Counter(observer.counts),
-                Counter(waits.found),
+                Counter(waits.counts),
                 observer.alive_bytes,
             )
             state = dict(engine._state.get(slot, {}))
             received = bytes_of(list(state.values()))
             stock(slot)
-            for (what, where), times in (waits.found - waited).items():
-                found[instruction, what, where] += times
+            for (what, where), times in (waits.counts - waited).items():
+                syncs[instruction, what, where] += times
             if slot != last:
                 return
             counts.update(observer.counts - before)
@@ -243,12 +245,12 @@ def watched(
     finally:
         for name in OF_SLOT:
             del engine.__dict__[name]
-    for (what, where), times in waits.found.items():
-        inside = sum(count for (_, *known), count in found.items() if known == [what, where])
-        found["", what, where] += times - inside
+    for (what, where), times in waits.counts.items():
+        inside = sum(count for (_, *known), count in syncs.items() if known == [what, where])
+        syncs["", what, where] += times - inside
     seen.waits = [
         Wait(instruction=instruction, what=what, where=where, times=times)
-        for (instruction, what, where), times in found.items()
+        for (instruction, what, where), times in syncs.items()
         if times
     ]
     seen.kernels, seen.host_operators, seen.messages = (

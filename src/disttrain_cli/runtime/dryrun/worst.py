@@ -50,15 +50,15 @@ def worst_slot(profile: Profile, layout: Layout) -> Slot:
     for unit in layout.units:
         kinds = {inputs.item(module) for module in unit.modules}
         holds, none = inputs.llm in unit.modules, [no_items()] * unit.dp
-        own = {
+        work = {
             item: by_owner(worst[item].owners(unit, holds), unit.dp, items[item].grid)
             if item in worst and (holds or item in kinds)
             else none
             for item in items
         }
-        own["sequence"] = np.split(np.arange(sequences), unit.dp) if holds else none
+        work["sequence"] = np.split(np.arange(sequences), unit.dp) if holds else none
         replicas[unit.name] = [
-            dict(zip(own, numbers, strict=True)) for numbers in zip(*own.values(), strict=True)
+            dict(zip(work, numbers, strict=True)) for numbers in zip(*work.values(), strict=True)
         ]
     lengths = sample_lengths(profile)
     return Slot(

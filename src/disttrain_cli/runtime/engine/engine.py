@@ -368,10 +368,10 @@ class UnitEngine(PipelineEngine):
         largest = to_device(self._told(), self.device, torch.float64)
         if len(largest):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        found = read(torch.cat([sums, largest]))
+        values = read(torch.cat([sums, largest]))
         self.tracer.anchor()
-        self.largest = found[len(sums) :]
-        return found[: len(sums)]
+        self.largest = values[len(sums) :]
+        return values[: len(sums)]
 
     def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
         """Drop the gradients of a step that is not finite, and stop if that is what the run asks

@@ -45,8 +45,8 @@ class Sums:
     """Sums of what passed a rank's modules in this step, in the order of computation."""
 
     names: Sequence[str]  # modules of the whole model and "projectors"
-    # phase, slot, place, module, sum
-    found: list[tuple[int, int, int, str, Tensor]] = field(default_factory=list)
+    # phase, slot, layer, module, sum
+    sums: list[tuple[int, int, int, str, Tensor]] = field(default_factory=list)
 
     def note(
         self, phase: str, slot: int, layer: int, module: str, tensors: Iterable[Tensor]
@@ -55,7 +55,7 @@ class Sums:
         this phase."""
         for tensor in tensors:
             if tensor.numel():
-                self.found.append(
+                self.sums.append(
                     (
                         PHASES.index(phase),
                         slot,
@@ -67,17 +67,17 @@ class Sums:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self.found.clear()
+        self.sums.clear()
 
     def first(self, device: torch.device) -> tuple[str, str, int] | None:
         """(Module, phase, slot) of the first sum in the world that is not finite; every rank asks
         together."""
-        own = _NOTHING_FOUND
-        for phase, slot, layer, module, total in self.found:
+        local = _NOTHING_FOUND
+        for phase, slot, layer, module, total in self.sums:
             if not torch.isfinite(total):
                 digits = (slot, layer, self.names.index(module))
-                own = min(own, sum((phase, *digits)[i] * _BASE ** (3 - i) for i in range(4)))
-        world = torch.tensor(own, device=device)
+                local = min(local, sum((phase, *digits)[i] * _BASE ** (3 - i) for i in range(4)))
+        world = torch.tensor(local, device=device)
         dist.all_reduce(world, op=dist.ReduceOp.MIN)
         if (key := int(world)) == _NOTHING_FOUND:
             return None

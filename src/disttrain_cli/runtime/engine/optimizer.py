@@ -43,7 +43,7 @@ def parameter_groups(
             if not parameter.requires_grad:
                 continue
             module = layer.owner_of(path)
-            own = optimizer.of(module)
+            spec = optimizer.of(module)
             whole, decay = shard_of(parameter) is None, decays(parameter)
             name = f"{module}/{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
             group = groups.setdefault(
@@ -53,9 +53,9 @@ def parameter_groups(
                     "name": name,
                     "module": module,
                     "tp_whole": whole,
-                    "lr": own.lr,
-                    "initial_lr": own.lr,
-                    "weight_decay": own.weight_decay if decay else 0.0,
+                    "lr": spec.lr,
+                    "initial_lr": spec.lr,
+                    "weight_decay": spec.weight_decay if decay else 0.0,
                 },
             )
             group["params"].append(parameter)
@@ -78,14 +78,14 @@ def make_optimizer(
 def learning_rate(train: TrainSpec, module: str, step: int) -> float:
     """Rate of a module (or "projectors") in a step: linear warm-up, then its schedule, which ends
     at `train.steps`."""
-    own = train.optimizer.of(module)
-    if step < own.warmup_steps:
-        return own.lr * (step + 1) / own.warmup_steps
-    if own.schedule == "constant":
-        return own.lr
-    done = min(1.0, (step - own.warmup_steps) / max(1, train.steps - own.warmup_steps))
-    left = 1.0 - done if own.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return own.lr * (own.min_lr_fraction + (1.0 - own.min_lr_fraction) * left)
+    spec = train.optimizer.of(module)
+    if step < spec.warmup_steps:
+        return spec.lr * (step + 1) / spec.warmup_steps
+    if spec.schedule == "constant":
+        return spec.lr
+    done = min(1.0, (step - spec.warmup_steps) / max(1, train.steps - spec.warmup_steps))
+    left = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return spec.lr * (spec.min_lr_fraction + (1.0 - spec.min_lr_fraction) * left)
 
 
 def rates(run: Run, step: int) -> dict[str, float]:
@@ -129,7 +129,7 @@ def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[
     """
     if optimizer is None:
         return []
-    found = []
+    gradients = []
     for index, group in enumerate(optimizer.param_groups):
         weight = 1.0 / tp if group["tp_whole"] else 1.0
         if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bf16, ZeRO-1
@@ -138,8 +138,8 @@ def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[
             tensors = list(optimizer.averaged_gradients[index])
         else:
             tensors, weight = [p.grad for p in group["params"] if p.grad is not None], weight / dp
-        found.append((group["module"], tensors, weight))
-    return found
+        gradients.append((group["module"], tensors, weight))
+    return gradients
 
 
 def partial_gradients(parameters: Iterable[nn.Parameter], optimizer: Any) -> list[Tensor]:
@@ -148,8 +148,10 @@ def partial_gradients(parameters: Iterable[nn.Parameter], optimizer: Any) -> lis
     if hasattr(optimizer, "fp32_groups_gradients"):  # bf16, ZeRO-1
         pairs = [
             pair
-            for own in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-            for pair in zip(*own, strict=True)
+            for gradients in zip(
+                optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
+            )
+            for pair in zip(*gradients, strict=True)
         ]
     else:
         pairs = [(parameter, parameter.grad) for parameter in parameters]

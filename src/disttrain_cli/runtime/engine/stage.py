@@ -166,8 +166,8 @@ class StageRunner:
         if not self.recompute:
             return layer(state, batch)
         # what the second forward will find
-        own = {name: state[name] for name in layer.reads if name in state}
-        written = checkpoint(layer, own, batch, use_reentrant=False, preserve_rng_state=False)
+        inputs = {name: state[name] for name in layer.reads if name in state}
+        written = checkpoint(layer, inputs, batch, use_reentrant=False, preserve_rng_state=False)
         return cast(dict[str, Tensor], written)
 
     def _add_loss(self, name: str, loss: Tensor) -> None:

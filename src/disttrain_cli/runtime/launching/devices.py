@@ -86,7 +86,7 @@ def identity(device: torch.device) -> str:
     return f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}"
 
 
-def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:
+def choose_backend(devices: Sequence[tuple[str, str]], share: bool) -> Backend:
     """The backend of all ranks, given every rank's host and device in order of ranks: gloo where
     any device is shared.
 
@@ -94,7 +94,7 @@ def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:
         DisttrainError: ranks share a device and `share` does not allow it.
     """
     takers = defaultdict(list)
-    for rank, device in enumerate(found):
+    for rank, device in enumerate(devices):
         takers[device].append(rank)
     shared = {device: ranks for device, ranks in takers.items() if len(ranks) > 1 and device[1]}
     if shared and not share:
@@ -110,4 +110,4 @@ def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:
             " slots), and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES). Or set"
             " cluster.device: cuda, so that ranks share devices (over gloo, slowly).",
         )
-    return "nccl" if not shared and all(name for _, name in found) else "gloo"
+    return "nccl" if not shared and all(name for _, name in devices) else "gloo"

@@ -85,12 +85,12 @@ def _connect(
     return time.monotonic() - begun
 
 
-def call_roll(store: dist.Store, ranks: Sequence[int], own: int, limit_s: float) -> list[int]:
+def call_roll(store: dist.Store, ranks: Sequence[int], local: int, limit_s: float) -> list[int]:
     """Wait for all members of a group; returns those that have not come within the limit.
 
     A member makes a few operations on the store, however many there are.
     """
-    arrive(store, "here", own, len(ranks))
+    arrive(store, "here", local, len(ranks))
     try:
         store.wait(["here/complete"], timedelta(seconds=limit_s))
     except dist.DistError:

@@ -43,7 +43,7 @@ def meet(
     store: dist.Store,
     rank: int,
     world_size: int,
-    own: Guest,
+    guest: Guest,
     decide: Callable[[list[Guest]], dict[str, Any]],
     limit_s: float,
     *,
@@ -65,7 +65,7 @@ def meet(
         MismatchError: a host's facts are not those of most others; it and what differs are named.
         DisttrainError: ranks are missing and are named, or `decide` raises it.
     """
-    arrive(store, "meet", rank, world_size, json.dumps(asdict(own)))
+    arrive(store, "meet", rank, world_size, json.dumps(asdict(guest)))
     if rank == 0:
         store.set(
             "meet/verdict", json.dumps(_verdict(store, world_size, decide, limit_s, hosts, say))

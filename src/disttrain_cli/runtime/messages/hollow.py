@@ -102,7 +102,7 @@ class HollowRunner(StageRunner):
             self._order().slots[slot], spec.item, spec.rows, unit.name, self._coords.replica
         )
         if spec.split and tp is not None:
-            mine = tp.own(rows)
+            mine = tp.local_rows(rows)
             rows = mine.stop - mine.start
         return torch.empty((rows, *spec.shape), dtype=dtype, device=NOWHERE)
 
@@ -124,7 +124,7 @@ class HollowEngine(UnitEngine):
         self.coords, self.tracer, self.train_spec = coords, cast(Tracer, _Silence()), train
         self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
         self.loss_modules = {info.loss: info.module for info in table if info.loss is not None}
-        grid, own = UnitGrid(graph, coords), coords.stage.layers
+        grid, layers = UnitGrid(graph, coords), coords.stage.layers
         links = brokers(
             graph,
             coords,
@@ -138,8 +138,8 @@ class HollowEngine(UnitEngine):
         self.upstream, self.downstream = map(together, links)
         self.module = StageModule([], grid, coords)
         segments = build_segments(
-            cast(Sequence[PipelineLayer], table[own.start : own.stop]),
-            own.start,
+            cast(Sequence[PipelineLayer], table[layers.start : layers.stop]),
+            layers.start,
             lambda cut: live_at(table, coords.stage, cut),
             carrying.__getitem__,
         )

@@ -30,11 +30,15 @@ def faults(records: Iterable[Record]) -> list[str]:
     Each sentence names the ranks, the communicator and the two operations that do not go together.
     """
     by_rank = {record.rank: record for record in records}
-    found = list(_strangers(by_rank))
-    if found:  # nothing more can be said of ranks that do not know each other
-        return found
-    found = [*_unlike_messages(by_rank), *_unlike_batches(by_rank), *_unlike_collectives(by_rank)]
-    return found + ([] if (stuck := _deadlock(by_rank)) is None else [stuck])
+    problems = list(_strangers(by_rank))
+    if problems:  # nothing more can be said of ranks that do not know each other
+        return problems
+    problems = [
+        *_unlike_messages(by_rank),
+        *_unlike_batches(by_rank),
+        *_unlike_collectives(by_rank),
+    ]
+    return problems + ([] if (stuck := _deadlock(by_rank)) is None else [stuck])
 
 
 def _strangers(records: Mapping[int, Record]) -> Iterator[str]:
@@ -77,15 +81,15 @@ def _batches(record: Record) -> Iterator[list[Step]]:
 
 def _lines(records: Mapping[int, Record]) -> dict[Line, tuple[list[Step], list[Step]]]:
     """By line, its sends and its receives, each in its rank's order."""
-    found: dict[Line, tuple[list[Step], list[Step]]] = defaultdict(lambda: ([], []))
+    lines: dict[Line, tuple[list[Step], list[Step]]] = defaultdict(lambda: ([], []))
     for rank, record in records.items():
         for step in enumerate(record.operations):
             one = step[1]
             if one.kind == SEND:
-                found[one.communicator, rank, one.peer][0].append(step)
+                lines[one.communicator, rank, one.peer][0].append(step)
             elif one.kind == RECEIVE:
-                found[one.communicator, one.peer, rank][1].append(step)
-    return found
+                lines[one.communicator, one.peer, rank][1].append(step)
+    return lines
 
 
 def _unlike_messages(records: Mapping[int, Record]) -> Iterator[str]:
@@ -191,9 +195,9 @@ def _deadlock(records: Mapping[int, Record]) -> str | None:
     while free:
         rank = free.popleft()
         for step in rank.begin():
-            one, own = step[1], (rank, step)
+            one, key = step[1], (rank, step)
             if not one.is_message:
-                gathered[one.communicator].append(own)
+                gathered[one.communicator].append(key)
                 if len(gathered[one.communicator]) == len(members[one.communicator]):
                     met(gathered.pop(one.communicator))
                 continue
@@ -204,9 +208,9 @@ def _deadlock(records: Mapping[int, Record]) -> str | None:
             )
             others = posted[RECEIVE if one.kind == SEND else SEND, line]
             if others:
-                met([others.popleft(), own])
+                met([others.popleft(), key])
             else:
-                posted[one.kind, line].append(own)
+                posted[one.kind, line].append(key)
     waiting = {rank.rank: rank for rank in ranks.values() if rank.waits}
     return _circle(waiting, members) if waiting else None
 
@@ -218,9 +222,10 @@ def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]
     while rank in waiting and rank not in seen:
         seen.append(rank)
         index, one = waiting[rank].waits[0]
-        rank, own = _awaited(rank, one, waiting, members), rank
+        rank, current = _awaited(rank, one, waiting, members), rank
         told.append(
-            f'rank {own} in operation {index}, {one}, over "{one.communicator}", for rank {rank}'
+            f'rank {current} in operation {index}, {one}, over "{one.communicator}", for'
+            f" rank {rank}"
         )
     end = "which waits in turn" if rank in waiting else f"and rank {rank} has nothing left to do"
     first = seen.index(rank) if rank in seen else 0

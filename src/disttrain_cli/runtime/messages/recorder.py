@@ -62,11 +62,11 @@ class Recorder(TorchDispatchMode):
             self._together = False
 
     def _note(self, name: str, args: Sequence[Any]) -> None:
-        group = next((found for value in args if (found := _group(value)) is not None), None)
+        group = next((one for value in args if (one := _group(value)) is not None), None)
         if group is None:
             return
         ranks = self._known(group)
-        tensor = next((found for value in args if (found := _tensor(value)) is not None), None)
+        tensor = next((one for value in args if (one := _tensor(value)) is not None), None)
         peer = args[2] if name in MESSAGES else args[ROOTED[name]] if name in ROOTED else -1
         self._number += not self._together
         shape, dtype = (

@@ -83,15 +83,15 @@ def export(
 
     def read(layer: PipelineLayer) -> dict[str, Tensor]:
         group = "ema" if layer.module in averaged else "weight"
-        found = opened.read([layer.name], (group,))
-        return {key.split("/", 2)[2]: tensor for key, tensor in found.items()}
+        tensors = opened.read([layer.name], (group,))
+        return {key.split("/", 2)[2]: tensor for key, tensor in tensors.items()}
 
-    configs, modules, own, tokenizer = read_configs(run), {}, [], read_tokenizer(run)
+    configs, modules, exported, tokenizer = read_configs(run), {}, [], read_tokenizer(run)
     with _whole_folder(to) as temporary:
         for done, (name, module) in enumerate(configs.items()):
             progress(f"writing {name}", done, len(configs))
             layers = [layer for layer in module_layers(run, name) if layer.weights_of == "module"]
-            own += layers
+            exported += layers
             config = module.config
             if module.kind == "llm":  # where generate() begins and ends
                 config = copy.deepcopy(config)
@@ -105,8 +105,8 @@ def export(
                 modules[f"{name}_vae"] = ExportedModule(
                     **vars(_write_vae(run, module, temporary / f"{name}_vae"))
                 )
-        shapes = write_own(temporary / "projectors.safetensors", own, read, dtype)
-        _write_joints(run, temporary, modules, own, shapes, tokenizer)
+        shapes = write_own(temporary / "projectors.safetensors", exported, read, dtype)
+        _write_joints(run, temporary, modules, exported, shapes, tokenizer)
     progress("writing", len(configs), len(configs))
     return Exported(
         path=str(to),
@@ -140,14 +140,14 @@ def _checkpoint(run: Run, step: int | None) -> Path:
 def _averaged(run: Run, opened: checkpoint.Opened, folder: Path) -> set[str]:
     """Modules of which the checkpoint has moving averages."""
     layers = opened.layers("ema")
-    found = {info.module for info in layer_table(run) if info.name in layers}
-    if not found:
+    modules = {info.module for info in layer_table(run) if info.name in layers}
+    if not modules:
         raise SpecError(
             f"The checkpoint {folder} has no moving averages",
             "train.ema of the run file asks for them.",
             "Export without --ema for the weights themselves.",
         )
-    return found
+    return modules
 
 
 @contextmanager
@@ -210,16 +210,16 @@ def _write_joints(
     """How the parts are joined: as JSON, and in words with the commands that load them."""
     joints: dict[str, Any] = {}
     for layer in layers:
-        own = {
+        tensors = {
             name.removeprefix(f"{layer.name}."): shape
             for name, shape in shapes.items()
             if name.startswith(f"{layer.name}.")
         }
-        if own:
+        if tensors:
             joints[layer.name] = {
                 "reads": layer.reads,
                 "writes": [spec.name for spec in layer.writes],
-                "weights": own,
+                "weights": tensors,
             }
     about = {
         name: {

@@ -104,7 +104,7 @@ def batch_of(
     items["image"] = Items(
         [grids[number] for number in order],
         {
-            at: [pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)]
+            at: [pixels_of(group, head) for _, group in groupby(order, key=grids.__getitem__)]
             for at, head in enumerate(inputs.images)
         },
         rows=positions([(number, image_rows[number]) for number in order]),

@@ -158,11 +158,11 @@ def _run_above(folder: Path) -> Run:
 
 
 def _check_model(run: Run, folder: Path) -> None:
-    theirs, own = describe_checkpoint(folder)["model"], run.file.model_fingerprint()
-    if theirs != own:
+    theirs, ours = describe_checkpoint(folder)["model"], run.file.model_fingerprint()
+    if theirs != ours:
         raise MismatchError(
             f"The checkpoint {folder} was made from another model than {run.path} describes",
-            f"model of the checkpoint: {theirs}; of the run file: {own}",
+            f"model of the checkpoint: {theirs}; of the run file: {ours}",
             "Restore the model section of the run file, or name the run file that it was trained "
             "with: --run RUN.yaml",
         )

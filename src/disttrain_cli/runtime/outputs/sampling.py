@@ -79,12 +79,12 @@ def main(payload: dict[str, Any]) -> None:
 def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
     """An image of every generator for each prompt, from noise that depends on the seed and the
     prompt's place."""
-    tokenizer, found = checked_tokenizer(model.run, model.inputs), Images()
+    tokenizer, drawn = checked_tokenizer(model.run, model.inputs), Images()
     for first in range(0, len(prompts), TOGETHER):
         batch = batch_of(model, tokenizer, prompts[first : first + TOGETHER], draws=True).batch
         for name, images in _generated(model, batch, seed * 65537 + first).items():
-            found.setdefault(name, []).extend(images)
-    return found
+            drawn.setdefault(name, []).extend(images)
+    return drawn
 
 
 def write_after(
@@ -100,8 +100,8 @@ def write_after(
     for first in range(0, len(prompts), TOGETHER):
         given = batch_of(model, tokenizer, prompts[first : first + TOGETHER], room=tokens)
         texts += [
-            tokenizer.decode(own)
-            for own in write(
+            tokenizer.decode(written)
+            for written in write(
                 model.layers,
                 given.batch,
                 model.inputs,
@@ -133,9 +133,11 @@ def save(
 
     judge = DigitJudge() if model.run.file.samples.judge == "digits" else None
     drawn = []
-    for module, own in images.items():
-        seen = judge.recognise(own) if judge else [None] * len(own)
-        for number, ((text, before), image, digit) in enumerate(zip(given, own, seen, strict=True)):
+    for module, pictures in images.items():
+        seen = judge.recognise(pictures) if judge else [None] * len(pictures)
+        for number, ((text, before), image, digit) in enumerate(
+            zip(given, pictures, seen, strict=True)
+        ):
             name = f"{module}/{number:02d}.png" if len(images) > 1 else f"{number:02d}.png"
             write_whole(out / name, cv2.imencode(".png", image[:, :, ::-1])[1].tobytes())
             drawn.append(
@@ -200,7 +202,7 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
         for field in layer.needs
         if not field.startswith(_OF_TRAINING)
     }
-    texts, found = list[str](), Images()
+    texts, drawn = list[str](), Images()
     with Loader(run, orders, unit="all", replica=0, fields=fields) as loader:
         for step, slot in product(range(MOST_STEPS), range(slots)):
             order = loader.order(step)
@@ -210,9 +212,9 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
             for name, images in _generated(
                 model, batch, run.file.train.seed + step * slots + slot
             ).items():
-                found.setdefault(name, []).extend(images)
+                drawn.setdefault(name, []).extend(images)
             texts += _texts_before(batch, tokenizer, model.inputs.targets[0].context_tokens)
-    return texts[:wanted], {name: images[:wanted] for name, images in found.items()}
+    return texts[:wanted], {name: images[:wanted] for name, images in drawn.items()}
 
 
 def _texts_before(batch: Batch, tokenizer: Tokenizer, context_tokens: int) -> list[str]:

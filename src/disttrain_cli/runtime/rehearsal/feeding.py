@@ -107,8 +107,8 @@ class Feeder:
 
     def items(self, step: int, slot: int) -> list[ReplicaItems]:
         """What each of the process's replicas works on in a slot."""
-        own = self.work(step).order.slots[slot].replicas[self._coords.unit.name]
-        return [own[replica] for replica in self.replicas]
+        of_unit = self.work(step).order.slots[slot].replicas[self._coords.unit.name]
+        return [of_unit[replica] for replica in self.replicas]
 
     def fetch(self, step: int, number: int) -> EmulatedBatch:
         """Wait until a slot's data are there."""

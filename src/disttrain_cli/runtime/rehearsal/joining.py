@@ -41,12 +41,12 @@ def replicas_of(shares: Sequence[int], process: int) -> range:
 def ranks_of(processes: StageGraph, whole: StageGraph, shares: Shares) -> dict[int, int]:
     """By process, the (first) rank of the replica that it stands for; -1 where there are several
     replicas."""
-    found = {}
-    for stage, own in zip(processes.stages, whole.stages, strict=True):
+    ranks = {}
+    for stage, stage_of in zip(processes.stages, whole.stages, strict=True):
         for number, rank in enumerate(stage.ranks):
             replicas = replicas_of(shares[stage.unit.name], number)
-            found[rank] = own.rank(replicas[0]) if len(replicas) == 1 else -1
-    return found
+            ranks[rank] = stage_of.rank(replicas[0]) if len(replicas) == 1 else -1
+    return ranks
 
 
 def joined_order(order: StepOrder, shares: Shares) -> StepOrder:
@@ -56,7 +56,10 @@ def joined_order(order: StepOrder, shares: Shares) -> StepOrder:
         slots=[
             replace(
                 slot,
-                replicas={unit: _joined(own, shares[unit]) for unit, own in slot.replicas.items()},
+                replicas={
+                    unit: _joined(replicas, shares[unit])
+                    for unit, replicas in slot.replicas.items()
+                },
             )
             for slot in order.slots
         ],

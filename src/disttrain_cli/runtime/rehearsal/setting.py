@@ -36,8 +36,8 @@ def setting_of(run: RunFile, plan: Plan) -> Setting:
         else spec.gpus_per_process
     )
     shares = {
-        unit.name: own
-        for unit, own in zip(layout.units, unit_shares(layout, per_process), strict=True)
+        unit.name: share
+        for unit, share in zip(layout.units, unit_shares(layout, per_process), strict=True)
     }
     processes = sum(unit.pp * len(shares[unit.name]) for unit in layout.units)
     scale = (

@@ -63,7 +63,7 @@ def main(payload: dict[str, Any]) -> None:
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
     coords = graph.coords(int(os.environ["RANK"]))
     stages = stages_of(profile, layout)
-    stage, own = (
+    stage, layers = (
         stages[coords.stage.number],
         table[coords.stage.layers.start : coords.stage.layers.stop],
     )
@@ -112,7 +112,11 @@ def main(payload: dict[str, Any]) -> None:
         )
         engine = EmulatedEngine(
             **engine_parts(
-                run, layout, UnitGrid(graph, coords), coords, [EmulatedLayer(info) for info in own]
+                run,
+                layout,
+                UnitGrid(graph, coords),
+                coords,
+                [EmulatedLayer(info) for info in layers],
             ),
             runner=emulated_runner(run, table, coords, clock),
             upstream=upstream,
@@ -154,16 +158,18 @@ def emulated_runner(
     run: Run, table: list[LayerInfo], coords: RankCoords, clock: Device
 ) -> StageRunner:
     """The stage's computation, a wait for each module."""
-    first, own = (
+    first, infos = (
         coords.stage.layers.start,
         table[coords.stage.layers.start : coords.stage.layers.stop],
     )
     dtype, scaled = message_dtype(run.file.train), run.file.rehearse.messages == "scaled"
     segments = build_segments(
-        [EmulatedLayer(info) for info in own], first, lambda cut: live_at(table, coords.stage, cut)
+        [EmulatedLayer(info) for info in infos],
+        first,
+        lambda cut: live_at(table, coords.stage, cut),
     )
     for segment in segments:
-        layers = [info for info in own if info.module == segment.module]
+        layers = [info for info in infos if info.module == segment.module]
         segment.layers = [EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled)]
     return StageRunner(segments)
 

@@ -87,7 +87,7 @@ class Broker:
         for spec in self.sends:
             tensor = tensors[spec.name].detach()
             if self.group is not None and not spec.split:
-                tensor = tensor[self.group.own(len(tensor))]
+                tensor = tensor[self.group.local_rows(len(tensor))]
             for route in self._routes(slot, spec):
                 buffer = _gather(tensor, route).to(self.wire)
                 peer = self.neighbour.rank(route.replica, route.tp_rank)
@@ -156,8 +156,8 @@ class Broker:
         tensors: dict[str, Tensor] = {}
         for spec in self.receives:
             rows = self._rows(slot, spec)
-            own = self.group.own(rows) if self.group is not None else slice(0, rows)
-            rows = own.stop - own.start
+            local = self.group.local_rows(rows) if self.group is not None else slice(0, rows)
+            rows = local.stop - local.start
             tensor = torch.empty((rows, *spec.shape), dtype=self.dtype, device=self.device)
             tensors[spec.name] = tensor
             covered = 0
@@ -219,14 +219,14 @@ class Brokers:
 
         What several send under one name are gradients of one tensor, which are added.
         """
-        found = [broker.receive(slot) for broker in self._brokers]
+        received = [broker.receive(slot) for broker in self._brokers]
         tensors: dict[str, Tensor] = {}
-        for name, tensor in (item for own, _, _ in found for item in own.items()):
+        for name, tensor in (item for arrived, _, _ in received for item in arrived.items()):
             tensors[name] = tensors[name] + tensor if name in tensors else tensor
         return (
             tensors,
-            sum(size for _, size, _ in found),
-            _only({peer for _, size, peer in found if size}),
+            sum(size for _, size, _ in received),
+            _only({peer for _, size, peer in received if size}),
         )
 
     def drain(self) -> bool:

@@ -58,23 +58,25 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
         whole = ((0, last - first),)
         return [Route(here.replica, here.tp_rank, whole, last - first)] if last > first else []
     start_of = _starts(mine, counts)
-    found = []
+    all_routes = []
     for replica in range(len(slot.replicas[there.unit])):
         theirs = slot.replicas[there.unit][replica][item]
         shared = np.sort(theirs[start_of[theirs] >= 0])
         if len(shared):
-            own, lengths = start_of[shared], counts[shared]
+            starts, lengths = start_of[shared], counts[shared]
             other = _starts(theirs, counts)[shared]
             total = int(counts[theirs].sum())
             for tp_rank, (low, high) in _parts(total, there.tp):
                 # Rows of each item that lie in this rank's part here and in that rank's part there.
-                begin = np.maximum(0, np.maximum(first - own, low - other))
-                end = np.minimum(lengths, np.minimum(last - own, high - other))
+                begin = np.maximum(0, np.maximum(first - starts, low - other))
+                end = np.minimum(lengths, np.minimum(last - starts, high - other))
                 some = end > begin
                 if some.any():
-                    runs = _merge((own + begin - first)[some], (end - begin)[some])
-                    found.append(Route(replica, tp_rank, runs, sum(length for _, length in runs)))
-    return found
+                    runs = _merge((starts + begin - first)[some], (end - begin)[some])
+                    all_routes.append(
+                        Route(replica, tp_rank, runs, sum(length for _, length in runs))
+                    )
+    return all_routes
 
 
 def _parts(rows: int, tp: int) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -137,7 +137,7 @@ def read_run(path: Path) -> Run:
 
 def _weight_files(run: Run) -> dict[str, dict[str, int]]:
     """Names and sizes of the weight files that modules start from."""
-    found = {}
+    weights = {}
     for name, spec in run.file.model.modules.items():
         folders = [
             run.resolve(given)
@@ -150,5 +150,5 @@ def _weight_files(run: Run) -> dict[str, dict[str, int]]:
             for path in sorted(folder.glob("*.safetensors"))
         }
         if files:
-            found[name] = files
-    return found
+            weights[name] = files
+    return weights

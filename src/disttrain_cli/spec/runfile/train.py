@@ -57,8 +57,12 @@ class OptimizerSpec(Strict):
 
     def of(self, module: str) -> OptimizerSpec:
         """The values of one module, or of the projectors."""
-        own = self.modules.get(module)
-        return self if own is None else self.model_copy(update=own.model_dump(exclude_none=True))
+        override = self.modules.get(module)
+        return (
+            self
+            if override is None
+            else self.model_copy(update=override.model_dump(exclude_none=True))
+        )
 
 
 class CheckpointSpec(Strict):

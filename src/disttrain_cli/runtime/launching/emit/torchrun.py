@@ -89,14 +89,15 @@ def master(nodes: list[Node]) -> str:
 
 def commands(nodes: Sequence[Node], folder: Path) -> list[str]:
     """What to type for each host; nothing is needed there but a shell."""
-    own = [
+    commands_of = [
         f"bash {shlex.quote(str(_script(folder, number).resolve()))}"
         for number in range(len(nodes))
     ]
     if len(nodes) == 1:
-        return own
+        return commands_of
     return [
-        shlex.join(["ssh", node.host, command]) for node, command in zip(nodes, own, strict=True)
+        shlex.join(["ssh", node.host, command])
+        for node, command in zip(nodes, commands_of, strict=True)
     ]
 
 
