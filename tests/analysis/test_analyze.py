@@ -9,8 +9,8 @@ from msgspec.structs import asdict
 
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.compare import compare
-from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.replay import build_graph
+from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.job.graph import build_graph
 from tests.analysis import synthetic
 
 COMPUTE = ("forward", "backward")

@@ -12,7 +12,7 @@ from disttrain_cli.errors import DataError
 @pytest.fixture
 def opened(monkeypatch):
     """How often traces were opened."""
-    from disttrain_cli.analysis.own import database
+    from disttrain_cli.analysis.job import database
 
     calls, really = [], database.open_database
 

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import asdict
 
 from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.losses import split_losses
-from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.result import Evidence
 from tests.analysis import synthetic
 

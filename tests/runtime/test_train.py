@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.own.inside import inside
+from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.runtime.checkpoints.checkpoint import read_tensors

@@ -16,7 +16,7 @@ from disttrain_cli.analysis.result import Analysis
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from disttrain_cli.analysis.own.database import Database
+    from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.report.pictures import Pictures
     from disttrain_cli.analysis.sql import Table
 
@@ -74,7 +74,7 @@ def _open(trace_format: Format, files: list[Path], progress: Progress) -> Any:
         return open_kineto(files, progress)
     if trace_format == "operations":
         return files
-    from disttrain_cli.analysis.own.database import open_database
+    from disttrain_cli.analysis.job.database import open_database
 
     return open_database(files)
 
@@ -106,7 +106,7 @@ def _draw(trace_format: Format, traces: Any, rank: int | None) -> Pictures:
 
 def analyze_database(database: Database) -> Analysis:
     """The same for own traces that are open already."""
-    from disttrain_cli.analysis.run.analysis import analyze_database as analyze_own
+    from disttrain_cli.analysis.job.analysis import analyze_database as analyze_own
 
     return analyze_own(database)
 
@@ -127,6 +127,6 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         from disttrain_cli.analysis.study import run_study_sql
 
         return run_study_sql(files, query)
-    from disttrain_cli.analysis.own.asking import run_sql
+    from disttrain_cli.analysis.job.asking import run_sql
 
     return run_sql(files, query, analyze)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.analysis.replay import Delays, Graph, group_mean
+from disttrain_cli.analysis.graph import Delays, Graph, group_mean
 from disttrain_cli.analysis.result import WhatIf
 
 

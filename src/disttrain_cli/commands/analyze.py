@@ -157,8 +157,8 @@ def _export(console: Console, folders: list[Path], file: Path) -> None:
     from dataclasses import asdict
 
     from disttrain_cli.analysis.formats import find_format
-    from disttrain_cli.analysis.own.chrome import write_chrome_trace
-    from disttrain_cli.analysis.own.database import open_database
+    from disttrain_cli.analysis.job.chrome import write_chrome_trace
+    from disttrain_cli.analysis.job.database import open_database
 
     if find_format(folders).format != "disttrain" or any(path.is_file() for path in folders):
         raise UsageError(

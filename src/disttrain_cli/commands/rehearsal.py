@@ -35,8 +35,8 @@ def run_rehearsal(
     """Rehearse a plan that was checked, and show what came of it."""
     from msgspec.structs import asdict
 
-    from disttrain_cli.analysis.own.database import open_database
-    from disttrain_cli.analysis.own.operations import compare_operations
+    from disttrain_cli.analysis.job.database import open_database
+    from disttrain_cli.analysis.job.operations import compare_operations
     from disttrain_cli.runtime.rehearsal.rehearse import rehearse
 
     with console.progress() as progress:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disttrain_cli.analysis.own.database import Database, open_database
+from disttrain_cli.analysis.job.database import Database, open_database
 from disttrain_cli.data.sizes import sizes_of_sample
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.layer_factors import Corrected, correct_layers

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.own.costing import shares_cores
-from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.job.costing import shares_cores
+from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.profiling.factors import Floats, error_pct, fit_factors
 from disttrain_cli.spec.profile import Polynomial, Profile

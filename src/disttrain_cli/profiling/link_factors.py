@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disttrain_cli.analysis.own.database import Database
-from disttrain_cli.analysis.own.recorded import waited_transfers
+from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.recorded import waited_transfers
 from disttrain_cli.costs.layout import (
     CostedStage,
     crossings,

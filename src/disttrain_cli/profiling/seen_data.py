@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.data.drift import RECENT_STEPS, Drift, drift
 from disttrain_cli.data.sizes import Sizes, sizes_of_sample
 from disttrain_cli.data.statistics import SAMPLED_SEQUENCES, distribution

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.analysis.analyze import analyze_database
-from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.report import write_report
 from disttrain_cli.analysis.report.pictures import pictures_of
 from tests.analysis import synthetic

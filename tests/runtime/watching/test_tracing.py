@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from disttrain_cli.analysis.analyze import ask
-from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.errors import DataError
 from disttrain_cli.runtime.watching.tracing import Tracer, size_writer, step_writer
 from disttrain_cli.spec.stage_graph import RankCoords

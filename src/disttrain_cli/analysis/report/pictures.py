@@ -13,8 +13,8 @@ from disttrain_cli.analysis.report.timeline import (
 )
 
 if TYPE_CHECKING:
+    from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
-    from disttrain_cli.analysis.own.database import Database
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
-    from disttrain_cli.analysis.own.database import Database
 
 #: Lanes and bars drawn per step; more are left out, and the page says so.
 MOST_LANES = 128

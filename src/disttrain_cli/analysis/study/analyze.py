@@ -8,8 +8,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from disttrain_cli.analysis.graph import Passes
 from disttrain_cli.analysis.losses import stragglers_of
-from disttrain_cli.analysis.replay import Passes
 from disttrain_cli.analysis.result import (
     Analysis,
     Cause,

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from disttrain_cli.analysis.own.clocks import bounds_of, clocks_of
+from disttrain_cli.analysis.job.clocks import bounds_of, clocks_of
 from disttrain_cli.analysis.result import HostClock
 from disttrain_cli.analysis.study.operations import CLIP
 from disttrain_cli.analysis.study.reader import StudyTrace

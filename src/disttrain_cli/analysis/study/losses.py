@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from disttrain_cli.analysis.graph import Passes, group_mean
 from disttrain_cli.analysis.losses import Explained, Losses, explain, factors, per_rank, successive
-from disttrain_cli.analysis.replay import Passes, group_mean
 from disttrain_cli.analysis.study.graph import StudyGraph
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.replays import Replays, ideal_of

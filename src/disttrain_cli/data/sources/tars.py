@@ -205,8 +205,8 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
             raise ValueError(
                 "a caption without its "
                 + " or ".join(
-                    f"{medium.what} (KEY.{', .'.join(medium.suffixes[:-1])} or .{medium.suffixes[-1]})"
-                    for medium in MEDIA.values()
+                    f"{one.what} (KEY.{', .'.join(one.suffixes[:-1])} or .{one.suffixes[-1]})"
+                    for one in MEDIA.values()
                 )
             )
         first = dict(reversed(media))

@@ -1,0 +1,456 @@
+"""This project's own traces to an `Analysis`: run the queries, replay the steps, judge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from disttrain_cli.analysis.causes import (
+    LEAST_LIMIT_SHARE,
+    LEAST_SHARE,
+    Finding,
+    State,
+    Suspect,
+    find_causes,
+    mend,
+)
+from disttrain_cli.analysis.graph import Delays, Graph
+from disttrain_cli.analysis.job.costing import peak_of, shares_cores
+from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.graph import build_graph
+from disttrain_cli.analysis.job.inside import inside
+from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_ranks
+from disttrain_cli.analysis.job.operations import compare_operations
+from disttrain_cli.analysis.job.rank_times import rank_summaries
+from disttrain_cli.analysis.job.remedies.ordering import best_share
+from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies, with_layouts
+from disttrain_cli.analysis.job.remedies.replanning import can_replan
+from disttrain_cli.analysis.job.remedies.replicas import record_of
+from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
+from disttrain_cli.analysis.job.staleness import moved_data, stale
+from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
+from disttrain_cli.analysis.result import (
+    Analysis,
+    Cause,
+    Comparison,
+    JobSummary,
+    MemoryRow,
+    OperationRow,
+    Place,
+    RankSummary,
+    Remedy,
+    Slowest,
+    Stragglers,
+    UnitSummary,
+    Verdict,
+    WhatIf,
+    moment,
+)
+from disttrain_cli.analysis.telling import Record
+from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
+from disttrain_cli.analysis.what_if import what_if
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.plan import Prediction
+from disttrain_cli.spec.trace import COMPUTE, Job
+
+
+def analyze_database(database: Database) -> Analysis:
+    """Analyse traces of ours that are open already (the report asks them again).
+
+    Raises:
+        DataError: no whole step was recorded.
+    """
+    times = database.query("iterations")[0]
+    if not times["measured"]:
+        short = short_ranks(database)
+        raise DataError(
+            "The trace holds no whole step",
+            f"{times['recorded']} step(s) were recorded; a measured step needs forward and backward"
+            f" of every rank, and the first one is warm-up{short and f'; {short}'}",
+            (
+                "Analyse without their folders (rank-*), or record more: disttrain train --steps 5"
+                if short
+                else "Record more: disttrain train --steps 5"
+            ),
+        )
+    database.ask_ahead("exposed_communication", "cells", "slots", "memory")
+    shares = database.query("idle_totals")[0]
+    job, iteration_s = database.job, times["iteration_s"]
+    sequences = times["sequences_per_step"] if job is None else job.layout.global_batch_size
+    units = _units(database, iteration_s)
+    mfu = _job_mfu(database, units, iteration_s)
+    operations = compare_operations(database)
+    comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
+    moved = moved_data(database)
+    ranks = rank_summaries(database)
+    stragglers, verdict, causes, study, helps = _straggle(
+        database, shares, ranks, comparisons, operations, bool(moved)
+    )
+    summary = JobSummary(
+        run=database.run,
+        name=database.name,
+        recorded_at=moment(times["first_ns"]),
+        rehearsed=None if job is None else _rehearsed(job),
+        layout=(
+            job.layout.describe()
+            if job is not None
+            else " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units)
+        ),
+        ranks=len(ranks),
+        steps=times["recorded"],
+        steps_measured=times["measured"],
+        warmup_steps_excluded=times["warmup"],
+        iteration_s=iteration_s,
+        iteration_p50_s=times["p50_s"],
+        iteration_p95_s=times["p95_s"],
+        sequences_per_s=None if sequences is None else sequences / iteration_s,
+        mfu=mfu,
+        bubble_fraction=1 - shares["compute"],
+        exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
+        time_shares={name: share for name, share in shares.items() if name != "data_wait_s"},
+    )
+    say_limits(database, times, summary)
+    profiled = inside(database)
+    if moved:
+        verdict = stale(database, moved, operations, verdict)
+    return Analysis(
+        format="disttrain",
+        job=summary,
+        units=units,
+        stragglers=stragglers,
+        verdict=verdict,
+        ranks=ranks,
+        what_if=study,
+        causes=causes,
+        remedies=helps,
+        predicted_vs_measured=comparisons,
+        operations=operations,
+        drift=moved,
+        slowest=_slowest(database),
+        clocks=database.clocks,
+        inside=profiled,
+        memory=_memory(database),
+        warnings=list(dict.fromkeys(database.warnings)),
+    )
+
+
+def _rehearsed(job: Job) -> str | None:
+    """One sentence on how emulated devices stood for the cluster; None where real ones ran."""
+    how = job.rehearsed
+    if how is None:
+        return None
+    parts = [
+        f"slow {fault.slow} ({fault.unit}"
+        + (f" stage {fault.stage}" if fault.slow != "worker" else "")
+        + ("" if fault.replica is None else f" replica {fault.replica}")
+        + f", × {fault.factor:g})"
+        for fault in how.faults
+    ]
+    parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []
+    parts += [f"data of {how.distribution}"] if how.distribution else []
+    return (
+        f"Rehearsed: {how.processes} processes stood for {job.layout.gpus_used} GPUs; times are the"
+        " cluster's" + (f". Injected: {'; '.join(parts)}." if parts else ".")
+    )
+
+
+def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
+    """Per unit; its MFU is its model FLOPs ÷ (step time × its share of the peak).
+
+    On CUDA that share is the peak of its devices. A CPU is one device for all: every unit gets the
+    part of the machine's peak that its ranks are of all ranks, though it may use more while others
+    wait.
+    """
+    units = []
+    total = sum(row["gpus"] for row in database.sql("SELECT gpus FROM units"))
+    for row in database.query("units"):
+        flops = row.pop("flops_per_step")
+        mfu = None
+        if flops is not None and database.job is not None:
+            mfu = flops / (iteration_s * 1e12 * peak_of(database.job, total) * row["gpus"] / total)
+        units.append(
+            UnitSummary(
+                **row, mfu=mfu, model_tflop_per_step=None if flops is None else flops / 1e12
+            )
+        )
+    return units
+
+
+def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -> float | None:
+    """Model FLOPs of all units ÷ (step time × peak), or None where a unit's are unknown."""
+    if database.job is None:
+        return None
+    tflop = 0.0
+    for unit in units:
+        if unit.model_tflop_per_step is None:
+            return None
+        tflop += unit.model_tflop_per_step
+    return tflop / (iteration_s * peak_of(database.job, sum(unit.gpus for unit in units)))
+
+
+def _comparisons(
+    database: Database,
+    times: dict[str, Any],
+    operations: list[OperationRow],
+    bubble: float,
+    mfu: float | None,
+) -> list[Comparison]:
+    """Predicted beside measured in sum: the plan's figures, and the profile at the recorded
+    sizes."""
+    job = database.job
+    if job is None:
+        return []
+    rows: list[Comparison] = []
+
+    def add(
+        what: str,
+        unit: str | None,
+        basis: str,
+        predicted: float | None,
+        measured: float | None,
+        measure: str,
+    ) -> None:
+        if predicted and measured is not None:
+            rows.append(
+                Comparison(
+                    what=what,
+                    unit=unit,
+                    basis=basis,
+                    predicted=predicted,
+                    measured=measured,
+                    measure=measure,
+                    error_pct=100 * (measured - predicted) / predicted,
+                )
+            )
+
+    plan, iteration_s = job.predicted, times["iteration_s"]
+    add("iteration_s", None, "plan", plan.iteration_s, iteration_s, "s")
+    if operations:
+        add("iteration_s", None, "same work", operations[0].predicted / 1e3, iteration_s, "s")
+    add(
+        "sequences_per_s",
+        None,
+        "plan",
+        plan.sequences_per_s,
+        job.layout.global_batch_size / iteration_s,
+        "1/s",
+    )
+    add("mfu", None, "plan", plan.mfu_used or plan.mfu, mfu, "fraction")
+    add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
+    sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
+    for unit in job.layout.units:
+        of_unit = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
+        for what in (*COMPUTE, "stage") if of_unit else ():
+            if unit.name in sharing:
+                planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
+                add(
+                    f"{what}_ms",
+                    unit.name,
+                    "plan",
+                    planned_ms,
+                    _of_unit(of_unit, what, "measured"),
+                    "ms",
+                )
+            add(
+                f"{what}_ms",
+                unit.name,
+                "same work",
+                _of_unit(of_unit, what, "predicted"),
+                _of_unit(of_unit, what, "measured"),
+                "ms",
+            )
+    return rows
+
+
+def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
+    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both
+    together."""
+    if what != "stage":
+        return sum(float(getattr(row, column)) for row in rows if row.operation == what)
+    return max(
+        sum(float(getattr(row, column)) for row in rows if row.stage == stage)
+        for stage in {row.stage for row in rows}
+    )
+
+
+def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
+    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for
+    "stage"."""
+    time = next(time for time in predicted.units if time.unit == unit)
+    if operation != "stage":
+        return float(getattr(time, f"{operation}_ms"))
+    return max(
+        (s.forward_ms + s.backward_ms for s in predicted.stages if s.unit == unit),
+        default=time.stage_ms,
+    )
+
+
+def _straggle(
+    database: Database,
+    shares: dict[str, float],
+    ranks: list[RankSummary],
+    comparisons: list[Comparison],
+    operations: list[OperationRow],
+    moved_on: bool,
+) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
+    graph, job = build_graph(database), database.job
+    if graph is None:
+        return (
+            Stragglers(slowdown=None, ideal_s=None, lost_s=None),
+            unknown("no recorded step is whole enough to replay"),
+            [],
+            None,
+            [],
+        )
+    why = explain(graph, graph.recorded.compute, graph.predicted)
+    where = {
+        rank.rank: Place(
+            unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host
+        )
+        for rank in ranks
+    }
+    losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
+    planned = job is not None and not moved_on and can_replan(record_of(database, graph))
+    layouts = other_layouts(database, graph, why, moved_on)
+    findings, state = _causes(graph, suspects, job, planned)
+    helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
+    measured_s, present = (
+        float(losses.measured.mean()),
+        min(1.0, len(ranks) / expected_ranks(database)),
+    )
+    unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
+    if unexplained > 0.05:
+        database.warnings.append(
+            f"the replay leaves {100 * unexplained:.0f} % of a step unexplained"
+        )
+    record = Record(
+        losses=losses,
+        where=where,
+        comparisons=comparisons,
+        shares=shares,
+        kind="disttrain",
+        remedies=helps,
+        gpus=len(ranks) if job is None else job.layout.gpus_used,
+        present=present,
+        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1,
+        operations=operations,
+    )
+    if findings:
+        mended = replace(graph, recorded=Delays(*state))
+        layouts = other_layouts(
+            database, mended, explain(mended, state[0], graph.predicted), moved_on
+        )
+    findings = with_layouts(
+        findings,
+        layouts,
+        losses,
+        lambda some: replayed(graph, state) - replayed(graph, mend(state, some)),
+        [one for one in suspects if planned and is_split(one)],
+    )
+    return (
+        stragglers_of(losses),
+        judge(record, findings),
+        rows_of(record, findings),
+        what_if(graph),
+        helps,
+    )
+
+
+def _causes(
+    graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool
+) -> tuple[list[Finding], State]:
+    """What slows the steps, and the steps with all of it mended.
+
+    Uneven data are looked at last, and claim no more than another ordering gains; what an ordering
+    has left of them, and what no other ordering is known for, is a limit.
+
+    Args:
+        planned: the planner can say what other plans gain: the layers of its stages are no fault,
+        but a part of that.
+    """
+    ordered = job is not None and job.predicted.ordering in ("paper", "best")
+    uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordered)]
+    others = [one for one in suspects if one not in uneven and not (planned and is_split(one))]
+    findings, state = find_causes(
+        lambda times: replayed(graph, times), state_of(graph.recorded), others
+    )
+    left, level = find_causes(
+        lambda times: replayed(graph, times),
+        state,
+        uneven,
+        LEAST_LIMIT_SHARE if ordered else LEAST_SHARE,
+    )
+    gained_s, step_s = sum(float(one.gain_s.mean()) for one in left), float(graph.window.mean())
+    share = (
+        best_share(job)
+        if job is not None and planned and gained_s >= LEAST_SHARE * step_s
+        else None
+    )
+    if share is None:
+        return [*findings, *(replace(one, limit=True) for one in left)], level
+    regained = min(1.0, share * step_s / gained_s)
+    return [*findings, *(replace(one.claiming(regained), limit=ordered) for one in left)], level
+
+
+def _memory(database: Database) -> list[MemoryRow]:
+    """Recorded memory of every stage beside what the plan expects."""
+    planned = (
+        {}
+        if database.job is None
+        else {(stage.unit, stage.stage): stage for stage in database.job.predicted.memory}
+    )
+    rows = []
+    for row in database.query("memory"):
+        stage = planned.get((row["unit"], row["stage"]))
+        rows.append(
+            MemoryRow(
+                **row,
+                predicted_gib=stage.peak_gib if stage else None,
+                limit_gib=stage.limit_gib if stage else None,
+            )
+        )
+    return rows
+
+
+def _slowest(database: Database) -> list[Slowest]:
+    """The slowest stage, replica and slot."""
+    cells = database.cells
+    rows = []
+    for kind in ("stage", "replica"):
+        groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for cell in cells:
+            groups.setdefault((cell["unit"], cell[kind]), []).append(cell)
+        slowest = []
+        for (unit, number), members in groups.items():
+            if sum(1 for other, _ in groups if other == unit) < 2:
+                continue
+            normal = [cell["normalised"] for cell in members if cell["normalised"] is not None]
+            slowest.append(
+                Slowest(
+                    kind=kind,
+                    unit=unit,
+                    number=number,
+                    mean_ms=_mean(members, "mean_ms"),
+                    ratio=_mean(members, "ratio"),
+                    normalised_ratio=sum(normal) / len(normal) if normal else None,
+                )
+            )
+        if slowest:
+            rows.append(max(slowest, key=lambda row: row.ratio))
+    slot = max(database.query("slots"), key=lambda row: row["ms"])
+    work = slot["work_ratio"]
+    rows.append(
+        Slowest(
+            kind="slot",
+            unit=None,
+            number=slot["slot"],
+            mean_ms=slot["ms"],
+            ratio=slot["ratio"],
+            normalised_ratio=slot["ratio"] / work if work else None,
+        )
+    )
+    return rows
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(row[key] or 0.0 for row in rows) / len(rows)

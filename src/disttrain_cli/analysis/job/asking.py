@@ -1,0 +1,96 @@
+"""`--sql` over own traces: one SELECT of a stranger, answered from a database that is prepared
+once.
+
+What is prepared (which rows count, windows, clocks, the layout) is kept as a DuckDB file in the
+user's cache folder. It holds no rows of the trace: its views read the segments in place, the only
+files that a query can reach.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disttrain_cli.analysis.cache import program
+from disttrain_cli.analysis.formats import files_of
+from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.sql import Table, answer, literals, lock, no_glob, open_cached
+from disttrain_cli.analysis.views import ask_published, documented_views
+from disttrain_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+#: The view whose rows are not of the trace but of its analysis: made for queries that name it.
+_LOSSES = re.compile(r"\blosses\b", re.IGNORECASE)
+
+
+def run_sql(paths: list[Path], query: str, analyze: Callable[[list[Path]], Analysis]) -> Table:
+    """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
+
+    `analyze` is asked for what every step lost, where the query names it.
+
+    Raises:
+        DataError: nothing can be read in `paths`.
+        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
+    """
+    with _open(paths) as connection:
+        if _LOSSES.search(query):
+            _make_losses(connection, analyze(paths))
+        lock(connection)
+        return answer(connection, query, partial(documented_views, "own"))
+
+
+def _open(paths: list[Path]) -> DuckDBPyConnection:
+    files = files_of("disttrain", paths)
+    # Chrome JSON of own traces: its rows are in no segments that views could read in place
+    if paths[0].is_file():
+        return _in_memory(paths)
+    try:
+        connection = open_cached(
+            files,
+            f"own {[str(path.resolve()) for path in paths]} {program()}",
+            lambda file: _prepare(paths, file),
+        )
+    # where only the cache's disk is full, memory does; what is wrong with traces is told once more
+    except DataError:
+        return _in_memory(paths)
+    connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
+    ask_published(connection)
+    return connection
+
+
+def _in_memory(paths: list[Path]) -> DuckDBPyConnection:
+    from disttrain_cli.analysis.job.database import open_database
+
+    connection = open_database(paths, strangers=True).connection
+    ask_published(connection)
+    return connection
+
+
+def _prepare(paths: list[Path], file: Path) -> None:
+    from disttrain_cli.analysis.job.database import open_database
+
+    database = open_database(paths, file, strangers=True)
+    database.asker.close()
+    with database.connection as connection:
+        # closing would do it too, but says nothing where that fails
+        connection.execute("CHECKPOINT")
+
+
+def _make_losses(connection: DuckDBPyConnection, analysis: Analysis) -> None:
+    """What every replayed step lost."""
+    connection.execute(
+        "CREATE TEMP TABLE losses (step INTEGER, cause VARCHAR, lost_s DOUBLE, ideal_s DOUBLE,"
+        " step_s DOUBLE)"
+    )
+    rows = [
+        [one.step, cause, seconds, one.ideal_s, one.step_s]
+        for one in analysis.stragglers.by_step
+        for cause, seconds in one.lost_s.items()
+    ]
+    if rows:
+        connection.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?)", rows)

@@ -1,0 +1,320 @@
+"""A DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
+
+`seen` is what one pass over the files tells of every rank and step. Where many questions follow, up
+to `MOST_ROWS_HELD` rows are then held in memory as `known`; of a longer trace that is a view, which
+reads the files whenever it is asked. After the views exist, the connection may open no file but the
+segments, load no extension and change no setting, so that `--sql` can run a stranger's query. Names
+of files and strings of a trace reach SQL only as quoted literals or parameters.
+"""
+
+from __future__ import annotations
+
+import shlex
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.analysis.job.clocks import repair_clocks
+from disttrain_cli.analysis.job.costing import StageCost, known_stages, stage_costs
+from disttrain_cli.analysis.job.files import Footer, TraceFiles, find_traces
+from disttrain_cli.analysis.job.unpacking import TYPES, unpack
+from disttrain_cli.analysis.result import HostClock
+from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
+from disttrain_cli.analysis.views import ask_internal, inside, publish
+from disttrain_cli.costs.layout import CostedStage
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.rundir import RunDir, run_folder
+from disttrain_cli.spec.stage_graph import cuts_of
+from disttrain_cli.spec.trace import (
+    LATER_COLUMNS,
+    SAMPLE_COLUMNS,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+    Job,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from duckdb import DuckDBPyConnection
+
+#: Rows of a trace up to which it is held in memory (about 200 bytes each).
+MOST_ROWS_HELD = 5_000_000
+#: Made from `queries/view_NAME.sql`, in the order in which they need each other.
+_VIEWS = ("windows", "known", "operations", "idle", "memory", "messages", "samples")
+
+
+@dataclass
+class Database:
+    """An open connection, the job it describes with the stages of its layout, and what had to be
+    left out."""
+
+    connection: DuckDBPyConnection
+    asker: DuckDBPyConnection  # another one to the same database
+    job: Job | None
+    run: str
+    name: str  # of the run, or of its folder
+    paths: list[Path]
+    stages: list[CostedStage] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    clocks: list[HostClock] = field(default_factory=list)
+    _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
+    # one connection, one question
+    _asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def ask_ahead(self, *names: str) -> None:
+        """Have questions without parameters answered in turn while other work goes on; `query` then
+        waits for them."""
+        ask = partial(rows_of, self.asker)
+        self._asked |= {name: self._asking.submit(ask, query_text(name)) for name in names}
+
+    def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
+        """Rows of `queries/NAME.sql`, with `$parameter` values."""
+        if not parameters and name in self._asked:
+            return self._asked.pop(name).result()
+        return self.sql(query_text(name), parameters)
+
+    @cached_property
+    def cells(self) -> list[dict[str, Any]]:
+        """Rows of `queries/cells.sql`, which several ask for."""
+        return self.query("cells")
+
+    def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
+        """The same as NumPy columns, for long results."""
+        return self.connection.execute(query_text(name), parameters or None).fetchnumpy()
+
+    def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Rows of an SQL text of ours."""
+        return rows_of(self.connection, text, parameters)
+
+
+def open_database(paths: list[Path], file: Path | None = None, strangers: bool = False) -> Database:
+    """Views over the traces in `paths`; see `queries/views.yaml` for what can be asked.
+
+    Args:
+        file: where a database is written that others open again, which holds no rows of the trace;
+        else it is one in
+            memory, of which many questions follow, and rows are read once as far as they fit
+            (`MOST_ROWS_HELD`).
+        strangers: make the documented views, for queries that are not ours; who opened it still has
+        to lock it.
+
+    Raises:
+        DataError: a path does not exist, or nothing in it can be read.
+    """
+    import duckdb
+
+    connection = connect(file or ":memory:")
+    try:
+        inside(connection)
+        files = _make_sources(paths, connection)
+        run = _choose_starts(connection, files.job, files.warnings)
+        clocks = repair_clocks(connection, files.warnings)
+        stages = known_stages(files.job, files.warnings) if files.job is not None else []
+        _make_layout(connection, files.job, stages)
+        _make_cuts(connection, stages)
+        connection.execute("SET preserve_insertion_order = false")  # lets both cores write
+        # what was unpacked says itself which steps are measured
+        for view in _VIEWS if files.rows else _VIEWS[1:]:
+            text = query_text(f"view_{view}")
+            once = file is None and (
+                view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD)
+            )
+            connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if once else text)
+        connection.execute("SET preserve_insertion_order = true")
+        if strangers:
+            publish(connection, "own", "losses")
+        asker = connection.cursor()
+        ask_internal(asker)
+        connection.execute(f"SET allowed_paths = {literals(files.all, str, no_glob)}")
+        if not strangers:
+            lock(connection)
+    except duckdb.Error as error:
+        raise DataError(
+            "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
+        ) from None
+    return Database(
+        connection,
+        asker,
+        files.job,
+        run,
+        files.name or _name(paths[0]),
+        paths,
+        stages,
+        files.warnings,
+        clocks,
+    )
+
+
+def _name(path: Path) -> str:
+    """Of a rehearsal, the name of the run that it rehearses."""
+    folder = (run_folder(path) or path).resolve()
+    return folder.parent.name if RunDir(folder.parent).rehearsal.root == folder else folder.name
+
+
+def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
+    """What was recorded: views over segments, or tables of what one file of Chrome JSON holds."""
+    if any(path.is_file() for path in paths):
+        if len(paths) > 1:
+            raise DataError(
+                "A file written with --perfetto is analysed alone",
+                f"{len(paths)} paths are given",
+                f"disttrain analyze {shlex.quote(str(paths[0]))}",
+            )
+        return unpack(paths[0], connection)
+    files = find_traces(paths, connection)
+    rows = files.open_segments
+    _make_source(connection, "segments", files.segments, rows.get("segments"), TRACE_COLUMNS)
+    _make_source(connection, "step_segments", files.steps, rows.get("steps"), STEP_COLUMNS)
+    _make_source(connection, "size_segments", files.sizes, rows.get("sizes"), SIZE_COLUMNS)
+    _make_source(connection, "sample_segments", files.samples, rows.get("samples"), SAMPLE_COLUMNS)
+    return files
+
+
+def _make_source(
+    connection: DuckDBPyConnection,
+    name: str,
+    files: dict[Path, Footer],
+    rows: pa.Table | None,
+    columns: dict[str, str],
+) -> None:
+    """A view over Parquet files and rows with the columns of our schema, or an empty table of the
+    same shape."""
+    shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in columns.items())
+    # of files with the same columns one footer is enough
+    alike: dict[frozenset[tuple[str, str]], list[Path]] = {}
+    for file, footer in files.items():
+        alike.setdefault(footer.columns, []).append(file)
+    parts = [f"SELECT * FROM read_parquet({literals(group, no_glob)})" for group in alike.values()]
+    if rows is not None:
+        connection.register("given", rows)
+        connection.execute(f"CREATE TABLE {name}_open AS SELECT * FROM given")
+        connection.unregister("given")
+        parts.append(f"SELECT * FROM {name}_open")
+    if not parts or not LATER_COLUMNS.isdisjoint(columns):
+        connection.execute(f"CREATE TABLE {name}_shape ({shape})")
+        parts.append(f"SELECT * FROM {name}_shape")
+    casts = ", ".join(
+        f"CAST({column} AS {TYPES[kind]}) AS {column}" for column, kind in columns.items()
+    )
+    connection.execute(
+        f"CREATE VIEW {name} AS SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})"
+    )
+
+
+def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> str:
+    """Views `recorded` and `steps` of the starts of one job; a step repeated after resuming counts
+    once, as last done.
+
+    Every start of a job is a `run` of its own. Starts whose ranks have other coordinates than the
+    job's last start belong to another plan and are left out.
+    """
+    connection.execute(query_text("seen"))
+    starts = connection.execute(
+        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS coords,"
+        " min(first_ns) FROM seen GROUP BY run ORDER BY min(first_ns), run"
+    ).fetchall()
+    coords = {str(name): coords for name, coords, _ in starts}
+    last = job.run if job is not None and job.run in coords else list(coords)[-1]
+    if job is not None and job.run not in coords:
+        warnings.append(
+            f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is"
+            " analysed"
+        )
+    alike = [
+        name
+        for name in coords
+        if set(coords[name]) <= set(coords[last]) or set(coords[last]) <= set(coords[name])
+    ]
+    others = ", ".join(repr(name) for name in coords if name not in alike)
+    if others:
+        warnings.append(
+            f"starts of different plans are mixed here: {last!r} is analysed, {others} left out"
+        )
+    connection.execute(
+        "CREATE TABLE kept AS SELECT step, arg_max(run, latest_ns) AS run, count(DISTINCT run) AS"
+        " starts FROM seen WHERE list_contains($runs, run) GROUP BY step",
+        {"runs": alike},
+    )
+    connection.execute(
+        "CREATE VIEW recorded AS SELECT s.* FROM segments s"
+        + (" JOIN kept USING (step, run)" if len(coords) > 1 else "")
+    )
+    connection.execute(
+        "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
+        "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1"
+    )
+    connection.execute(
+        "CREATE VIEW sizes AS SELECT s.* FROM size_segments s JOIN kept USING (step, run)"
+    )
+    repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
+    if repeated:
+        warnings.append(
+            f"{repeated} step(s) were repeated after resuming; the last time is analysed"
+        )
+    return last
+
+
+def _make_cuts(connection: DuckDBPyConnection, stages: list[CostedStage]) -> None:
+    """Table `cuts`: the stages, by their depth in the pipeline, on both sides of every cut; in a
+    line if not known."""
+    connection.execute("CREATE TABLE cuts (before INTEGER, after INTEGER)")
+    if len(stages) > 1:
+        connection.executemany("INSERT INTO cuts VALUES (?, ?)", cuts_of(stages))
+    elif not stages:
+        connection.execute(
+            "INSERT INTO cuts SELECT range, range + 1 FROM range(0, (SELECT sum(pp)::BIGINT FROM"
+            " units) - 1)"
+        )
+
+
+def _make_layout(
+    connection: DuckDBPyConnection, job: Job | None, stages: list[CostedStage]
+) -> None:
+    """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage
+    and module).
+
+    Of a TP group often one rank is recorded: it stands for the devices of the others too.
+    """
+    connection.execute(
+        "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp"
+        " INTEGER, pp INTEGER, gpus INTEGER, first_depth INTEGER, devices_per_rank DOUBLE)"
+    )
+    connection.execute(
+        "CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation"
+        " VARCHAR, " + ", ".join(f"{name} DOUBLE" for name in StageCost._fields[5:]) + ")"
+    )
+    if job is None:
+        connection.execute(query_text("layout_from_trace"))
+        return
+    recorded: dict[str, int] = dict(
+        connection.execute(
+            "SELECT unit, count(DISTINCT tp_rank) FROM seen JOIN kept USING (step, run) GROUP BY"
+            " unit"
+        ).fetchall()
+    )
+    depth = 0
+    for index, unit in enumerate(job.layout.units):
+        connection.execute(
+            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                unit.name,
+                index,
+                unit.modules,
+                unit.tp,
+                unit.dp,
+                unit.pp,
+                unit.gpus,
+                depth,
+                unit.tp / recorded.get(unit.name, 1),
+            ],
+        )
+        depth += unit.pp
+    rows = stage_costs(job, stages)
+    if rows:
+        connection.executemany(
+            f"INSERT INTO costs VALUES ({', '.join('?' * len(StageCost._fields))})",
+            [list(row) for row in rows],
+        )

@@ -1,0 +1,311 @@
+"""The graph of a job's recorded steps: which pass waited for which, and for how long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.graph import Delays, Graph
+from disttrain_cli.analysis.job.costing import shares_cores
+from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.recorded import chosen_steps
+from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
+from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.stage_graph import cuts_of
+from disttrain_cli.spec.trace import Job
+
+#: Of every pass, what came before it and what went on.
+_MESSAGES = ("received_bytes", "received_peer", "sent_bytes", "sent_peer")
+
+
+def build_graph(database: Database) -> Graph | None:
+    """The graph of the measured steps, or None when no step is whole enough; reasons go to the
+    warnings."""
+    columns = database.columns("passes", steps=chosen_steps(database))
+    if not len(columns["step"]):
+        return None
+    windows = database.sql(
+        "SELECT step, window_s, (end_ns - compute_end_ns) / 1e9 AS update_s FROM windows"
+    )
+    by_step = {int(row["step"]): row for row in windows}
+
+    backward = np.asarray(columns["operation"] == "backward", dtype=bool)
+    rank, slot = (np.asarray(columns[name], dtype=np.int64) for name in ("rank", "slot"))
+    keys = (rank * (slot.max() + 2) + slot + 1) * 2 + backward
+    _, first, passes = np.unique(keys, return_index=True, return_inverse=True)
+    steps, step = np.unique(np.asarray(columns["step"], dtype=np.int64), return_inverse=True)
+
+    def spread(name: str) -> Floats:
+        out = np.full((len(first), len(steps)), np.nan)
+        out[passes, step] = np.ma.filled(np.ma.asarray(columns[name], dtype=float), np.nan)
+        return out
+
+    start = spread("start_s")
+    whole = ~np.isnan(start).any(axis=0)
+    if not whole.any():
+        database.warnings.append("no step holds every pass of every rank: steps cannot be replayed")
+        return None
+    table = {
+        name: spread(name)[:, whole]
+        for name in (
+            "start_s",
+            "duration_s",
+            "predicted_s",
+            "load_s",
+            "received_s",
+            "received_from_s",
+            "handover_s",
+            "gap_s",
+            *_MESSAGES,
+        )
+    }
+    columns = {name: np.asarray(values)[first] for name, values in columns.items()}
+    cuts = [(row["before"], row["after"]) for row in database.sql("SELECT before, after FROM cuts")]
+    walk = _walk(columns, backward[first], table, cuts)
+    if walk is None:
+        database.warnings.append(
+            "the recorded order of passes contradicts itself (clocks apart?): steps cannot be"
+            " replayed"
+        )
+        return None
+    columns = {name: values[walk.node] for name, values in columns.items()}
+    table = {name: values[walk.node] for name, values in table.items()}
+    end = table["start_s"] + table["duration_s"]
+    transfer = np.zeros_like(end)
+    for index, feeding in enumerate(walk.sources):
+        if len(feeding):
+            sent = (
+                np.where(walk.feeds[index], end[feeding], -np.inf) if walk.feeds else end[feeding]
+            )
+            ready = np.maximum(table["received_from_s"][index], sent.max(axis=0))
+            until = table["received_from_s"][index] + table["received_s"][index]
+            transfer[index] = np.maximum(0.0, until - ready)
+        else:
+            transfer[index] = table["received_s"][index]
+    unheard, lost = _unheard(
+        database.stages, columns, columns["operation"] == "backward", table["received_peer"]
+    )
+    kept = steps[whole]
+    window = np.array([by_step[int(s)]["window_s"] for s in kept])
+    # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds
+    # them up.
+    rehearsed = None if database.job is None else database.job.rehearsed
+    lockstep = rehearsed is not None and rehearsed.processes < len(np.unique(rank))
+    return Graph(
+        walk=walk,
+        steps=kept,
+        rank=columns["rank"].astype(np.int64),
+        slot=columns["slot"].astype(np.int64),
+        backward=columns["operation"] == "backward",
+        unit=[str(unit) for unit in columns["unit"]],
+        stage=columns["stage"].astype(np.int64),
+        replica=columns["replica"].astype(np.int64),
+        depth=columns["depth"].astype(np.int64),
+        predicted=table["predicted_s"],
+        recorded=Delays(
+            table["duration_s"],
+            transfer,
+            table["handover_s"],
+            table["load_s"],
+            np.zeros_like(end) if lockstep else table["gap_s"],
+            np.array([by_step[int(s)]["update_s"] for s in kept]),
+        ),
+        window=window,
+        devices={
+            row["unit"]: row["devices_per_rank"]
+            for row in database.sql("SELECT unit, devices_per_rank FROM units")
+        },
+        expected=(
+            np.full(len(end), np.inf)
+            if database.job is None or not database.stages
+            else expected_transfers(
+                database.job,
+                database.job.layout,
+                database.stages,
+                columns["operation"] == "backward",
+                columns["depth"],
+            )
+        ),
+        expected_update_s=_expected_update_s(database.job, database.stages),
+        unheard=unheard,
+        lost=lost,
+        crowded=_crowded(database.job, table["duration_s"], window),
+    )
+
+
+def _unheard(
+    stages: list[CostedStage],
+    columns: dict[str, Any],
+    backward: NDArray[np.bool_],
+    received_peer: Floats,
+) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
+    """`Graph.unheard` and `Graph.lost`; of stages of one unit only the same replica sends.
+
+    Args:
+        received_peer: [passes, steps] the rank that sent, where a record names it.
+    """
+    depth, replica = (columns[name].astype(int) for name in ("depth", "replica"))
+    there = set(zip(depth.tolist(), replica.tolist(), strict=True))
+    told = np.isin(received_peer, columns["rank"]).any(axis=1)
+    groups: dict[tuple[tuple[str, int, int], ...], int] = {}
+    unheard = np.full(len(depth), -1, dtype=np.int64)
+    for index in np.flatnonzero(~told).tolist() if stages else ():
+        stage = stages[depth[index]]
+        senders = stage.after if backward[index] else stage.before
+        lost = tuple(
+            (stages[number].unit.name, stages[number].index, copy)
+            for number in senders
+            for copy in (
+                [int(replica[index])]
+                if stages[number].unit.name == stage.unit.name
+                else range(stages[number].unit.dp)
+            )
+            if (number, copy) not in there
+        )
+        if lost:
+            unheard[index] = groups.setdefault(lost, len(groups))
+    return unheard, [list(lost) for lost in groups]
+
+
+def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
+    """What the profile expects of the end of a step: the longest reduction, then the longest
+    optimizer step."""
+    return max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages) + max(
+        optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages
+    )
+
+
+def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
+    return (
+        np.inf
+        if job is None or not stages or shares_cores(job)
+        else update_s(job, job.layout, stages)
+    )
+
+
+def expected_transfers(
+    job: Job, layout: Layout, stages: list[CostedStage], backward: NDArray[np.bool_], depth: Ints
+) -> Floats:
+    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite
+    where it has none.
+
+    Args:
+        layout: the job's, or another one with `stages`.
+    """
+    transfer_s = np.full(len(backward), np.inf)
+    if shares_cores(job):
+        return transfer_s
+    cuts = cuts_of(stages)
+    seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
+    for back in (False, True):
+        for index in range(len(stages)):
+            times_s = [
+                second
+                for cut, second in zip(cuts, seconds, strict=True)
+                if cut[0 if back else 1] == index
+            ]
+            if times_s:
+                transfer_s[(backward == back) & (depth == index)] = max(times_s)
+    return transfer_s
+
+
+def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
+    """By how much the passes keep busy the cores that all ranks share; 0 where every rank has a
+    device."""
+    if job is None or not shares_cores(job):
+        return 0.0
+    return float(compute.sum() / (window.sum() * max(1, job.profile.device.cores)))
+
+
+def _messages(
+    columns: dict[str, Any], table: dict[str, Floats]
+) -> Callable[[Ints, int], NDArray[np.bool_]]:
+    """Whether passes [n] can have fed a pass, [n, steps], by what their ranks recorded of messages
+    between units."""
+    home = (
+        columns["depth"].astype(np.int64) * (1 + int(columns["replica"].max())) + columns["replica"]
+    )
+    ranks, first = np.unique(columns["rank"], return_index=True)
+
+    def known(side: str) -> tuple[NDArray[np.bool_], Floats]:
+        """Which passes had no message, and the home of the one peer of those that had one only
+        (else NaN)."""
+        size, peer = table[f"{side}_bytes"], table[f"{side}_peer"]
+        # of a TP group perhaps only the first rank was recorded
+        position = np.searchsorted(ranks, np.nan_to_num(peer, nan=-1.0), side="right") - 1
+        return (size == 0) & bool((size > 0).any()), np.where(
+            peer >= 0, home[first[position]], np.nan
+        )
+
+    (silent, to), (unfed, source) = known("sent"), known("received")
+
+    def met(near: Ints, index: int) -> NDArray[np.bool_]:
+        elsewhere = (to[near] != home[index]) & ~np.isnan(to[near])
+        from_another = (source[index] != home[near][:, None]) & ~np.isnan(source[index])
+        return ~(silent[near] | elsewhere | unfed[index] | from_another)
+
+    return met
+
+
+def _walk(
+    columns: dict[str, Any],
+    backward: NDArray[np.bool_],
+    table: dict[str, Floats],
+    cuts: list[tuple[int, int]],
+) -> Walk | None:
+    """How the passes wait for each other.
+
+    `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all
+    replicas, unless the record of a step contradicts: what ended after a pass had started did not
+    feed it, nor did what sent nothing or to another one.
+    """
+    met = _messages(columns, table)
+    start, count = table["start_s"], len(backward)
+    end = start + table["duration_s"]
+    previous = np.full(count, -1, dtype=np.int64)
+    by_rank = np.lexsort((end[:, 0], start[:, 0], columns["rank"]))
+    for one, following in itertools.pairwise(by_rank):
+        if columns["rank"][one] == columns["rank"][following]:
+            previous[following] = one
+    gathered: dict[tuple[bool, int, int], list[int]] = {}
+    for index in range(count):
+        gathered.setdefault(
+            (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
+        ).append(index)
+    at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
+    # by direction and depth, the depths that feed it
+    near_by: dict[tuple[bool, int], list[int]] = {}
+    for before, after in cuts:
+        near_by.setdefault((False, after), []).append(before)
+        near_by.setdefault((True, before), []).append(after)
+    sources: list[Ints] = []
+    feeds: list[Feeds] = []
+    for index in range(count):
+        back, slot, depth = (
+            bool(backward[index]),
+            int(columns["slot"][index]),
+            int(columns["depth"][index]),
+        )
+        depths = near_by.get((back, depth), [])
+        near = np.concatenate(
+            [np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)]
+        )
+        if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
+            near = near[columns["replica"][near] == columns["replica"][index]]
+        fed = end[near] <= start[index] + 1e-9
+        if len(near) and columns["unit"][near[0]] != columns["unit"][index]:
+            fed &= met(near, index)
+        sometimes = fed.any(axis=1)
+        sources.append(near[sometimes])
+        feeds.append(fed[sometimes])
+    always = [feed.all(axis=1) for feed in feeds]
+    # Where the order of passes changes from step to step, only what fed in all of them can be
+    # walked.
+    return walk_of(previous, sources, feeds) or walk_of(
+        previous, [nodes[kept] for nodes, kept in zip(sources, always, strict=True)]
+    )

@@ -1,0 +1,104 @@
+"""What limits the figures of own traces: incomplete steps, ranks without rows, contradictions,
+shared cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disttrain_cli.analysis.job.costing import shares_cores
+from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.result import JobSummary
+from disttrain_cli.analysis.telling import MOST_PLACES
+
+
+def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -> None:
+    """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared
+    cores."""
+    warn, job = database.warnings.append, database.job
+    if times["warmup"] == 0:
+        warn("only one step was recorded, so its warm-up could not be left out")
+    if times["incomplete"]:
+        short = short_ranks(database)
+        warn(
+            f"{times['incomplete']} step(s) lack rows of some rank and are left"
+            f" out{short and f': {short}'}"
+        )
+    if job is not None:
+        whole = expected_ranks(database)
+        if summary.ranks < whole:
+            warn(
+                f"the trace holds {summary.ranks} of {whole} ranks: figures are of those"
+                f" only{_missing(database)}"
+            )
+    expected = times["last_step"] - times["first_step"] + 1
+    if times["recorded"] < expected:
+        warn(
+            f"{expected - times['recorded']} step(s) between {times['first_step']} and"
+            f" {times['last_step']} are missing"
+        )
+    if times["reported"] < times["measured"]:
+        warn(
+            f"{times['measured'] - times['reported']} measured step(s) have no reported loss and"
+            " time"
+        )
+    if summary.mfu is not None and summary.mfu > 1:
+        warn(
+            f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the"
+            " FLOPs are wrong"
+        )
+    if (summary.iteration_s or 0.0) > 1.1 * times["covered_s"]:
+        warn(
+            f"steps took {summary.iteration_s:.3g} s, of which the trace covers"
+            f" {times['covered_s']:.3g} s"
+        )
+    if job is not None and shares_cores(job) and summary.ranks > 1:
+        warn(
+            f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
+            "rank is slower while others "
+            "compute, so which unit or rank is slow is less certain than on separate devices"
+        )
+
+
+def expected_ranks(database: Database) -> int:
+    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no
+    other has any."""
+    job = database.job
+    if job is None:
+        return round(
+            sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units"))
+        )
+    others = (
+        job.rehearsed is None
+        and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
+    )
+    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
+
+
+def short_ranks(database: Database) -> str:
+    """Which ranks' traces end before those of the others; empty where all end together."""
+    last = {
+        row["rank"]: row["step"]
+        for row in database.sql(
+            "SELECT rank, max(step) AS step FROM seen WHERE computed > 0 GROUP BY rank ORDER BY"
+            " rank"
+        )
+    }
+    names = [f"{rank} (at step {step})" for rank, step in last.items() if step < max(last.values())]
+    more = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
+    return f"traces end early of rank {', '.join(names[:MOST_PLACES])}{more}" if names else ""
+
+
+def _missing(database: Database) -> str:
+    """Which replicas of stages have no trace at all."""
+    there = {
+        (row["unit"], row["stage"], row["replica"])
+        for row in database.sql("SELECT DISTINCT unit, stage, replica FROM seen")
+    }
+    lost = [
+        f"{stage.name} replica {replica}"
+        for stage in database.stages
+        for replica in range(stage.unit.dp)
+        if (stage.unit.name, stage.index, replica) not in there
+    ]
+    more = f" and {len(lost) - MOST_PLACES} more" if len(lost) > MOST_PLACES else ""
+    return f"; missing: {', '.join(lost[:MOST_PLACES])}{more}" if lost else ""

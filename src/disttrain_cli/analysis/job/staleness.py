@@ -1,0 +1,58 @@
+"""Whether the data have moved away from what the plan was made for, what that costs, and the
+command that mends it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.next_commands import plan_again
+from disttrain_cli.analysis.result import OperationRow, Verdict
+from disttrain_cli.analysis.verdict import LEAST_SHARE
+from disttrain_cli.data.drift import Drift, drift, recent
+from disttrain_cli.spec.profile import SizeSample
+
+
+def moved_data(database: Database) -> list[Drift]:
+    """What of the data has moved, by the steps' own sums and the sizes that were recorded."""
+    job = database.job
+    if job is None:
+        return []
+    steps = database.sql("SELECT step, tokens, images, targets FROM steps ORDER BY step")
+    steps = [row | {"sequences": job.layout.global_batch_size} for row in steps]
+    last = recent(steps)
+    sizes = database.sql(
+        "SELECT tokens, length_sq, images, targets, clips FROM sizes WHERE step >= $first",
+        {"first": last[0]["step"] if last else 0},
+    )
+    columns = ("tokens", "length_sq", "images", "targets", "clips")
+    lists = {name: [row[name] for row in sizes] for name in columns}
+    return drift(job.profile, steps, SizeSample(**lists))
+
+
+def stale(
+    database: Database, moved: list[Drift], operations: list[OperationRow], verdict: Verdict
+) -> Verdict:
+    """Warn that the plan was made for other data; if that matters more than the verdict's cause,
+    advise a new plan."""
+    command = plan_again(database.paths)
+    database.warnings += [one.sentence for one in moved]
+    effect, changed_s = "", 0.0
+    if operations and operations[0].planned:
+        planned_s, expected_s = operations[0].planned / 1e3, operations[0].predicted / 1e3
+        changed_s = abs(expected_s - planned_s)
+        effect = (
+            f": by the profile a step of these data takes {expected_s:.3g} s, not the"
+            f" {planned_s:.3g} s planned ({100 * (expected_s / planned_s - 1):+.0f} %)"
+        )
+    told = f"The plan was made for other data{effect}"
+    database.warnings.append(f"{told}; plan again: {command}")
+    if changed_s < max(
+        verdict.lost_s, LEAST_SHARE * database.query("iterations")[0]["iteration_s"]
+    ):
+        return verdict
+    advice = (
+        f"{moved[0].sentence}. {told}. Measure these data and plan again, then see what is left:"
+        f" {verdict.advice}"
+    )
+    return replace(verdict, advice=advice, next_command=command)
