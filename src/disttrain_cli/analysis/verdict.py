@@ -3,7 +3,8 @@ to do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from disttrain_cli.analysis.confidence import calibrated, exceeds
 from disttrain_cli.analysis.losses import CROWDED
 from disttrain_cli.analysis.next_commands import REMEASURE
 from disttrain_cli.analysis.result import LEAST_GAIN_PCT, Cause, Evidence, Place, Remedy, Verdict
-from disttrain_cli.analysis.telling import MOST_PLACES, Record, tell
+from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, tell
 
 #: Causes that lie in the data.
 UNEVEN = ("intra_microbatch", "inter_microbatch")
@@ -55,21 +56,13 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     Args:
         findings: what slows the steps (`causes.find_causes`).
     """
-    measured_s, losses = record.measured_s, record.losses
+    measured_s = record.measured_s
     if record.contradicts and not any(one.cause == "unknown" for one in findings):
         return unknown(
             "what was recorded does not add up: replayed, its operations and messages miss the"
             f" steps by {100 * abs(record.unexplained):.0f} %, so rows are missing, or times of"
             " ranks disagree"
         )
-    evidence = [
-        Evidence(what="step as recorded", value=measured_s, unit="s"),
-        Evidence(
-            what="ideal step: GPUs perfectly shared, no delays",
-            value=float(losses.ideal.mean()),
-            unit="s",
-        ),
-    ]
     large = [
         one
         for one in findings
@@ -77,91 +70,131 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     ]
     main = next((one for one in large if one.gain_s.mean() >= one.least_share * measured_s), None)
     if main is None:
-        return _calm(record, findings, evidence)
-    others = [one for one in findings if one is not main]
-    place, told, more, advice, command = tell(record, main)
-    gain_s, alone_s = float(main.gain_s.mean()), float(main.alone_s.mean())
-    notes = list[str]()
-    evidence.append(Evidence(what=f"mending it: {told}", value=gain_s, unit="s"))
-    if alone_s < 0.5 * gain_s:
-        behind = "; ".join(tell(record, one).told for one in findings[: findings.index(main)])
-        notes.append(f"Mended alone it gains {alone_s:.3g} s; it is hidden by this: {behind}.")
-        evidence.append(
-            Evidence(what="mending it alone, all else as recorded", value=alone_s, unit="s")
-        )
-    for one in others:
-        gains_s, also = float(one.gain_s.mean()), tell(record, one).told
-        if gains_s >= SMALLEST_SHARE * measured_s:
-            evidence.append(Evidence(what=f"then mending also: {also}", value=gains_s, unit="s"))
-        if one in large:
-            notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
-    notes += _all_slow(record)
-    often = main.gain_s >= main.least_share * losses.measured
-    evidence.append(
-        Evidence(
-            what="steps in which mending it gains that much",
-            unit="share of steps",
-            value=float(often.mean()),
-        )
-    )
-    if 0 < often.sum() <= len(often) / 2:
-        notes.append(f"Only in {often.sum()} of {len(often)} steps.")
-    if _one_event(record, main):
-        notes.append("All of it hangs on one event of one step.")
-        evidence.append(
-            Evidence(
-                what="mending it, had its largest single event not happened",
-                value=float(main.rest_s or 0.0),
-                unit="s",
-            )
-        )
-    advice, command = _helped(record, main, advice, command)
+        return _calm(record, findings)
+    told, gain_s = _helped(record, main, tell(record, main)), float(main.gain_s.mean())
+    remarks = list(_remarks(record, findings, main, large))
+    evidence = [
+        *_steps(record),
+        Evidence(what=f"mending it: {told.told}", value=gain_s, unit="s"),
+        *(figure for remark in remarks for figure in remark.evidence),
+    ]
     if record.shared_cores and main.cause in IN_RANKS:
-        advice = (
-            "The ranks share the cores of one machine: whoever is ready to compute or receive may"
-            " wait for a core. Fewer ranks, or one device per rank, show whether that is all."
-        )
-        more.append(
-            Evidence(
-                what="passes of all ranks ÷ time of the shared cores",
-                value=losses.crowded,
-                unit="ratio",
-            )
-        )
-        if main.cause == "host" and losses.crowded > CROWDED:
-            place, told = (
-                Place(host=place.host),
-                "Ranks that are ready wait for one of the cores that all share",
-            )
-            more[0] = Evidence(
-                what="transfers above the usual, ranks summed",
-                value=sum(losses.links.values()),
-                unit="s",
-            )
-        command = f"disttrain plan --gpus {max(1, record.gpus - 1)}"
+        told = _of_shared_cores(record, main, told)
+    found = (
+        f"{told.told}: {gain_s:.3g} s of every {measured_s:.3g} s step"
+        f" ({100 * gain_s / measured_s:.0f} %)."
+    )
     return Verdict(
         cause=main.cause,
-        headline=" ".join(
-            [
-                (
-                    f"{told}: {gain_s:.3g} s of every {measured_s:.3g} s step "
-                    f"({100 * gain_s / measured_s:.0f} %)."
-                ),
-                *notes,
-            ]
-        ),
-        place=place,
+        headline=" ".join([found, *(note for remark in remarks for note in remark.notes)]),
+        place=told.place,
         lost_s=gain_s,
-        confidence=_sure(record, main, others),
-        evidence=evidence + more + _own_bubbles(record, findings),
-        advice=advice,
-        next_command=command,
+        confidence=_sure(record, main, [one for one in findings if one is not main]),
+        evidence=evidence + told.evidence + _own_bubbles(record, findings),
+        advice=told.advice,
+        next_command=told.command,
     )
 
 
-def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence]) -> Verdict:
+def _steps(record: Record) -> list[Evidence]:
+    return [
+        Evidence(what="step as recorded", value=record.measured_s, unit="s"),
+        Evidence(
+            what="ideal step: GPUs perfectly shared, no delays",
+            value=float(record.losses.ideal.mean()),
+            unit="s",
+        ),
+    ]
+
+
+class _Remark(NamedTuple):
+    """What a headline adds to the cause, and the figures behind it."""
+
+    notes: list[str]
+    evidence: list[Evidence]
+
+
+def _remarks(
+    record: Record, findings: Sequence[Finding], main: Finding, large: Sequence[Finding]
+) -> Iterator[_Remark]:
+    """What hides the main finding, what else costs time, and how often it is there."""
+    if main.alone_s.mean() < 0.5 * main.gain_s.mean():
+        yield _hidden(record, findings, main)
+    for one in findings:
+        if one is not main:
+            yield _also(record, one, one in large)
+    yield _Remark(_all_slow(record), [])
+    yield _how_often(record, main)
+    if _one_event(record, main):
+        figure = Evidence(
+            what="mending it, had its largest single event not happened",
+            value=float(main.rest_s or 0.0),
+            unit="s",
+        )
+        yield _Remark(["All of it hangs on one event of one step."], [figure])
+
+
+def _hidden(record: Record, findings: Sequence[Finding], main: Finding) -> _Remark:
+    alone_s = float(main.alone_s.mean())
+    behind = "; ".join(tell(record, one).told for one in findings[: findings.index(main)])
+    return _Remark(
+        [f"Mended alone it gains {alone_s:.3g} s; it is hidden by this: {behind}."],
+        [Evidence(what="mending it alone, all else as recorded", value=alone_s, unit="s")],
+    )
+
+
+def _also(record: Record, finding: Finding, large: bool) -> _Remark:
+    gain_s, told = float(finding.gain_s.mean()), tell(record, finding).told
+    most_s = max(gain_s, float(finding.alone_s.mean()))
+    worth = gain_s >= SMALLEST_SHARE * record.measured_s
+    return _Remark(
+        [f"Also: {told}, {most_s:.3g} s."] if large else [],
+        [Evidence(what=f"then mending also: {told}", value=gain_s, unit="s")] if worth else [],
+    )
+
+
+def _how_often(record: Record, main: Finding) -> _Remark:
+    often = main.gain_s >= main.least_share * record.losses.measured
+    rare = 0 < often.sum() <= len(often) / 2
+    figure = Evidence(
+        what="steps in which mending it gains that much",
+        unit="share of steps",
+        value=float(often.mean()),
+    )
+    return _Remark([f"Only in {often.sum()} of {len(often)} steps."] if rare else [], [figure])
+
+
+def _of_shared_cores(record: Record, main: Finding, told: Told) -> Told:
+    """The same of ranks that may only have waited for a core."""
+    crowded = record.losses.crowded
+    figure = Evidence(
+        what="passes of all ranks ÷ time of the shared cores", value=crowded, unit="ratio"
+    )
+    told = told._replace(
+        evidence=[*told.evidence, figure],
+        advice=(
+            "The ranks share the cores of one machine: whoever is ready to compute or receive may"
+            " wait for a core. Fewer ranks, or one device per rank, show whether that is all."
+        ),
+        command=f"disttrain plan --gpus {max(1, record.gpus - 1)}",
+    )
+    if main.cause != "host" or crowded <= CROWDED:
+        return told
+    slow = Evidence(
+        what="transfers above the usual, ranks summed",
+        value=sum(record.losses.links.values()),
+        unit="s",
+    )
+    return told._replace(
+        place=Place(host=told.place.host),
+        told="Ranks that are ready wait for one of the cores that all share",
+        evidence=[slow, *told.evidence[1:]],
+    )
+
+
+def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     """Nothing gains enough: what there is, and what it costs."""
-    measured_s, losses = record.measured_s, record.losses
+    measured_s, losses, evidence = record.measured_s, record.losses, _steps(record)
     small = sorted(
         (one for one in findings if one.gain_s.mean() >= SMALLEST_SHARE * measured_s),
         key=lambda one: -float(one.gain_s.mean()),
@@ -288,12 +321,12 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
     )
 
 
-def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[str, str]:
-    """The advice with the remedy that fits, and its command."""
-    remedies, cause = record.remedies, main.cause
+def _helped(record: Record, main: Finding, told: Told) -> Told:
+    """The same with the remedy that fits, and its command."""
+    remedies, cause, more = record.remedies, main.cause, ""
     remedy = fitting(remedies, cause)
     if cause == "unit" and remedy is not None:
-        advice, command = f"{advice} {_gain_of(remedy, record.measured_s)}", remedy.command
+        told, more = told._replace(command=remedy.command), _gain_of(remedy, record.measured_s)
         bought = [
             one
             for one in remedies
@@ -301,20 +334,20 @@ def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[s
         ]
         if bought and remedy.gpus <= 0:
             best = max(bought, key=lambda one: one.gain_s / one.gpus)
-            advice += f" {_gain_of(best, record.measured_s)}"
-    elif cause == "unit" and command != REMEASURE:
-        advice += (
-            f" If the plan is already the best for {record.gpus} GPUs, one more shows whether the"
+            more += f" {_gain_of(best, record.measured_s)}"
+    elif cause == "unit" and told.command != REMEASURE:
+        more = (
+            f"If the plan is already the best for {record.gpus} GPUs, one more shows whether the"
             " next whole number fits better."
         )
     elif main.regained and remedy is not None:
-        advice += f" {_gain_of(remedy, record.measured_s)}"
+        more = _gain_of(remedy, record.measured_s)
     elif cause in UNEVEN:
-        advice += (
-            f" By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at"
+        more = (
+            f"By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at"
             " most: an ordering cuts no sample."
         )
-    return advice, command
+    return told._replace(advice=f"{told.advice} {more}".rstrip())
 
 
 def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:
