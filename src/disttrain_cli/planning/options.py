@@ -98,11 +98,10 @@ class Rows:
         )
         return np.maximum(bound, self.fixed_ms) * SAFE
 
-    def stages(self, slowest_ms: Floats) -> Ints:
-        """Lower bound of PP for a slowest stage [T, 1], as [T, B]; `NEVER` where no split is so
-        fast."""
+    def stages(self, slowest_ms: float) -> Ints:
+        """[B] lower bound of PP for a slowest stage; `NEVER` where no split is so fast."""
         within = slowest_ms / SAFE
-        even = np.ceil(self.free_ms / np.maximum(within, 1e-300) * SAFE)
+        even = np.ceil(self.free_ms / max(within, 1e-300) * SAFE)
         with np.errstate(divide="ignore", invalid="ignore"):
             each = np.minimum(
                 np.floor(np.where(self.bulk_ms > 0, within / self.bulk_ms, self.bulk)), self.bulk
@@ -212,39 +211,6 @@ def list_rows(
     rows = (rows if fits.all() else take(rows, fits)).behind(flight)
     fits = rows.stage_gpus * rows.least_stages <= most_gpus
     return rows if fits.all() else take(rows, fits)
-
-
-def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: int) -> Rows:
-    """The rows of a unit without the LLM, but for those that only add replicas without an image to
-    so many others.
-
-    More replicas help neither the time, where the busiest has the least work there is, nor the
-    memory, where all layers fit on one stage: `top` rows like that of each kind are enough for the
-    best `top` layouts.
-    """
-    load = busiest_load(False, slot_sequences, unit.items_per_sequence, rows.dp.astype(float))
-    least = busiest_load(False, slot_sequences, unit.items_per_sequence, np.full(1, 1e18))
-    enough = (load == least) & (
-        rows.state_gib + rows.active_gib * (slots - 1) + rows.slot_gib <= rows.room_gib * SAFE
-    )
-    index = np.flatnonzero(enough)
-    variant, behind = _variants(unit, take(rows, index)), np.zeros(len(rows), dtype=bool)
-    for number in np.unique(variant):
-        behind[index[variant == number][top:]] = True
-    return take(rows, ~behind) if behind.any() else rows
-
-
-def fitting(
-    unit: Unit, rows: Rows, slot_sequences: int, slots: int, after: int, slowest_ms: Floats
-) -> Rows:
-    """The rows that fit with no stage slower than `slowest_ms` [1], at least so many stages after
-    the unit."""
-    layers = _layers(unit, _variants(unit, rows), rows.dp, slot_sequences)
-    needed = fewest_stages(
-        *layers, slots, after, np.broadcast_to(slowest_ms / SAFE, len(rows)), unit.allowed
-    )
-    fits = needed <= rows.layers
-    return take(replace(rows, least_stages=np.maximum(rows.least_stages, needed)), fits)
 
 
 def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:

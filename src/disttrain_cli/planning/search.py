@@ -117,9 +117,7 @@ def search(
         if bound > cut or not np.isfinite(bound):
             break
         if size not in spaces:
-            spaces[size] = space_of(units, size, cluster, most, keep, top)
-            heapq.heappush(queue, (max(bound, spaces[size].floor_ms), size))
-            continue
+            spaces[size] = space_of(units, size, cluster, most, keep)
         limit = min(cut, bound * growth[min(tries[size], len(growth) - 1)])
         tries[size] += 1
         options, floor = narrowed(spaces[size], limit)
