@@ -130,6 +130,8 @@ def show_changes(console: Console, changes: Changes | None, path: str, columns: 
 
 def worth_it(changes: Changes) -> str:
     """Whether a new plan is worth its change, as sentences."""
+    from disttrain_cli.planning.explain import two_digits
+
     new = _seconds(changes.new_s)
     if changes.old_now_s is None or changes.gain_pct is None:
         return (
@@ -150,7 +152,7 @@ def worth_it(changes: Changes) -> str:
     if not changes.differences:
         return f"The plan in place is still good: this one is the same, and {old}.{why}"
     more = (
-        f"{abs(changes.gain_pct):.2g} % {'more' if changes.gain_pct >= 0 else 'fewer'} sequences"
+        f"{two_digits(abs(changes.gain_pct))} % {'more' if changes.gain_pct >= 0 else 'fewer'} sequences"
         " per second"
     )
     if changes.keep:
@@ -261,11 +263,13 @@ def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | No
 
 def more_gpus(sensitivity: Sensitivity) -> str:
     """What more GPUs bring, as a sentence."""
+    from disttrain_cli.planning.explain import two_digits
+
     one, until = sensitivity.one_more_gpu, sensitivity.gpus_until_faster
     if until == 1 and one.speedup:
         gains = [move.unit for move in one.units if move.gpus_then > move.gpus]
         return (
-            f"One more device brings {100 * (one.speedup - 1):.2g} % more sequences per second"
+            f"One more device brings {two_digits(100 * (one.speedup - 1))} % more sequences per second"
             f"{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}."
         )
     if until is None:

@@ -27,6 +27,11 @@ Floats = NDArray[np.float64]
 SMALL = 5e-4  # a share of the step that is not worth a word
 
 
+def two_digits(value: float) -> str:
+    """A number for a sentence, to two significant digits: 0.042, 4.2, 42, 420."""
+    return f"{float(f'{value:.2g}'):,g}"
+
+
 @dataclass(frozen=True)
 class UnitShare:
     """One unit beside the slowest one."""
@@ -279,7 +284,7 @@ def _compare(
     slower_pct = 100 * (other.iteration_s / plan.predicted.iteration_s - 1)
     why = _why(plan, layout, more_s, layout.units[worst].name, max(stages_ms[worst]))
     if slower_pct < 0 < other.slower_pct:
-        why = f"{other.slower_pct:.2g} % slower where ranks share no cores; {why}"
+        why = f"{two_digits(other.slower_pct)} % slower where ranks share no cores; {why}"
     return Comparison(
         name,
         differences(plan.plan, layout),
