@@ -152,8 +152,8 @@ def worth_it(changes: Changes) -> str:
     if not changes.differences:
         return f"The plan in place is still good: this one is the same, and {old}.{why}"
     more = (
-        f"{two_digits(abs(changes.gain_pct))} % {'more' if changes.gain_pct >= 0 else 'fewer'} sequences"
-        " per second"
+        f"{two_digits(abs(changes.gain_pct))} %"
+        f" {'more' if changes.gain_pct >= 0 else 'fewer'} sequences per second"
     )
     if changes.keep:
         return f"The plan in place is still good: it {old}; this one {new}: {more}.{why}"
@@ -269,8 +269,8 @@ def more_gpus(sensitivity: Sensitivity) -> str:
     if until == 1 and one.speedup:
         gains = [move.unit for move in one.units if move.gpus_then > move.gpus]
         return (
-            f"One more device brings {two_digits(100 * (one.speedup - 1))} % more sequences per second"
-            f"{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}."
+            f"One more device brings {two_digits(100 * (one.speedup - 1))} % more sequences per"
+            f" second{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}."
         )
     if until is None:
         return "One more device changes nothing; nor do several."

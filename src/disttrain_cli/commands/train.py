@@ -25,16 +25,16 @@ from disttrain_cli.commands.common import (
     QuietFlag,
     RunFileArgument,
     next_command,
-    percent,
 )
 from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
-from disttrain_cli.commands.steps import LiveStep, say_drift
+from disttrain_cli.commands.steps import LiveStep
+from disttrain_cli.commands.train_modes import check_modes, steps_to_profile
+from disttrain_cli.commands.train_tables import show_result
 from disttrain_cli.console import Console
-from disttrain_cli.errors import RankLostError, UsageError
+from disttrain_cli.errors import RankLostError
 from disttrain_cli.naming import short_path
-from disttrain_cli.runtime.watching.lines import listed
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
@@ -60,8 +60,6 @@ SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writ
 ends with exit code 143 or 130; a second signal ends at once. Exit code 4 means that a rank failed;
 the message names it and its log.
 """
-
-TABLE_STEPS = 7  # steps shown at the end: the first, the last, and some between
 
 
 def run(
@@ -159,9 +157,9 @@ def run(
     """Train by the plan, or rehearse it on emulated devices; write checkpoints and traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
-    _check_modes(origin, rehearse, dry_run, device, emit, out)
+    check_modes(origin, rehearse, dry_run, device, emit, out)
     check_start(resume, restart, origin)
-    profiled = _steps_to_profile(profile_steps, rehearse, preflight)
+    profiled = steps_to_profile(profile_steps, rehearse, preflight)
     from disttrain_cli.planning.check import refuse_not_run
 
     weights = find_origin(origin)
@@ -233,7 +231,7 @@ def run(
                 note=console.note,
             )
         console.result(result, result.run_dir)
-        _render(console, run_file, result, chosen, profile)
+        show_result(console, run_file, result, chosen, profile)
         _say_next(console, run_file, opened, result, again)
 
 
@@ -266,160 +264,6 @@ def _say_next(console: Console, run_file: Path, run: Run, result: TrainResult, a
         if run_file == DEFAULT_RUN_FILE
         else shlex.join(["disttrain", "analyze", short_path(run.dir.root)])
     )
-
-
-def _check_modes(
-    origin: Path | None,
-    rehearse: bool,
-    dry_run: bool,
-    device: str | None,
-    emit: Emit | None,
-    out: Path | None,
-) -> None:
-    """UsageError where options exclude each other, or would have no effect."""
-    if out is not None and emit is None:
-        raise UsageError(
-            "--out names a folder for what --emit writes",
-            "given: no --emit",
-            "disttrain train --help",
-        )
-    if emit is not None and rehearse:
-        raise UsageError(
-            "--emit does not go with --rehearse",
-            "a rehearsal runs on this machine alone",
-            "Leave one of them out.",
-        )
-    if device is not None and (not dry_run or rehearse or emit is not None):
-        raise UsageError(
-            "--device goes with --dry-run alone",
-            f"given: --device {device}"
-            + " --rehearse" * rehearse
-            + f" --emit {emit}" * (emit is not None),
-            "disttrain train --dry-run --device cuda",
-        )
-    if origin is not None and rehearse:
-        raise UsageError(
-            "--from does not go with --rehearse",
-            "emulated devices have no weights",
-            "Leave one of the two out.",
-        )
-
-
-def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> range | None:
-    """A:B as the steps from A to before B.
-
-    Raises:
-        UsageError: it is not of this form or names no step, or nothing that could be profiled is
-        run.
-    """
-    if given is None:
-        return None
-    if rehearse or preflight:
-        raise UsageError(
-            f"--profile-steps does not go with --{'rehearse' if rehearse else 'preflight'}",
-            "emulated devices compute nothing" if rehearse else "--preflight runs no step",
-            "Train with it, or leave it out.",
-        )
-    first, _, last = given.partition(":")
-    if not (
-        first.isascii()
-        and first.isdigit()
-        and last.isascii()
-        and last.isdigit()
-        and int(first) < int(last)
-    ):
-        raise UsageError(
-            "--profile-steps takes A:B with A < B: the steps from A to before B, counted from 0",
-            f"given: {given}",
-            "disttrain train --profile-steps 5:8",
-        )
-    return range(int(first), int(last))
-
-
-def _render(
-    console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile
-) -> None:
-    steps = result.steps
-    gaps = min(TABLE_STEPS, len(steps)) - 1
-    shown = (
-        [steps[round(index * (len(steps) - 1) / gaps)] for index in range(gaps + 1)]
-        if gaps > 0
-        else steps
-    )
-    console.table(
-        "Steps",
-        [
-            "step",
-            "loss",
-            *(shown[0]["losses"] if shown else ()),
-            "grad norm",
-            "s per step",
-            "sequences/s",
-            "MFU",
-            "data wait ms",
-        ],
-        [
-            [
-                step["step"],
-                f"{step['loss']:.4f}",
-                *(_number(value, ".4f") for value in step["losses"].values()),
-                _number(step["grad_norm"], ".3g"),
-                f"{step['iteration_s']:.3f}",
-                f"{step['sequences_per_s']:.2f}",
-                percent(step["mfu"]),
-                f"{1000 * step['data_wait_s']:.1f}",
-            ]
-            for step in shown
-        ],
-    )
-    for step in [step for step in steps if "evaluation" in step][-TABLE_STEPS:]:
-        console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")
-    if steps:
-        median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
-        console.say(
-            f"\nMedian step {median_s:.3f} s; the plan predicted"
-            f" {chosen.predicted.iteration_s:.3f} s."
-        )
-    for name, value in result.reference_losses.items():
-        console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
-    say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
-    for why in result.restarts:
-        console.say(f"Started again: {why}")
-    if result.started_from is not None:
-        console.say(f"Started from the weights of {short_path(Path(result.started_from))}")
-    if result.resumed_from_step is not None:
-        console.say(f"Resumed from step {result.resumed_from_step}")
-    for sample in result.skipped_samples[:3]:
-        console.say(f"Skipped {sample['sample']}: {sample['reason']}")
-    if len(result.skipped_samples) > 3:
-        console.say(f"Skipped {len(result.skipped_samples) - 3} more; see the logs folder")
-    if result.checkpoint:
-        console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
-    console.say(f"Traces      {short_path(Path(result.trace))}")
-    if result.images:
-        # one for each generator
-        folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
-        console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
-    if result.samples and (judge := result.samples.judge):
-        drawn, written = result.samples.drawn, result.samples.written
-        says = (
-            [f"{result.samples.recognised} of {len(drawn)} images show what was asked for"]
-            if drawn
-            else []
-        )
-        says += (
-            [f"{result.samples.named} of {len(written)} texts name what the image shows"]
-            if written
-            else []
-        )
-        console.say(
-            f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
-            f"{percent(judge.accuracy)} of held-out real ones)"
-        )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def _show_dry_run(

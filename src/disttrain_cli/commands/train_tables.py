@@ -1,0 +1,117 @@
+"""What `disttrain train` shows at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.commands.common import percent
+from disttrain_cli.commands.steps import say_drift
+from disttrain_cli.naming import short_path
+from disttrain_cli.runtime.watching.lines import listed
+
+if TYPE_CHECKING:
+    from disttrain_cli.console import Console
+    from disttrain_cli.runtime.train import TrainResult
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+
+TABLE_STEPS = 7  # steps shown: the first, the last, and some between
+
+
+def show_result(
+    console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile
+) -> None:
+    """Steps, prediction beside measurement, what was skipped, and what was written."""
+    _show_steps(console, result.steps)
+    for step in [step for step in result.steps if "evaluation" in step][-TABLE_STEPS:]:
+        console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")
+    if steps := result.steps:
+        median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
+        console.say(
+            f"\nMedian step {median_s:.3f} s; the plan predicted"
+            f" {chosen.predicted.iteration_s:.3f} s."
+        )
+    for name, value in result.reference_losses.items():
+        console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
+    say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
+    _say_history(console, result)
+    _say_files(console, result)
+
+
+def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
+    gaps = min(TABLE_STEPS, len(steps)) - 1
+    shown = (
+        [steps[round(index * (len(steps) - 1) / gaps)] for index in range(gaps + 1)]
+        if gaps > 0
+        else steps
+    )
+    console.table(
+        "Steps",
+        [
+            "step",
+            "loss",
+            *(shown[0]["losses"] if shown else ()),
+            "grad norm",
+            "s per step",
+            "sequences/s",
+            "MFU",
+            "data wait ms",
+        ],
+        [
+            [
+                step["step"],
+                f"{step['loss']:.4f}",
+                *(_number(value, ".4f") for value in step["losses"].values()),
+                _number(step["grad_norm"], ".3g"),
+                f"{step['iteration_s']:.3f}",
+                f"{step['sequences_per_s']:.2f}",
+                percent(step["mfu"]),
+                f"{1000 * step['data_wait_s']:.1f}",
+            ]
+            for step in shown
+        ],
+    )
+
+
+def _say_history(console: Console, result: TrainResult) -> None:
+    for why in result.restarts:
+        console.say(f"Started again: {why}")
+    if result.started_from is not None:
+        console.say(f"Started from the weights of {short_path(Path(result.started_from))}")
+    if result.resumed_from_step is not None:
+        console.say(f"Resumed from step {result.resumed_from_step}")
+    for sample in result.skipped_samples[:3]:
+        console.say(f"Skipped {sample['sample']}: {sample['reason']}")
+    if len(result.skipped_samples) > 3:
+        console.say(f"Skipped {len(result.skipped_samples) - 3} more; see the logs folder")
+
+
+def _say_files(console: Console, result: TrainResult) -> None:
+    if result.checkpoint:
+        console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
+    console.say(f"Traces      {short_path(Path(result.trace))}")
+    if result.images:
+        # one for each generator
+        folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
+        console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
+    if result.samples and (judge := result.samples.judge):
+        drawn, written = result.samples.drawn, result.samples.written
+        says = (
+            [f"{result.samples.recognised} of {len(drawn)} images show what was asked for"]
+            if drawn
+            else []
+        )
+        says += (
+            [f"{result.samples.named} of {len(written)} texts name what the image shows"]
+            if written
+            else []
+        )
+        console.say(
+            f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
+            f"{percent(judge.accuracy)} of held-out real ones)"
+        )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
