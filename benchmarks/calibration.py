@@ -37,7 +37,7 @@ from benchmarks.common import Tables, table
 from disttrain_cli.analysis import confidence
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.causes import LEAST_SHARE
-from disttrain_cli.analysis.result import Verdict
+from disttrain_cli.analysis.result.verdicts import Verdict
 
 Row = dict[str, Any]
 #: Gains that differ by less of a step count as the same.

@@ -29,7 +29,7 @@ from benchmarks import (
     strategies,
     verdicts,
 )
-from disttrain_cli.analysis.result import Place, Verdict
+from disttrain_cli.analysis.result.verdicts import Place, Verdict
 from disttrain_cli.costs.hardware import Curve, lookup
 from tests.analysis import synthetic
 from tests.analysis.kineto import traces

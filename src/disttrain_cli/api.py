@@ -19,7 +19,7 @@ from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.compare import Change
-    from disttrain_cli.analysis.result import Analysis
+    from disttrain_cli.analysis.result.summary import Analysis
     from disttrain_cli.planning.changes import Changes
     from disttrain_cli.planning.check import NotRun
     from disttrain_cli.planning.explain import Explanation

@@ -9,7 +9,7 @@ from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.losses import split_losses
-from disttrain_cli.analysis.result import Evidence
+from disttrain_cli.analysis.result.verdicts import Evidence
 from tests.analysis import synthetic
 
 PLACES = {

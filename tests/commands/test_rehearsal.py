@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disttrain_cli.analysis.job import database, operations
-from disttrain_cli.analysis.result import OperationRow
+from disttrain_cli.analysis.result.rows import OperationRow
 from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
 from tests.commands.test_train import call, planned  # noqa: F401
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from disttrain_cli.analysis.formats import Format, files_of, find_format
 from disttrain_cli.analysis.remembered import remembered
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from functools import reduce
 
 import numpy as np
 
-from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.walk import Floats
 
 #: A cause that gains less than this share of a step is no fault.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result.summary import Analysis
 
 #: Beyond this many times the figure before, which then is as good as nothing, a change in percent
 #: says nothing.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 
 _ORDER: dict[str, Callable[[float, float], bool]] = {

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.analysis.graph import Delays, Graph, Passes, group_mean
-from disttrain_cli.analysis.result import StepLosses, Stragglers
+from disttrain_cli.analysis.result.verdicts import StepLosses, Stragglers
 from disttrain_cli.analysis.walk import Floats, Ints
 
 CAUSES = (

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from disttrain_cli.analysis.cache import cached, forget, program
-from disttrain_cli.analysis.result import plain
+from disttrain_cli.analysis.result.summary import plain
 from disttrain_cli.spec.whole import write_whole
 
 Result = TypeVar("Result")

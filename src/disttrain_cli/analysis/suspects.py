@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from disttrain_cli.analysis.causes import MOST_SUSPECTS, State, Suspect
 from disttrain_cli.analysis.graph import Passes, group_mean
 from disttrain_cli.analysis.losses import Explained, ratio
-from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.walk import Floats, Ints
 
 

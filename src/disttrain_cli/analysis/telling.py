@@ -17,7 +17,8 @@ from disttrain_cli.analysis.next_commands import (
     SLOWEST_TRANSFERS,
     slow_rank,
 )
-from disttrain_cli.analysis.result import Comparison, Evidence, OperationRow, Place, Remedy
+from disttrain_cli.analysis.result.rows import Comparison, OperationRow
+from disttrain_cli.analysis.result.verdicts import Evidence, Place, Remedy
 from disttrain_cli.analysis.suspects import common
 
 #: A replica is named that is the heaviest in this share of the slots; else it is now one, now

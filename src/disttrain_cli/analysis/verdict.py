@@ -12,7 +12,14 @@ from disttrain_cli.analysis.causes import LEAST_SHARE, SMALLEST_SHARE, Finding
 from disttrain_cli.analysis.confidence import calibrated, exceeds
 from disttrain_cli.analysis.losses import CROWDED
 from disttrain_cli.analysis.next_commands import REMEASURE
-from disttrain_cli.analysis.result import LEAST_GAIN_PCT, Cause, Evidence, Place, Remedy, Verdict
+from disttrain_cli.analysis.result.verdicts import (
+    LEAST_GAIN_PCT,
+    Cause,
+    Evidence,
+    Place,
+    Remedy,
+    Verdict,
+)
 from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, tell
 
 #: Causes that lie in the data.

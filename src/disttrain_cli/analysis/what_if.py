@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.analysis.graph import Delays, Graph, group_mean
-from disttrain_cli.analysis.result import WhatIf
+from disttrain_cli.analysis.result.verdicts import WhatIf
 
 
 def what_if(graph: Graph) -> WhatIf:

@@ -10,7 +10,7 @@ from disttrain_cli.commands.device_tables import figure, ms, short_name, show_de
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
-    from disttrain_cli.analysis.result import Analysis
+    from disttrain_cli.analysis.result.summary import Analysis
 
 MOST_CHANGE_PCT = 1000
 SHOWN_IN_S = 0.1  # a step of less is shown in ms or µs

@@ -9,7 +9,7 @@ from disttrain_cli.commands.common import percent
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
-    from disttrain_cli.analysis.result import Analysis
+    from disttrain_cli.analysis.result.summary import Analysis
 
 MOST_OPERATORS, MOST_RANKS, LONGEST_NAME = 8, 8, 70
 

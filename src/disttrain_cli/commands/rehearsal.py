@@ -12,7 +12,7 @@ from disttrain_cli.commands.steps import LiveStep, say_drift
 from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
-    from disttrain_cli.analysis.result import OperationRow
+    from disttrain_cli.analysis.result.rows import OperationRow
     from disttrain_cli.console import Console
     from disttrain_cli.runtime.rehearsal.rehearse import RehearsalResult
     from disttrain_cli.spec.plan import Plan

@@ -11,20 +11,16 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.report import write_report
 from disttrain_cli.analysis.report.pictures import Pictures
 from disttrain_cli.analysis.report.timeline import MOST_BARS, MOST_LANES
-from disttrain_cli.analysis.result import (
-    Analysis,
+from disttrain_cli.analysis.result.rows import (
     CollectiveRow,
     InsideRow,
-    JobSummary,
     KernelRow,
     MemoryRow,
     Part,
-    Place,
     RankSummary,
-    Stragglers,
-    Verdict,
-    WhatIf,
 )
+from disttrain_cli.analysis.result.summary import Analysis, JobSummary
+from disttrain_cli.analysis.result.verdicts import Place, Stragglers, Verdict, WhatIf
 from tests.analysis import synthetic
 from tests.analysis.report.pages import ATTACK, make
 

@@ -29,23 +29,15 @@ from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
 from disttrain_cli.analysis.job.staleness import moved_data, stale
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
-from disttrain_cli.analysis.result import (
-    Analysis,
-    Cause,
+from disttrain_cli.analysis.result.rows import (
     Comparison,
-    JobSummary,
     MemoryRow,
     OperationRow,
-    Place,
     RankSummary,
-    Remedy,
     Slowest,
-    Stragglers,
-    UnitSummary,
-    Verdict,
-    WhatIf,
-    moment,
 )
+from disttrain_cli.analysis.result.summary import Analysis, JobSummary, UnitSummary, moment
+from disttrain_cli.analysis.result.verdicts import Cause, Place, Remedy, Stragglers, Verdict, WhatIf
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if

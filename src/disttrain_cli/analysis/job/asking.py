@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.cache import program
 from disttrain_cli.analysis.formats import files_of
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.analysis.sql import Table, answer, literals, lock, no_glob, open_cached
 from disttrain_cli.analysis.views import ask_published, documented_views
 from disttrain_cli.errors import DataError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disttrain_cli.analysis.result import HostClock
+from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.analysis.walk import Floats
 

@@ -20,7 +20,7 @@ from disttrain_cli.analysis.job.clocks import repair_clocks
 from disttrain_cli.analysis.job.costing import StageCost, known_stages, stage_costs
 from disttrain_cli.analysis.job.files import Footer, TraceFiles, find_traces
 from disttrain_cli.analysis.job.unpacking import TYPES, unpack
-from disttrain_cli.analysis.result import HostClock
+from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
 from disttrain_cli.analysis.views import ask_internal, inside, publish
 from disttrain_cli.costs.layout import CostedStage

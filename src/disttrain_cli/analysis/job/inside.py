@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from disttrain_cli.analysis.job.database import Database
-from disttrain_cli.analysis.result import InsideRow, Part
+from disttrain_cli.analysis.result.rows import InsideRow, Part
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.trace import COMPUTE, OPERATIONS, profile_file, read_mark
 

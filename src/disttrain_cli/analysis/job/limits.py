@@ -7,7 +7,7 @@ from typing import Any
 
 from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
-from disttrain_cli.analysis.result import JobSummary
+from disttrain_cli.analysis.result.summary import JobSummary
 from disttrain_cli.analysis.telling import MOST_PLACES
 
 

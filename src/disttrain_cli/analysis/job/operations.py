@@ -14,7 +14,7 @@ import numpy as np
 from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import expected_s, waited_transfers
-from disttrain_cli.analysis.result import OperationRow
+from disttrain_cli.analysis.result.rows import OperationRow
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, transfers_s
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import COMPUTE, Job

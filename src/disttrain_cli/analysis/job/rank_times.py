@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.analysis.job.database import Database
-from disttrain_cli.analysis.result import RankSummary
+from disttrain_cli.analysis.result.rows import RankSummary
 
 #: Rows that are taken into memory at once.
 MOST_ROWS = 2_000_000

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.next_commands import plan_again
-from disttrain_cli.analysis.result import OperationRow, Verdict
+from disttrain_cli.analysis.result.rows import OperationRow
+from disttrain_cli.analysis.result.verdicts import Verdict
 from disttrain_cli.analysis.verdict import LEAST_SHARE
 from disttrain_cli.data.drift import Drift, drift, recent
 from disttrain_cli.spec.profile import SizeSample

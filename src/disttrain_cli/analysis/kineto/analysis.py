@@ -7,7 +7,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from disttrain_cli.analysis.confidence import calibrated
-from disttrain_cli.analysis.device_rows import CollectiveKind, LaunchRow, QueueRow
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.late import late_ranks
 from disttrain_cli.analysis.kineto.losses import Losses
@@ -16,15 +15,10 @@ from disttrain_cli.analysis.kineto.roofline import operators
 from disttrain_cli.analysis.kineto.stragglers import mended
 from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
-from disttrain_cli.analysis.result import (
-    Analysis,
-    CollectiveRow,
-    JobSummary,
-    KernelRow,
-    RankSummary,
-    Stragglers,
-    moment,
-)
+from disttrain_cli.analysis.result.devices import CollectiveKind, LaunchRow, QueueRow
+from disttrain_cli.analysis.result.rows import CollectiveRow, KernelRow, RankSummary
+from disttrain_cli.analysis.result.summary import Analysis, JobSummary, moment
+from disttrain_cli.analysis.result.verdicts import Stragglers
 from disttrain_cli.errors import DataError
 
 #: Figures of a rank that need to know what is compute.

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.device_rows import CriticalPath, PathPart
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
+from disttrain_cli.analysis.result.devices import CriticalPath, PathPart
 from disttrain_cli.analysis.walk import Ints
 
 #: Kernels of a step up to which a path is looked for, and parts that are shown.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.analysis.causes import SMALLEST_SHARE, State, Suspect
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.walk import Floats, Ints
 
 #: What begins so soon after the collective before it on its stream waited for it, ns.

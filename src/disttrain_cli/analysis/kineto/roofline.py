@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from disttrain_cli.analysis.device_rows import OperatorRow
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
+from disttrain_cli.analysis.result.devices import OperatorRow
 from disttrain_cli.costs.hardware import Device, Precision, lookup
 from disttrain_cli.errors import SpecError
 

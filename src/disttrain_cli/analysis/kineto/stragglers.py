@@ -16,7 +16,7 @@ from disttrain_cli.analysis.kineto.losses import (
     Straggler,
 )
 from disttrain_cli.analysis.kineto.unknown import of_step
-from disttrain_cli.analysis.result import Evidence, Place, Verdict
+from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: Ranks that are named at once, of more the first.
 MOST_NAMED = 8

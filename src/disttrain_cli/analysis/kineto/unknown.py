@@ -10,7 +10,7 @@ from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.kernels import operation_in, users_patterns
 from disttrain_cli.analysis.kineto.losses import Losses
-from disttrain_cli.analysis.result import Evidence, Place, Verdict
+from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: Above this share of the kernels' time nobody knows what the devices did.
 MOST_UNCLASSIFIED = 0.5

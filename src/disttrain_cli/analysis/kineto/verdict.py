@@ -23,7 +23,7 @@ from disttrain_cli.analysis.kineto.unknown import (
     of_step,
     unclassified,
 )
-from disttrain_cli.analysis.result import Evidence, Place, Verdict
+from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: A cause that costs a smaller share of a step is none.
 LEAST_SHARE = {

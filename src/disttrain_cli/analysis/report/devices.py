@@ -15,7 +15,7 @@ from disttrain_cli.analysis.report.words import (
     section,
     table,
 )
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result.summary import Analysis
 
 MOST_ROWS, SHOWN = 24, 10
 #: Kinds of a critical path: class of the colour, and name.

@@ -20,7 +20,7 @@ from typing import Any
 from disttrain_cli.analysis.report import devices, sections, tables
 from disttrain_cli.analysis.report.generated import generated
 from disttrain_cli.analysis.report.pictures import Pictures
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.spec.whole import write_whole
 
 

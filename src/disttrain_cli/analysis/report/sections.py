@@ -24,7 +24,7 @@ from disttrain_cli.analysis.report.words import (
     section,
     table,
 )
-from disttrain_cli.analysis.result import Analysis, JobSummary
+from disttrain_cli.analysis.result.summary import Analysis, JobSummary
 
 #: Ranks that have a bar of their own.
 MOST_BARS = 64

@@ -15,7 +15,8 @@ from disttrain_cli.analysis.report.words import (
     section,
     table,
 )
-from disttrain_cli.analysis.result import Analysis, Comparison, HostClock, OperationRow
+from disttrain_cli.analysis.result.rows import Comparison, HostClock, OperationRow
+from disttrain_cli.analysis.result.summary import Analysis
 
 #: Rows; what is beyond is left out, and the page says so.
 MOST_RANKS, MOST_OPERATIONS, MOST_ROWS, MOST_GROUPS = 256, 120, 24, 12

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from disttrain_cli.analysis.losses import Losses
-from disttrain_cli.analysis.result import Evidence, Place, Verdict
+from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 from disttrain_cli.analysis.study.graph import StudyGraph
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.replays import Replays

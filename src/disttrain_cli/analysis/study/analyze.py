@@ -10,17 +10,9 @@ from numpy.typing import NDArray
 
 from disttrain_cli.analysis.graph import Passes
 from disttrain_cli.analysis.losses import stragglers_of
-from disttrain_cli.analysis.result import (
-    Analysis,
-    Cause,
-    JobSummary,
-    Place,
-    RankSummary,
-    Slowest,
-    Stragglers,
-    Verdict,
-    WhatIf,
-)
+from disttrain_cli.analysis.result.rows import RankSummary, Slowest
+from disttrain_cli.analysis.result.summary import Analysis, JobSummary
+from disttrain_cli.analysis.result.verdicts import Cause, Place, Stragglers, Verdict, WhatIf
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.analysis.study.advice import command_of, told
 from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of

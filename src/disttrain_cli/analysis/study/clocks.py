@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from disttrain_cli.analysis.job.clocks import bounds_of, clocks_of
-from disttrain_cli.analysis.result import HostClock
+from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.study.operations import CLIP
 from disttrain_cli.analysis.study.reader import StudyTrace
 from disttrain_cli.analysis.walk import Floats

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.result import WhatIf
+from disttrain_cli.analysis.result.verdicts import WhatIf
 from disttrain_cli.analysis.study.graph import StudyGraph
 from disttrain_cli.analysis.study.operations import COMMUNICATION, family
 from disttrain_cli.analysis.walk import Floats

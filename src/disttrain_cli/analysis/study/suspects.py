@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from disttrain_cli.analysis.causes import Finding, State, Suspect, find_causes
 from disttrain_cli.analysis.graph import Passes
 from disttrain_cli.analysis.losses import Explained, ratio
-from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.study.graph import StudyGraph
 from disttrain_cli.analysis.study.losses import UNIT, passes_of
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD

@@ -19,7 +19,7 @@ from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies
 from disttrain_cli.analysis.job.remedies.suspects import own_suspects
 from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.report import tables
-from disttrain_cli.analysis.result import Remedy
+from disttrain_cli.analysis.result.verdicts import Remedy
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import fitting, judge
 from disttrain_cli.spec.plan import Layout, UnitPlan

@@ -40,7 +40,7 @@ from disttrain_cli.analysis.job.remedies.replicas import (
 )
 from disttrain_cli.analysis.job.remedies.suspects import is_update, replayed, state_of
 from disttrain_cli.analysis.losses import Explained, Losses
-from disttrain_cli.analysis.result import Place, Remedy
+from disttrain_cli.analysis.result.verdicts import Place, Remedy
 from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.spec.plan import Layout
 

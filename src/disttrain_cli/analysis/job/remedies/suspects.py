@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from disttrain_cli.analysis.causes import State, Suspect
 from disttrain_cli.analysis.graph import Delays, Graph
 from disttrain_cli.analysis.losses import CROWDED, Explained
-from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 

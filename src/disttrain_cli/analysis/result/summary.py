@@ -1,0 +1,238 @@
+"""The whole of an analysis."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from disttrain_cli.analysis.result.devices import (
+    CollectiveKind,
+    CriticalPath,
+    LaunchRow,
+    OperatorRow,
+    QueueRow,
+)
+from disttrain_cli.analysis.result.rows import (
+    CollectiveRow,
+    Comparison,
+    HostClock,
+    InsideRow,
+    KernelRow,
+    MemoryRow,
+    OperationRow,
+    RankSummary,
+    Slowest,
+)
+from disttrain_cli.analysis.result.verdicts import Cause, Remedy, Stragglers, Verdict, WhatIf
+from disttrain_cli.spec.drift import Drift
+
+#: Times outside of these (2000 to 2200) count from elsewhere than 1970.
+_DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
+
+
+class JobSummary(Struct, frozen=True, kw_only=True):
+    """The job as a whole, over the measured steps; null is what the traces cannot tell."""
+
+    run: Annotated[str, Meta(description="Name of the last start that was analysed.")]
+    name: Annotated[
+        str, Meta(description="Name of the run's folder, or of the folder or files of the traces.")
+    ] = ""
+    recorded_at: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "When the first recorded step began, UTC; null where the trace counts from another"
+                " moment."
+            )
+        ),
+    ] = None
+    rehearsed: Annotated[
+        str | None,
+        Meta(description="How emulated devices stood for the cluster; null where none did."),
+    ]
+    layout: Annotated[
+        str | None,
+        Meta(
+            description=(
+                "Units with TP, DP and PP, in pipeline order; null for traces that do not name"
+                " units."
+            )
+        ),
+    ]
+    ranks: int
+    steps: Annotated[int, Meta(description="Steps recorded.")]
+    steps_measured: Annotated[int, Meta(description="Steps the figures are taken from.")]
+    warmup_steps_excluded: int
+    iteration_s: Annotated[
+        float | None, Meta(description="Mean time of a measured step; null where none was marked.")
+    ]
+    iteration_p50_s: float | None
+    iteration_p95_s: float | None
+    sequences_per_s: float | None
+    mfu: Annotated[
+        float | None,
+        Meta(description="Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once."),
+    ]
+    bubble_fraction: Annotated[
+        float | None, Meta(description="1 − compute ÷ (ranks × window of a step).")
+    ]
+    exposed_communication_fraction: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Share of the ranks' time that moves tensors while the rank computes nothing;"
+                " waiting for a peer is not counted."
+            )
+        ),
+    ]
+    time_shares: Annotated[
+        dict[str, float],
+        Meta(
+            description=(
+                "Where the ranks' time goes: compute and the kinds of bubble; empty where that is"
+                " not known."
+            )
+        ),
+    ]
+    unclassified_fraction: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Share of the kernels' time that no evidence calls compute or communication (it"
+                " counts as compute)."
+            )
+        ),
+    ] = None
+
+
+class UnitSummary(Struct, frozen=True, kw_only=True):
+    """One unit; seconds are per step and rank."""
+
+    name: str
+    modules: list[str]
+    tp: int
+    dp: int
+    pp: int
+    gpus: int
+    mfu: float | None
+    busy_fraction: float
+    model_tflop_per_step: float | None
+    compute_s: float
+    data_wait_s: float
+    warmup_drain_s: float
+    other_unit_s: float
+    other_stage_s: float
+    transfer_s: float
+    update_s: float
+    gap_s: float
+
+
+class Analysis(Struct, frozen=True, kw_only=True):
+    """Everything `disttrain analyze` found; lists that a format cannot fill are empty."""
+
+    format: Annotated[
+        Literal["disttrain", "kineto", "operations"],
+        Meta(
+            description=(
+                "What was read: own traces, Kineto/Chrome JSON, or operations of the straggler"
+                " study's form."
+            )
+        ),
+    ]
+    job: JobSummary
+    units: list[UnitSummary]
+    stragglers: Stragglers
+    verdict: Verdict
+    ranks: list[RankSummary]
+    what_if: Annotated[WhatIf | None, Meta(description="Null when no step could be replayed.")]
+    predicted_vs_measured: list[Comparison]
+    operations: Annotated[
+        list[OperationRow],
+        Meta(description="Prediction and measurement by operation, largest error first."),
+    ]
+    drift: Annotated[
+        list[Drift],
+        Meta(description="What of the data has moved away from what the plan was made for."),
+    ]
+    slowest: list[Slowest]
+    causes: Annotated[
+        list[Cause],
+        Meta(
+            description=(
+                "What slows a step by 1 % or more, that which gains most first; the verdict's is"
+                " among them, if it has one. Empty where no step could be replayed."
+            )
+        ),
+    ] = []
+    remedies: Annotated[
+        list[Remedy],
+        Meta(
+            description=(
+                "What single changes would gain, most first; empty where no step could be replayed."
+            )
+        ),
+    ] = []
+    clocks: Annotated[
+        list[HostClock], Meta(description="Clocks of the hosts, where there are several.")
+    ] = []
+    inside: Annotated[
+        list[InsideRow], Meta(description="By operation; empty where torch profiled no step.")
+    ] = []
+    memory: Annotated[
+        list[MemoryRow], Meta(description="By stage; empty where memory was not recorded.")
+    ] = []
+    collectives: Annotated[
+        list[CollectiveRow],
+        Meta(
+            description=(
+                "Kineto: collectives of all ranks and messages (a send and its receive), those that"
+                " cost most waiting first."
+            )
+        ),
+    ] = []
+    kernels: Annotated[
+        list[KernelRow], Meta(description="Kineto: the kernels that take most time.")
+    ] = []
+    collective_kinds: Annotated[
+        list[CollectiveKind], Meta(description="Kineto: all matched collectives, by kind.")
+    ] = []
+    operators: Annotated[
+        list[OperatorRow],
+        Meta(
+            description=(
+                "Kineto: operators with FLOPs and their place under the roofline, where shapes were"
+                " recorded."
+            )
+        ),
+    ] = []
+    launches: Annotated[
+        list[LaunchRow], Meta(description="Kineto: how the host of every rank launches kernels.")
+    ] = []
+    queues: Annotated[
+        list[QueueRow], Meta(description="Kineto: what every stream had waiting to run.")
+    ] = []
+    critical_path: Annotated[
+        CriticalPath | None,
+        Meta(description="Kineto: of the step of median length; null for traces without a device."),
+    ] = None
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `--json`."""
+        document: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
+        return document
+
+
+def moment(since_1970_ns: int | None) -> str | None:
+    """Date and time in UTC; None for times that do not count from 1970."""
+    if since_1970_ns is None or not _DATED_NS[0] < since_1970_ns < _DATED_NS[1]:
+        return None
+    return datetime.fromtimestamp(since_1970_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def plain(value: Any) -> Any:
+    """A NumPy scalar as Python's own number, for `msgspec`."""
+    return value.item()

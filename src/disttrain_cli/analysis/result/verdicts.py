@@ -1,0 +1,204 @@
+"""What slows a job, how sure that is, and what would help."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+#: A remedy that gains less of a step is not shown.
+LEAST_GAIN_PCT = 1.0
+
+
+class StepLosses(Struct, frozen=True, kw_only=True):
+    """What one step lost."""
+
+    step: int
+    ideal_s: float
+    step_s: float
+    lost_s: dict[str, float]
+
+
+class Stragglers(Struct, frozen=True, kw_only=True):
+    """Lost seconds per step by cause, mean over the steps of `by_step`; null when no step could be
+    replayed."""
+
+    slowdown: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Recorded step ÷ ideal step, ideals within a unit. Of Kineto traces the ideal is"
+                " compute alone."
+            )
+        ),
+    ]
+    ideal_s: float | None
+    lost_s: dict[str, float] | None
+    not_told: Annotated[
+        list[str],
+        Meta(
+            description=(
+                "Keys of lost_s of which these traces tell nothing: 0 there is no measurement."
+            )
+        ),
+    ] = []
+    by_step: Annotated[
+        list[StepLosses],
+        Meta(
+            description=(
+                "Every replayed step, at most 32 spread over the measured ones; empty for Kineto"
+                " traces."
+            )
+        ),
+    ] = []
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a cause lies; null where it does not apply."""
+
+    unit: str | None = None
+    stage: int | None = None
+    replica: int | None = None
+    rank: int | None = None
+    host: str | None = None
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """One measured figure behind a verdict."""
+
+    what: str
+    value: float
+    unit: str
+
+    @property
+    def shown(self) -> tuple[float, str]:
+        """Value and unit for people: shares in percent."""
+        share = self.unit == "share" or self.unit.startswith("share of ")
+        return (
+            (100 * self.value, f"%{self.unit.removeprefix('share')}")
+            if share
+            else (self.value, self.unit)
+        )
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """What slows the job, how sure that is, and what to do."""
+
+    cause: Annotated[
+        str,
+        Meta(
+            description="A key of lost_s, 'none' (no straggler) or 'unknown' (could not be told)."
+        ),
+    ]
+    headline: str
+    place: Place
+    lost_s: Annotated[float, Meta(description="Seconds per step that this cause costs.")]
+    confidence: Annotated[
+        float,
+        Meta(
+            description=(
+                "0 to 1: how often such evidence has been right on jobs whose cause was known"
+                " (docs/analysis.md)."
+            )
+        ),
+    ]
+    evidence: list[Evidence]
+    advice: str
+    next_command: str
+
+
+class Cause(Struct, frozen=True, kw_only=True):
+    """Something that slows a step, by what mending it gains; none of them claims more than that."""
+
+    cause: Annotated[
+        str,
+        Meta(description="A key of lost_s, or 'unknown': ranks without a trace are waited for."),
+    ]
+    place: Place
+    places: Annotated[
+        list[Place],
+        Meta(
+            description=(
+                "Where several places gain only together, or lie in one row: each of them, that"
+                " which adds most first."
+            )
+        ),
+    ]
+    told: Annotated[str, Meta(description="What it is, in words.")]
+    gain_s: Annotated[
+        float,
+        Meta(
+            description=(
+                "Seconds of a step that mending it gains once the rows above it are mended; so the"
+                " rows add up."
+            )
+        ),
+    ]
+    gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
+    alone_s: Annotated[
+        float,
+        Meta(
+            description=(
+                "What mending it gains with all else as recorded: less where another cause"
+                " hides it."
+            )
+        ),
+    ]
+    confidence: Annotated[
+        float, Meta(description="0 to 1: how sure it is that this gains 5 % of a step or more.")
+    ]
+    one_event: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Whether it would gain less than 5 % of a step without one event of one step."
+            )
+        ),
+    ]
+    next_command: str
+
+
+class WhatIf(Struct, frozen=True, kw_only=True):
+    """Slowdowns in the published study's definition (ideals over all stages alike)."""
+
+    slowdown: float
+    by_stage: Annotated[dict[str, float], Meta(description="By depth in the pipeline.")]
+    by_replica: dict[str, float]
+    by_operation: dict[str, float]
+    worst_workers_share: Annotated[
+        float | None,
+        Meta(description="M_W: share of the loss regained by fixing the slowest 3 % of ranks."),
+    ]
+    last_stage_share: Annotated[float | None, Meta(description="M_S: the same for the last stage.")]
+
+
+class Remedy(Struct, frozen=True, kw_only=True):
+    """What one change would gain, everything else as recorded; gains of several do not add up."""
+
+    cause: Annotated[str, Meta(description="The key of lost_s that it mends.")]
+    change: Annotated[str, Meta(description="What would be different, in words.")]
+    command: Annotated[str, Meta(description="The next command towards it.")]
+    basis: Annotated[
+        Literal["replay", "plan"],
+        Meta(
+            description=(
+                "'replay': the recorded steps played again; 'plan': the planner's prediction less"
+                " that of the present layout, both with the times of this run."
+            )
+        ),
+    ]
+    gpus: Annotated[int, Meta(description="Devices more than now.")]
+    step_s: Annotated[
+        float, Meta(description="The step then, mean over the steps that were replayed.")
+    ]
+    gain_s: float
+    gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
+    at_most: Annotated[
+        bool,
+        Meta(description="Whether this is a limit that no ordering reaches: data are not cut."),
+    ]
+
+    @property
+    def worth(self) -> bool:
+        """Whether it gains enough to be shown and advised."""
+        return self.gain_pct >= LEAST_GAIN_PCT
