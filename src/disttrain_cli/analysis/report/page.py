@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.analysis.report import devices, sections, tables
+from disttrain_cli.analysis.report import devices, predictions, sections, tables
 from disttrain_cli.analysis.report.generated import generated
 from disttrain_cli.analysis.report.pictures import Pictures
 from disttrain_cli.analysis.result.summary import Analysis
@@ -73,7 +73,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
             "What a step loses: no recorded step was whole enough to be replayed.",
         ),
         (sections.losses_by_step(analysis), ""),
-        (tables.remedies(analysis), ""),
+        (predictions.remedies(analysis), ""),
         (
             sections.heat(pictures),
             "Stage × replica: these traces do not tell what each replica computed.",
@@ -97,13 +97,16 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (devices.critical_path(analysis), ""),
         (devices.launches(analysis), ""),
         (tables.inside(analysis), ""),
-        (tables.what_if(analysis), "What if: no recorded step was whole enough to be replayed."),
         (
-            tables.predicted(analysis),
+            predictions.what_if(analysis),
+            "What if: no recorded step was whole enough to be replayed.",
+        ),
+        (
+            predictions.predicted(analysis),
             "Predicted against measured: there is no plan beside these traces.",
         ),
-        (tables.operations(analysis), ""),
-        (tables.memory(analysis), "Memory: it was not recorded."),
+        (predictions.operations(analysis), ""),
+        (predictions.memory(analysis), "Memory: it was not recorded."),
         (
             "",
             "Losses: emulated devices compute none." if analysis.job.rehearsed is not None else "",

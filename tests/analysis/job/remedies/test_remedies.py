@@ -18,7 +18,7 @@ from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies, with_layouts
 from disttrain_cli.analysis.job.remedies.suspects import own_suspects
 from disttrain_cli.analysis.losses import explain, split_losses
-from disttrain_cli.analysis.report import tables
+from disttrain_cli.analysis.report import predictions
 from disttrain_cli.analysis.result.verdicts import Remedy
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import fitting, judge
@@ -269,7 +269,7 @@ def test_what_more_devices_would_gain_is_told_too(unbalanced):
 
 def test_what_gains_is_shown(unbalanced):
     _, found, _ = unbalanced
-    page = tables.remedies(found)
+    page = predictions.remedies(found)
     worth = [remedy for remedy in found.remedies if remedy.worth]
     assert page.count("<tr>") == 1 + len(worth) < 1 + len(found.remedies)
     assert "disttrain plan --gpus 9" in page  # one more of the LLM

@@ -1,0 +1,237 @@
+"""Tables beside the plan and the profile, and of what would change a step; empty text where an
+`Analysis` has nothing for one."""
+
+from __future__ import annotations
+
+from html import escape
+
+from disttrain_cli.analysis.report.words import (
+    figure,
+    folded,
+    percent,
+    seconds,
+    section,
+    table,
+)
+from disttrain_cli.analysis.result.rows import Comparison, OperationRow
+from disttrain_cli.analysis.result.summary import Analysis
+
+#: Rows; what is beyond is left out, and the page says so.
+MOST_OPERATIONS, MOST_ROWS, MOST_GROUPS = 120, 24, 12
+SHOWN = 10  # operations before the fold
+_FIGURES = {
+    "iteration_s": "step time",
+    "sequences_per_s": "sequences per second",
+    "mfu": "MFU",
+    "bubble_fraction": "bubble",
+    "stage_ms": "slowest stage per slot",
+}
+
+
+def remedies(analysis: Analysis) -> str:
+    """What single changes would gain."""
+    rows = [
+        [
+            escape(row.change),
+            f"{row.gpus:+d}" if row.gpus else "same",
+            seconds(row.step_s),
+            seconds(row.gain_s),
+            percent(row.gain_pct / 100),
+            f"<code>{escape(row.command)}</code>",
+        ]
+        for row in analysis.remedies
+        if row.worth
+    ]
+    return (
+        section(
+            "What would help",
+            "One change at a time, everything else as recorded, so gains do not add up: the "
+            "recorded steps played again, or, for a new plan, the planner with this run’s times.",
+            table(
+                ["With", "Devices", "Step", "Gain", "Of the step", "Next"],
+                rows,
+                label="What would help",
+            ),
+            "remedies",
+        )
+        if rows
+        else ""
+    )
+
+
+def what_if(analysis: Analysis) -> str:
+    """The published study's slowdowns."""
+    search = analysis.what_if
+    if search is None:
+        return ""
+    rows: list[list[str]] = []
+    for kind, group in (
+        ("stage", search.by_stage),
+        ("replica", search.by_replica),
+        ("operation", search.by_operation),
+    ):
+        worst = sorted(group.items(), key=lambda item: -item[1])[:MOST_GROUPS]
+        rows += [
+            [f"{kind} {escape(name.replace('_', ' '))}", f"{value:.4f}"] for name, value in worst
+        ]
+    shares = [
+        (
+            f"The slowest 3 % of the workers explain {percent(search.worst_workers_share)} of the"
+            " loss"
+            if search.worst_workers_share is not None
+            else ""
+        ),
+        (
+            f"the last stage {percent(search.last_stage_share)}"
+            if search.last_stage_share is not None
+            else ""
+        ),
+    ]
+    sentence = ", ".join(part for part in shares if part)
+    return section(
+        "What if",
+        "In the definition of the study “Understanding Stragglers in Large Model Training Using"
+        f" What-if Analysis”, ideals over all stages alike: S = <b>{search.slowdown:.4f}</b>."
+        f" {sentence}{'.' if sentence else ''} Below: the slowdown if only one of them were as"
+        f" recorded; at most {MOST_GROUPS} of a kind.",
+        folded(
+            f"By stage, replica and operation ({len(rows)})",
+            table(["As recorded", "Slowdown"], rows, narrow=True),
+        ),
+        "what-if",
+    )
+
+
+def predicted(analysis: Analysis) -> str:
+    """Predictions beside measurements, one line per figure; errors beyond 10 and 25 % are
+    marked."""
+    rows = [
+        row for row in analysis.predicted_vs_measured if row.unit is None or row.what == "stage_ms"
+    ]
+    if not rows:
+        return ""
+
+    def shown(value: float, measure: str) -> str:
+        return percent(value) if measure == "fraction" else f"{figure(value, 4)} {escape(measure)}"
+
+    def both(row: Comparison | None) -> list[str]:
+        return (
+            ["–", ""] if row is None else [shown(row.predicted, row.measure), _error(row.error_pct)]
+        )
+
+    cells = []
+    for unit, what in dict.fromkeys((row.unit, row.what) for row in rows):
+        of = {row.basis: row for row in rows if (row.unit, row.what) == (unit, what)}
+        measured = next(iter(of.values()))
+        cells.append(
+            [
+                f"{escape(unit or 'job')}: {escape(_FIGURES.get(what, what))}",
+                f"<b>{shown(measured.measured, measured.measure)}</b>",
+                *both(of.get("plan")),
+                *both(of.get("same work")),
+            ]
+        )
+    return section(
+        "Predicted against measured",
+        "The plan expects mean data; the profile, asked for the very sizes "
+        "that were recorded, shows how much of the error is its own.",
+        table(
+            ["Figure", "Measured", "Plan", "off by", "Profile, same work", "off by"],
+            cells,
+            label="Predicted against measured",
+        ),
+        "predicted",
+    )
+
+
+def operations(analysis: Analysis) -> str:
+    """Where prediction and measurement part, operation by operation; the largest effect on a step
+    first."""
+    rows = [_operation(row) for row in analysis.operations[1 : 1 + MOST_OPERATIONS]]
+    if not rows:
+        return ""
+    head = [
+        "Where",
+        "Operation",
+        "Plan",
+        "Profile, same work",
+        "Measured",
+        "off by",
+        "Per step",
+        "adds",
+        "Of the step",
+    ]
+    more = len(analysis.operations) - 1 - len(rows)
+    note = f" {more} operations with smaller ones are left out." if more > 0 else ""
+    rest = (
+        folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:])) if len(rows) > SHOWN else ""
+    )
+    return section(
+        "Prediction and measurement by operation",
+        "ms, without waiting for other ranks; the largest error "
+        f"in a step first. Transfers are named by the stage before the cut.{note}",
+        table(head, rows[:SHOWN], label="Prediction and measurement by operation") + rest,
+        "operations",
+    )
+
+
+def _operation(row: OperationRow) -> list[str]:
+    return [
+        escape(row.place),
+        escape(row.operation.replace("_", " ")),
+        figure(row.planned, 4),
+        figure(row.predicted, 4),
+        f"<b>{figure(row.measured, 4)}</b>",
+        _error(row.error_pct),
+        figure(row.per_step),
+        f"{row.effect_ms:+,.3f}",
+        percent(row.share_of_step),
+    ]
+
+
+def memory(analysis: Analysis) -> str:
+    """The fullest rank of every stage; of other programs' traces the fullest ranks."""
+    rows = [
+        [
+            escape(f"{row.unit} · stage {row.stage}"),
+            f"<b>{figure(row.measured_gib)} GiB</b>",
+            *(
+                "–" if value is None else f"{figure(value)} GiB"
+                for value in (row.predicted_gib, row.limit_gib)
+            ),
+            "–" if not row.limit_gib else percent(row.measured_gib / row.limit_gib),
+        ]
+        for row in analysis.memory
+    ]
+    if rows:
+        return section(
+            "Memory",
+            "Of the fullest rank of every stage. The plan counts the worst sequence.",
+            table(
+                ["Stage", "Most held", "Plan expects up to", "Limit", "Of the limit"],
+                rows,
+                label="Memory",
+            ),
+            "memory",
+        )
+    held = [rank for rank in analysis.ranks if rank.memory_peak_gib is not None]
+    held.sort(key=lambda rank: -(rank.memory_peak_gib or 0.0))
+    cells = [[str(rank.rank), f"{figure(rank.memory_peak_gib)} GiB"] for rank in held[:MOST_ROWS]]
+    return (
+        section(
+            "Memory",
+            "The most that each rank allocated on its device; the fullest first.",
+            table(["Rank", "Most held"], cells, narrow=True),
+            "memory",
+        )
+        if cells
+        else ""
+    )
+
+
+def _error(error_pct: float | None) -> str:
+    """An error in percent, marked beyond 10 and 25."""
+    if error_pct is None:
+        return "–"
+    kind = "far" if abs(error_pct) > 25 else "off" if abs(error_pct) > 10 else ""
+    return f'<span class="{kind}">{error_pct:+,.1f} %</span>'
