@@ -208,7 +208,7 @@ def _say_written(console: Console, written: Emitted) -> None:
 
 
 def preflight(console: Console, run: Run, chosen: Plan, profile: Profile) -> None:
-    """Start the ranks, let them try out their groups, and say what came of it."""
+    """Start the ranks, let them try out their groups, and report the result."""
     from disttrain_cli.runtime.train import preflight as try_out
 
     with console.progress() as progress:

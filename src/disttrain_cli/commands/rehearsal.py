@@ -32,7 +32,7 @@ def run_rehearsal(
     steps: int | None,
     resume: bool,
 ) -> None:
-    """Rehearse a plan that was checked, and show what came of it."""
+    """Rehearse a plan that was checked, and show the result."""
     from msgspec.structs import asdict
 
     from disttrain_cli.analysis.job.database import open_database

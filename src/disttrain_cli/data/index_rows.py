@@ -64,7 +64,7 @@ def shard_rows(
 
 
 def digest(rows: pa.Table) -> str:
-    """Of keys, segment sizes, places and token counts; the same whatever batches the rows came
+    """Of keys, segment sizes, locations and token counts; the same whatever batches the rows came
     in."""
     content = hashlib.sha256(json.dumps(rows.column("key").to_pylist()).encode())
     content.update(counts_of(rows).astype("<i8").tobytes())

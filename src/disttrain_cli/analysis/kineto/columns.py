@@ -47,7 +47,7 @@ _CLIPPED_US = 2 * FARTHEST_US
 
 
 class Numbers(dict[Any, int]):
-    """The number of every value, in the order in which they first came."""
+    """The number of every value, in the order in which they first appeared."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)

@@ -181,7 +181,7 @@ def _number(files: list[TraceFile]) -> list[str]:
 
 
 def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:
-    """Files that lie together in time. Where no rank comes twice, clocks may differ by minutes;
+    """Files that lie together in time. Where no rank appears twice, clocks may differ by minutes;
     else by nothing."""
     twice = len({file.rank for file in files}) < len(files)
     windows: list[list[TraceFile]] = []

@@ -1,8 +1,8 @@
 """Ranks that hold up the others, found by playing the recorded collectives again without what they
 take longer.
 
-Who comes last into a collective is not always who is late: it may have waited for another itself,
-and who would come last next is hidden. So ranks are mended one after another, the one first that
+Who joins a collective last is not always who is late: it may have waited for another itself,
+and who would join last next is hidden. So ranks are mended one after another, the one first that
 gains most (`analysis/causes.py`). How sure it is that this is no chance follows from how often they
 are last once those before them are mended: the tail of the binomial, times how many such sets of
 ranks there are.

@@ -4,7 +4,7 @@ Every moment of a rank's span is of exactly one kind, so compute, which is the i
 sum to what was measured. By key of `lost_s`:
 
 - `worker`: waiting, outside of compute, for the ranks that are last more often than chance allows.
-- `communication`: waiting for whoever else comes last, transfers, and copies and fills, where no
+- `communication`: waiting for whoever else joins last, transfers, and copies and fills, where no
   compute hides them.
 - `data`: the device is idle while the CPU loads data (an annotation or operator named after the
   DataLoader).
@@ -23,10 +23,10 @@ Late ranks are found by playing the collectives again (`late.py`); what mending 
 `worker`: waiting for them, and what they compute, load or idle longer than others, which is taken
 from the part that it is of. Where nothing is found so, the waiting for a straggler is.
 
-A straggler is a rank that comes last into collectives and messages more often than chance allows,
+A straggler is a rank that joins collectives and messages last more often than chance allows,
 and for which the others wait long. How often chance allows it: everyone is last with probability
 1/n, independently; the tail of the binomial, times n because any rank could have been the one. Who
-comes last to a message says little: a pipeline fills and drains, and who is late may have waited
+joins a message last says little: a pipeline fills and drains, and who is late may have waited
 itself. What waiting at messages is for a rank is therefore estimated: by how much it computes,
 copies and loads data longer than the mean of the others, once for every other rank, and no more
 than all waiting at messages.
@@ -99,7 +99,7 @@ class Late:
 
     ranks: list[int]
     joined: int  # collectives that one of them joins
-    last: int  # into which one of them came last, those before mended
+    last: int  # which one of them joined last, those before mended
     chance: float  # that this is chance
     gain_s: Floats  # seconds of every step that mending them gains, those before mended
     waited_s: float  # of it, per step and rank: that others waited

@@ -22,7 +22,7 @@ _PLACE = re.compile(r"([A-Z]+)-?(\d+)")
 def label_in(text: str) -> Label | None:
     """What a process id or name says of its rank.
 
-    A place in one group only is a rank. Several come in the order in which ranks are usually
+    An index in one group only is a rank. Several come in the order in which ranks are usually
     numbered: tensor parallel places change fastest, pipeline stages last.
     """
     named = _RANK.search(text)

@@ -1,10 +1,10 @@
 """Recorded collectives played again: what mending a rank gains, and who hides behind whom.
 
 Between two of its collectives a rank works: all that passes but waiting for others that no compute
-hides. A collective begins when the last of its ranks has come, moves as long as it did, and lets
+hides. A collective begins when the last of its ranks has joined, moves as long as it did, and lets
 those go on whom it held up before: ranks whose compute went on beside it are not held up. One that
 was launched early and ran behind another of its stream is ready when the compute before its launch
-has ended. A message is a collective of two; who sends and is gone before the receiver comes waits
+has ended. A message is a collective of two; who sends and is gone before the receiver joins waits
 for nobody. Every measured step is played from the end of the collectives of the step before, steps
 of another structure than most are left out.
 """
@@ -55,9 +55,9 @@ class Collectives:
     work: Floats  # from one node of the rank, or the begin, to its being ready for the next
     queued: NDArray[np.bool_]  # whether it waited for the node before it on its stream
     moves: Floats  # from the last arrival to the end
-    waits: NDArray[np.bool_]  # whether the rank's earlier ones had ended when it came
+    waits: NDArray[np.bool_]  # whether the rank's earlier ones had ended when it joined
     holds: NDArray[np.bool_]  # whether the rank could not compute beside it
-    gone: NDArray[np.bool_]  # whether it sent and was gone before the receiver came
+    gone: NDArray[np.bool_]  # whether it sent and was gone before the receiver joined
     beside: Floats  # from being ready to the end, waiting that no compute hides left out
 
     def lengths(self, state: State) -> Floats:
@@ -66,7 +66,7 @@ class Collectives:
         return self._play(state, lambda *_: None)
 
     def last(self, state: State) -> NDArray[np.int64]:
-        """The rank (its place) that comes last into each collective [collectives, steps]."""
+        """The rank (its index) that joins each collective last [collectives, steps]."""
         last = np.zeros((len(self.members), state[0].shape[1]), np.int64)
 
         def note(number: int, came: Floats) -> None:

@@ -69,7 +69,7 @@ def mended(
         evidence=[
             *evidence,
             Evidence(
-                what=f"{met} into which {who.lower()} come{'s' * one} last",
+                what=f"{met} that {who.lower()} join{'s' * one} last",
                 value=first.last / first.joined,
                 unit="share",
             ),
@@ -269,7 +269,7 @@ def waited_for(
         evidence=[
             *evidence,
             Evidence(
-                what=f"{met} into which rank {rank} comes last",
+                what=f"{met} that rank {rank} joins last",
                 value=straggler.last / straggler.joined,
                 unit="share",
             ),

@@ -200,7 +200,7 @@ def _figured(told: str, largest: str, parts: dict[str, float], losses: Losses) -
 
 _WHAT = {
     "worker": "waiting for one rank",
-    "others": "waiting for whoever comes last, now one, now another",
+    "others": "waiting for whoever joins last, now one, now another",
     "transfers": "transfers that nothing hides",
     "data": "idle while data is loaded",
     "host_works": "idle while the host runs operators and calls",

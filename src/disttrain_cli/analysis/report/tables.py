@@ -104,7 +104,7 @@ def slowest(analysis: Analysis) -> str:
 
 
 def collectives(analysis: Analysis) -> str:
-    """Who came last, and how long the others waited."""
+    """Who joined last, and how long the others waited."""
     rows = [
         [
             escape(row.name),

@@ -67,7 +67,7 @@ class RankSummary(Struct, frozen=True, kw_only=True):
 
 
 class CollectiveRow(Struct, frozen=True, kw_only=True):
-    """One collective or message, matched over ranks: who came last, and how long the others
+    """One collective or message, matched over ranks: who joined last, and how long the others
     waited."""
 
     name: str

@@ -64,7 +64,7 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
     else:
         told = (
             f"ranks are done with clipping gradients up to {-1e3 * left_s.min():.3g} ms before the"
-            " last has come"
+            " last has joined"
         )
     if not explained:
         return replace(
@@ -142,7 +142,7 @@ def _clips(trace: StudyTrace) -> list[int]:
 
 
 def _left(trace: StudyTrace) -> Floats:
-    """Seconds from when the last rank came to clipping to when the first one left it, [steps]."""
+    """Seconds from when the last rank reached clipping to when the first one left it, [steps]."""
     clips = _clips(trace)
     return (
         trace.end[clips].min(axis=0) - trace.start[clips].max(axis=0)

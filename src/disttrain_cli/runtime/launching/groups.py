@@ -39,7 +39,7 @@ def check_groups(
     Raises:
         DisttrainError: members are missing and are named, or a group does not work within the
         limit; it and the usual
-            remedies are named. Where NCCL does not come back, the process ends with that error.
+            remedies are named. Where NCCL does not return, the process ends with that error.
     """
     return {
         name: _connect(name, group, coords, device, limit_s) for name, group in grid.groups.items()
@@ -86,7 +86,7 @@ def _connect(
 
 
 def call_roll(store: dist.Store, ranks: Sequence[int], local: int, limit_s: float) -> list[int]:
-    """Wait for all members of a group; returns those that have not come within the limit.
+    """Wait for all members of a group; returns those that have not joined within the limit.
 
     A member makes a few operations on the store, however many there are.
     """

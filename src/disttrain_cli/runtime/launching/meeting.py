@@ -24,7 +24,7 @@ from disttrain_cli.spec.stage_graph import StageGraph
 HOSTS = "DISTTRAIN_HOSTS"
 Facts = Mapping[str, str]
 MOST_NAMED, MOST_HOSTS = 4, 8
-#: Longest wait for the ranks that come last, and seconds between two words about who is missing.
+#: Longest wait for the ranks that join last, and seconds between two words about who is missing.
 MEETING_S, NEWS_S = 300.0, 15.0
 POLL_S = 0.1
 ANSWER_S = 60.0  # more than `MEETING_S`, until rank 0 has answered

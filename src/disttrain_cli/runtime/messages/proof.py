@@ -216,7 +216,7 @@ def _deadlock(records: Mapping[int, Record]) -> str | None:
 
 
 def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]) -> str:
-    """Who waits for whom, from one rank on until one comes again or has nothing left to do."""
+    """Who waits for whom, from one rank on until one appears again or has nothing left to do."""
     told, rank = list[str](), min(waiting)
     seen: list[int] = []
     while rank in waiting and rank not in seen:

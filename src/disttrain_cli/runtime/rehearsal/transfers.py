@@ -2,7 +2,7 @@
 links say so.
 
 Every message carries the time at which its device had finished; it arrives that much and the link's
-time later, or when it has really come, where that is later still.
+time later, or when it has really arrived, where that is later still.
 """
 
 from __future__ import annotations

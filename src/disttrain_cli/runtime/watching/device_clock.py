@@ -1,7 +1,7 @@
-"""When a GPU came to the places of a step, read afterwards: the host never waits for an answer.
+"""When a GPU reached the points of a step, read afterwards: the host never waits for an answer.
 
 The host runs ahead of its device. A mark is an event on the stream that computes, so it has the
-time at which the device comes there, having done (and waited for) all that was asked for before.
+time at which the device gets there, having done (and waited for) all that was asked for before.
 Where the host waits for the device anyway, once in a step, the device is idle and an event happens
 as soon as it is recorded: such an *anchor* ties the device's time to the host's. Times between two
 anchors are interpolated, so they never go backwards, and the two clocks cannot drift apart.
@@ -27,13 +27,13 @@ class Mark:
 
     def __init__(self, event: Any) -> None:
         self.event = event
-        # when the device came there, by the host's clock; None until it is read
+        # when the device got there, by the host's clock; None until it is read
         self.ns: int | None = None
         self.anchor_ns: int | None = None  # of an anchor: when it was set
 
     def passed(self) -> bool:
-        """Whether the device has come there; any thread may ask. A device that failed comes nowhere
-        any more."""
+        """Whether the device has got there; any thread may ask. A device that failed gets there
+        nowhere any more."""
         try:
             return self.ns is not None or bool(self.event.query())
         except RuntimeError:

@@ -220,12 +220,13 @@ class Tracer:
             self._ahead.append((row, start, end))
 
     def end_step(self) -> None:
-        """Keep the step's rows; those that the device has yet to do come with the next step's."""
+        """Keep the step's rows; those that the device has yet to do are kept with the next
+        step's."""
         self._learn()
         self._writer.keep()
 
     def close(self) -> None:
-        """Write what is left, without waiting for the device, which may never come."""
+        """Write what is left, without waiting for the device, which may never get there."""
         self._learn()
         self._writer.flush()
 

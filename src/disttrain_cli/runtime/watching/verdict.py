@@ -29,7 +29,7 @@ def publish_verdict(folder: Path, verdict: Verdict) -> None:
     with suppress(OSError):
         descriptor = _open(folder)
         try:
-            # who comes second has nothing to add
+            # the second to report has nothing to add
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(descriptor).st_size == 0:
                 os.write(descriptor, verdict.model_dump_json().encode())
