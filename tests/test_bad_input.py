@@ -45,24 +45,43 @@ def edit(path, old, new):
     path.write_text(content.replace(old, new, 1))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A run folder over a tiny dataset of its own, not yet indexed or profiled."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Prototypes, made once: "folder", "profiled" and "planned", each with what those before it
+    have."""
+    root = tmp_path_factory.mktemp("made")
     content = preset_text("tiny")
     for old, new in SMALL.items():
         assert old in content
         content = content.replace(old, new, 1)
-    write_whole(tmp_path / "disttrain.yaml", content)
-    write_dataset(tmp_path / "data")
-    return tmp_path
+    write_whole(root / "folder" / "disttrain.yaml", content)
+    write_dataset(root / "folder" / "data")
+    shutil.copytree(root / "folder", root / "profiled")
+    index_and_profile(root / "profiled")
+    shutil.copytree(root / "profiled", root / "planned")
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(root / "planned"), "--quiet"])
+    assert left.value.code == 0
+    return root
+
+
+def copied(prototype, folder):
+    """A folder as the prototype; its files are as old."""
+    shutil.copytree(prototype, folder, dirs_exist_ok=True)
+    return folder
 
 
 @pytest.fixture
-def profiled(folder):
+def folder(made, tmp_path):
+    """A run folder over a tiny dataset of its own, not yet indexed or profiled."""
+    return copied(made / "folder", tmp_path)
+
+
+@pytest.fixture
+def profiled(made, tmp_path):
     """The same with an index and a profile, whose layers are the model's and whose times are made
     up."""
-    index_and_profile(folder)
-    return folder
+    return copied(made / "profiled", tmp_path)
 
 
 def index_and_profile(folder):
@@ -290,13 +309,9 @@ def test_profiles_that_are_none(profiled, refused, content):
 
 
 @pytest.fixture
-def planned(profiled, capsys):
-    """The same with a plan; `planned.edit(change)` edits it as a user would."""
-    with pytest.raises(SystemExit) as left:
-        main(["plan", str(profiled), "--quiet"])
-    assert left.value.code == 0
-    capsys.readouterr()
-    return profiled
+def planned(made, tmp_path):
+    """The same with a plan."""
+    return copied(made / "planned", tmp_path)
 
 
 def edit_plan(folder, change):
