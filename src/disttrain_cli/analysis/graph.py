@@ -90,15 +90,15 @@ class Graph(Passes):
         """
         recorded = self.recorded
         groups = self.groups("unit", "backward")
-        still = np.zeros_like(recorded.load)
+        none = np.zeros_like(recorded.load)
         return replace(
             recorded,
             transfer=np.minimum(
                 _per_group(recorded.transfer, groups, np.median), self.expected[:, None]
             ),
             handover=_per_group(recorded.handover, groups, np.median),
-            load=still,
-            gap=still,
+            load=none,
+            gap=none,
             update=np.full_like(
                 recorded.update, min(np.median(recorded.update), self.expected_update_s)
             ),

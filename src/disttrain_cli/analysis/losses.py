@@ -118,7 +118,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
     Args:
         why: `explain` of the recorded passes, where that is known.
     """
-    recorded, still = graph.recorded, graph.without_delays()
+    recorded, undelayed = graph.recorded, graph.without_delays()
     why = why or explain(graph, recorded.compute, graph.predicted)
 
     busy = per_rank(graph, why.staged)
@@ -128,16 +128,16 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
     share = np.array([level / busy[unit] if busy[unit] else 1.0 for unit in graph.unit])[:, None]
 
     computes = [why.mean * share, why.mean, why.uneven, why.worked, why.staged, why.ranked]
-    times = [graph.replay(replace(still, compute=compute)) for compute in computes]
+    times = [graph.replay(replace(undelayed, compute=compute)) for compute in computes]
     # levelling can lengthen the filling of a pipeline with few slots
     times[0] = np.minimum(times[0], times[1])
-    usual = still.transfer
+    usual = undelayed.transfer
     heard = np.where(
         (graph.unheard < 0)[:, None], recorded.transfer, np.minimum(recorded.transfer, usual)
     )
     moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else heard
     delays: Delays = replace(
-        still,
+        undelayed,
         compute=computes[-1],
         transfer=moved,
         handover=recorded.handover,

@@ -178,7 +178,7 @@ class PipelineLayer(nn.Module):
         return None
 
     def owner_of(self, path: str) -> str:
-        """Under which name a parameter is trained and its rates are given: its module's, or
+        """Under which name a parameter is trained and its learning rate is given: its module's, or
         "projectors".
 
         A projector's layer may begin with the module's own final norm, which the published model

@@ -67,13 +67,13 @@ def write(
                 logits.masked_fill(~allowed, -torch.inf).cpu(), going, strict=True
             )
         ]
-        still = []
+        open_rows = []
         for number, index, token in zip(going, at, chosen, strict=True):
             if token != end:
                 written[number].append(token)
                 ids[number, index] = token
-                still += [number] if index + 1 < width and len(written[number]) < most else []
-        going = still
+                open_rows += [number] if index + 1 < width and len(written[number]) < most else []
+        going = open_rows
     return written
 
 

@@ -53,14 +53,14 @@ def measure_preprocessing(
         plan.layout()
         plan.token_ids(tokenizer, reader.texts)
         for sample in plan.samples.tolist():
-            for item, rate in seen.items():
-                seen[item] = rate + _decode(index, reader, sample, item)
+            for item, timing in seen.items():
+                seen[item] = timing + _decode(index, reader, sample, item)
         sequences += 1
         if time.perf_counter() - begin > seconds:
             break
     sequence_s = (time.perf_counter() - begin) / sequences
-    for item, rate in seen.items():
-        if not rate.items and item not in PICTURES:  # none among the first sequences
+    for item, timing in seen.items():
+        if not timing.items and item not in PICTURES:  # none among the first sequences
             seen[item] = _alone(packing, reader, item, seconds / 2)
     return _rates(seen, 1.0 / sequence_s)
 
@@ -88,7 +88,7 @@ def _rates(seen: Mapping[Item, Seen], sequences_per_s: float) -> PreprocessProfi
         images_per_s_per_core=pictures.per_s,
         clips_per_s_per_core=seen["audio"].per_s,
         others_per_s_per_core={
-            item: rate.per_s for item, rate in seen.items() if item not in NAMED_ITEMS
+            item: timing.per_s for item, timing in seen.items() if item not in NAMED_ITEMS
         },
         sequences_per_s_per_core=sequences_per_s,
     )
@@ -139,7 +139,7 @@ def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile
         call = MODALITIES[item].example(heads[0], _mean_grid(heads[0], members))
         if call is not None:
             seen[item] = Seen(len(members), len(members) * _mean_s(call, seconds / 2.0))
-    all_s = sum(rate.seconds for rate in seen.values())
+    all_s = sum(timing.seconds for timing in seen.values())
     return _rates(seen, len(packing) / all_s if all_s else 0.0)
 
 

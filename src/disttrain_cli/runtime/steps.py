@@ -27,7 +27,7 @@ from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.engine import UnitEngine
-from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_lrs
+from disttrain_cli.runtime.engine.optimizer import learning_rate, lrs, set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.watching.profiles import StepProfiler
@@ -138,7 +138,7 @@ def run_steps(
                 row |= {
                     "run": task.name,
                     "grad_norm": engine.grad_norm(),
-                    "learning_rates": rates(run, step),
+                    "learning_rates": lrs(run, step),
                     "learning_rate": learning_rate(run.file.train, "", step),
                     "skipped_steps": engine.skipped_steps,
                     **evaluated,

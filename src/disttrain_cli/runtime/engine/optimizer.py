@@ -34,7 +34,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups of the weights that ask for gradients, in the order in which the layers have them.
 
-    Beside what AdamW reads, a group says its "name", the "module" whose rates it follows,
+    Beside what AdamW reads, a group says its "name", the "module" whose learning rate it follows,
     "initial_lr", and "tp_whole": whether every rank of a TP group holds all of these weights.
     """
     groups: dict[str, dict[str, Any]] = {}
@@ -88,8 +88,8 @@ def learning_rate(train: TrainSpec, module: str, step: int) -> float:
     return spec.lr * (spec.min_lr_fraction + (1.0 - spec.min_lr_fraction) * left)
 
 
-def rates(run: Run, step: int) -> dict[str, float]:
-    """Rate of every module that is trained, and of the projectors, in a step."""
+def lrs(run: Run, step: int) -> dict[str, float]:
+    """Learning rate of every module that is trained, and of the projectors, in a step."""
     return {
         name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names
     }
@@ -99,16 +99,14 @@ def beyond_schedule(run: Run, total: int) -> list[str]:
     """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at
     `train.steps`."""
     end = run.file.train.steps
-    still = (
-        [name for name, rate in rates(run, total - 1).items() if rate == 0.0] if total > end else []
-    )
+    idle = [name for name, lr in lrs(run, total - 1).items() if lr == 0.0] if total > end else []
     return (
         [
-            f"warning: {', '.join(still)}: the schedule ends at train.steps, {end}, and the"
+            f"warning: {', '.join(idle)}: the schedule ends at train.steps, {end}, and the"
             f" learning rate is 0 from there on. To learn in all {total} steps, set train.steps to"
             f" {total} instead of --steps."
         ]
-        if still
+        if idle
         else []
     )
 
