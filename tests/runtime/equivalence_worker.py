@@ -134,7 +134,7 @@ def ranks(payload: dict[str, Any]) -> None:
             engine.tracer.close()
             if place.rank == 0:
                 (out / "history.json").write_text(json.dumps(history))
-            engine.destroy()
+            engine.stage.destroy()
 
 
 def reference(

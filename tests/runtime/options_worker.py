@@ -110,12 +110,12 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     }
     (out / f"rank-{place.rank}.json").write_text(json.dumps(summary))
     tracer.close()
-    engine.destroy()
+    engine.stage.destroy()
 
 
 def _held(engine: UnitEngine) -> dict[str, Any]:
     """What a rank holds beside its weights."""
-    states = engine.basic_optimizer.state.values() if engine.basic_optimizer else []
+    states = engine.basic_optimizer.state.values() if engine.stage.basic_optimizer else []
     moments = [moment for state in states for key, moment in state.items() if key != "step"]
     return {
         "moments": sum(moment.numel() for moment in moments),

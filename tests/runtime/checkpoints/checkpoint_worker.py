@@ -102,7 +102,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     if place.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "history.json").write_text(json.dumps(history))
-    engine.destroy()
+    engine.stage.destroy()
 
 
 def killed(payload: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ class Job:
 
     def __exit__(self, *error: Any) -> None:
         self.loader.__exit__(*error)
-        self.engine.destroy()
+        self.engine.stage.destroy()
 
 
 def test_a_frozen_module_has_no_backward_in_the_trace(world: tuple[Path, torch.device]) -> None:

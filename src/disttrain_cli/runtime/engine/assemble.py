@@ -15,7 +15,8 @@ from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weights import load_into
-from disttrain_cli.runtime.engine.engine import StageModule, UnitEngine
+from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
+from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import Sums, out_of_memory
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import make_optimizer
@@ -178,14 +179,12 @@ def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
 def engine_parts(
     run: Run, layout: Layout, grid: UnitGrid, coords: RankCoords, layers: Sequence[PipelineLayer]
 ) -> dict[str, Any]:
-    """What an engine is made of besides its runner, brokers and tracer: module, optimizer,
-    configuration."""
+    """What an engine is made of besides its runner, brokers and tracer."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
+    config = deepspeed_config(train, layout, coords.unit.dp, optimizer is not None)
     return {
-        "module": StageModule(layers, grid, coords),
-        "optimizer": optimizer,
-        "config": deepspeed_config(train, layout, coords.unit.dp, optimizer is not None),
+        "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config),
         "coords": coords,
         "layout": layout,
         "train_spec": train,

@@ -1,11 +1,10 @@
-"""The engine: DeepSpeed's pipeline engine, driven over units of different shape.
+"""One rank's part of a step over units of different shape.
 
-What is kept of DeepSpeed: its schedule, ZeRO-1 and bf16 optimizers, gradient reduction, accelerator
-handling. What is replaced: how a slot is loaded, computed and moved (`StageRunner`, `Broker`), and
-how the gradient norm is taken and clipped to (once over all units: each rank counts its own
-partition or share). A stage of which nothing is trained has no optimizer, but stays in that
-reduction (deepspeed traps 7, 19, 33). The numbers in the comments are the traps listed in
-docs/deepspeed.md.
+Executes DeepSpeed's 1F1B schedule (`PipeSchedule`): loads, computes (`StageRunner`) and moves
+(`Broker`) slots, then has DeepSpeed reduce and step (`StageEngine`). The gradient norm is taken
+once over all units: each rank counts its own partition or share. A stage of which nothing is
+trained has no optimizer, but stays in that reduction (deepspeed traps 7, 19, 33;
+docs/deepspeed.md).
 """
 
 from __future__ import annotations
@@ -13,73 +12,47 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.host import read, to_device
-from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.parallel import sum_over
+from disttrain_cli.runtime.engine.deepspeed import StageEngine
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, located, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import (
-    add_at_once,
     drop_gradients,
     partial_gradients,
     reduced_gradients,
-    step_unchecked,
     sum_of_squares,
 )
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
-from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords
 
 
-class StageModule(PipelineModule):
-    """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap
-    2)."""
+class UnitEngine:
+    """One rank's engine. `run_step` executes one optimizer step.
 
-    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, coords: RankCoords) -> None:
-        nn.Module.__init__(self)
-        self.layers = nn.ModuleList(layers)
-        self._grid, self._topo = grid, grid.topology()
-        self._local_start, self._local_stop = coords.stage.layers.start, coords.stage.layers.stop
-        self.stage_id, self.num_stages = grid.stage_id, grid.pipe_parallel_size
-        self.global_rank, self.world_size = coords.rank, grid.world_size
-        self.loss_fn, self.tied_modules = None, nn.ModuleDict()
-        self.tied_comms: dict[str, Any] = {}
-        self.activation_checkpoint_interval = 0
-        self.dynamic_shape = True
-        for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False
-
-    def mpu(self) -> UnitGrid:
-        return self._grid
-
-
-class UnitEngine(PipelineEngine):
-    """One rank's engine. `run_step` executes one optimizer step."""
-
-    _starting = True
+    Args:
+        stage: the weights under DeepSpeed.
+        loss_modules: of the whole model, by name of a loss, the module that has it.
+        trained: names under which weights of the whole model are trained.
+    """
 
     def __init__(
         self,
-        module: StageModule,
-        optimizer: torch.optim.Optimizer | None,
-        config: dict[str, Any],
+        stage: StageEngine,
         runner: StageRunner,
         upstream: Broker | Brokers | None,
         downstream: Broker | Brokers | None,
@@ -90,19 +63,12 @@ class UnitEngine(PipelineEngine):
         loss_modules: dict[str, str],
         trained: Sequence[str],
     ) -> None:
-        super().__init__(
-            args=None,
-            model=module,
-            optimizer=optimizer,
-            mpu=module.mpu(),
-            config=config,
-            config_class=DeepSpeedConfig(config, module.mpu()),
-        )
-        self._starting = False
+        self.stage, self.module = stage, stage.module
+        self.optimizer, self.device = stage.optimizer, stage.device
         self.runner, self.upstream, self.downstream = runner, upstream, downstream
         self.coords, self.tracer = coords, tracer
         self.layout, self.train_spec = layout, train_spec
-        self.loss_modules = loss_modules  # of the whole model: by name, the module that has it
+        self.loss_modules = loss_modules
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
         # slot → tensors waiting between two instructions
@@ -110,25 +76,18 @@ class UnitEngine(PipelineEngine):
         # of this step, by slot and module
         self._amounts: dict[tuple[int, str], dict[str, int]] = {}
         self.data_wait_ns = 0
-        #: Updates that the moments of each name have seen, under which weights of the whole model
-        #: are trained.
+        #: Updates that the moments of each name have seen.
         self.updates = dict.fromkeys(trained, 0)
-        self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
+        self.skipped_steps = self.skipped_in_a_row = 0
         self._norm = math.nan
         # of the last step's global batch, weighted, by name
         self.step_losses: dict[str, float] = {}
         self.largest: list[float] = []  # over the ranks, of what each told in the last step
-        if self.using_bf16_optimizer:  # trap 8 forbids a subclass
-            self.optimizer.step = partial(step_unchecked, self.optimizer)
-            add_at_once(self.optimizer)
 
-    # ---- DeepSpeed's questions ------------------------------------------------------------------
-    def is_first_stage(self) -> bool:
-        """Both ends while starting: its ping-pong with neighbours assumes equal DP (trap 3)."""
-        return self._starting or super().is_first_stage()
-
-    def is_last_stage(self) -> bool:
-        return self._starting or super().is_last_stage()
+    @property
+    def basic_optimizer(self) -> Any:
+        """torch's optimizer inside DeepSpeed's; None where nothing is trained."""
+        return self.stage.basic_optimizer
 
     # ---- one step -------------------------------------------------------------------------------
     def get_ready(self) -> None:
@@ -166,7 +125,7 @@ class UnitEngine(PipelineEngine):
             if broker is not None:
                 broker.expect(order.slots)
         stage = self.coords.stage
-        self._exec_schedule(
+        self._execute(
             schedule.TrainSchedule(
                 micro_batches=len(order.slots),
                 stages=stage.depth + stage.to_end,
@@ -208,7 +167,7 @@ class UnitEngine(PipelineEngine):
         """Global gradient norm of the last step, before clipping."""
         return self._norm
 
-    def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
+    def _execute(self, pipe_schedule: schedule.PipeSchedule) -> None:
         """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction
         here needs."""
         self._state = {}
@@ -226,7 +185,7 @@ class UnitEngine(PipelineEngine):
                     slot = backwards - 1
                 else:
                     slot = -1
-                method = self._INSTRUCTION_MAP[kind]
+                method = self._INSTRUCTIONS[kind]
                 operation = method.removeprefix("_")
                 self.tracer.begin(operation, slot)
                 with located(self.coords, operation.replace("_", " "), slot):
@@ -277,12 +236,10 @@ class UnitEngine(PipelineEngine):
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        self._running_engine_backward = True  # trap 28
-        with self._memory("backward", slot):
+        with self._memory("backward", slot), self.stage.backward_under_way():
             gradients = self.runner.backward(
                 slot, self._state.pop(slot, {}), self._timed("backward", slot)
             )
-        self._running_engine_backward = False
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
 
@@ -302,11 +259,7 @@ class UnitEngine(PipelineEngine):
         if any(waited):
             self.tracer.record("wait", start)
         start = self.tracer.mark()
-        if not self.using_bf16_optimizer:
-            # a replica whose layers had nothing to do (trap 30)
-            for parameter in self.module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        self.stage.complete_gradients()
         self._sum_partial_gradients()
         self._reduce_gradients()
         reduced = sum(
@@ -329,13 +282,8 @@ class UnitEngine(PipelineEngine):
 
     def _reduce_gradients(self) -> None:
         # stock DeepSpeed copies its gradients even alone
-        if self.optimizer is None or self.coords.unit.dp == 1:
-            return
-        if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
-            for gradients in self.optimizer.fp32_groups_gradients_flat:
-                dist.all_reduce(gradients, group=self.module.mpu().get_data_parallel_group())
-        else:
-            super()._exec_reduce_grads()
+        if self.optimizer is not None and self.coords.unit.dp > 1:
+            self.stage.reduce()
 
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it
@@ -356,9 +304,7 @@ class UnitEngine(PipelineEngine):
             torch._foreach_mul_(
                 [tensor for _, tensors, _ in gradients for tensor in tensors], scale
             )
-        self._force_grad_boundary = True
-        self._take_model_step(None)
-        self._force_grad_boundary = False
+        self.stage.take_step()
 
     def _sums_and_largest(self, squared: Tensor) -> list[float]:
         """The world's sum of squares and its losses; `largest` is found on the way. The host waits
@@ -422,9 +368,9 @@ class UnitEngine(PipelineEngine):
     def _nothing(self, slot: int) -> None:
         """Tied weights do not exist; every stage loads what its layers need in `_forward`."""
 
-    #: By name, so that subclasses may replace one: the base class's map holds its own functions
+    #: By name, so that subclasses may replace one; DeepSpeed's own map holds functions of its class
     #: (trap 4).
-    _INSTRUCTION_MAP = {  # noqa: RUF012
+    _INSTRUCTIONS = {  # noqa: RUF012
         schedule.OptimizerStep: "_step",
         schedule.ReduceGrads: "_reduce",
         schedule.ReduceTiedGrads: "_nothing",

@@ -10,18 +10,20 @@ the replicas of a stage is one message each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.assemble import brokers, live_at, message_dtype
-from disttrain_cli.runtime.engine.engine import StageModule, UnitEngine
+from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
+from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
 from disttrain_cli.runtime.messages.recorder import Recorder
@@ -30,6 +32,7 @@ from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import local_rows
 from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
@@ -107,9 +110,21 @@ class HollowRunner(StageRunner):
         return torch.empty((rows, *spec.shape), dtype=dtype, device=NOWHERE)
 
 
+@dataclass
+class HollowStage:
+    """A stage without weights, which DeepSpeed would want."""
+
+    module: StageModule
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    optimizer: None = None
+    backward_under_way = nullcontext
+
+    def complete_gradients(self) -> None:
+        """There are none."""
+
+
 class HollowEngine(UnitEngine):
-    """The engine around a hollow stage; DeepSpeed's own constructor, which wants weights, is left
-    out."""
+    """The engine around a hollow stage."""
 
     def __init__(
         self,
@@ -119,11 +134,6 @@ class HollowEngine(UnitEngine):
         graph: StageGraph,
         coords: RankCoords,
     ) -> None:
-        nn.Module.__init__(self)
-        self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
-        self.coords, self.tracer, self.train_spec = coords, cast(Tracer, _Silence()), train
-        self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
-        self.loss_modules = {info.loss: info.module for info in table if info.loss is not None}
         grid, layers = UnitGrid(graph, coords), coords.stage.layers
         links = brokers(
             graph,
@@ -135,15 +145,25 @@ class HollowEngine(UnitEngine):
             grid.tp,
             grid.ways,
         )
-        self.upstream, self.downstream = map(together, links)
-        self.module = StageModule([], grid, coords)
         segments = build_segments(
             cast(Sequence[PipelineLayer], table[layers.start : layers.stop]),
             layers.start,
             lambda cut: live_at(table, coords.stage, cut),
             carrying.__getitem__,
         )
-        self.runner = HollowRunner(segments, coords, lambda: self.order, grid, links)
+        upstream, downstream = map(together, links)
+        super().__init__(
+            stage=cast(StageEngine, HollowStage(StageModule([], grid, coords))),
+            runner=HollowRunner(segments, coords, lambda: self.order, grid, links),
+            upstream=upstream,
+            downstream=downstream,
+            coords=coords,
+            tracer=cast(Tracer, _Silence()),
+            layout=cast(Layout, None),  # of errors about memory
+            train_spec=train,
+            loss_modules={info.loss: info.module for info in table if info.loss is not None},
+            trained=(),
+        )
 
     def _sum_partial_gradients(self) -> None:
         grid = self.module.mpu()
