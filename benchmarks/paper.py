@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.common import Tables, table
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.planning.baselines import megatron, pipelines
-from disttrain_cli.planning.predict import policy_of, predict, simulated_step
+from disttrain_cli.planning.predict import predict, simulated_steps
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import cluster_of, layout_of, ranking, solve
 from disttrain_cli.planning.units import Cluster, group, units_of
@@ -263,10 +263,7 @@ def orderings(profile: Profile, layout: Layout, cluster: Cluster, steps: int) ->
     times_s: dict[str, list[float]] = {}
     for name in ("none", "paper", "best"):
         own = replace(cluster, ordering=name)
-        policy = policy_of(profile, layout, own)
-        simulated = [
-            simulated_step(profile, layout, own, number, policy=policy) for number in range(steps)
-        ]
+        simulated = list(simulated_steps(profile, layout, own, range(steps)))
         times_s[name] = [step.timeline.iteration_s for step in simulated]
     bound_s = [busiest_s(step.pipeline) for step in simulated]
     gains = [none / best for none, best in zip(times_s["none"], times_s["best"], strict=True)]

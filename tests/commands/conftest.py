@@ -1,10 +1,12 @@
 """A run folder with a profile made by hand, so that `plan` and `train --dry-run` need no
 measurement."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
@@ -96,10 +98,32 @@ def make_profile(file: RunFile) -> Profile:
     )
 
 
+def profiled(folder: Path) -> Path:
+    """The tiny preset's run folder, profiled."""
+    write_whole(folder / "disttrain.yaml", preset_text("tiny"))
+    run = read_run(folder / "disttrain.yaml")
+    write_whole(run.dir.profile, make_profile(run.file).model_dump_json())
+    return folder
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """The tiny preset's run folder, profiled."""
-    write_whole(tmp_path / "disttrain.yaml", preset_text("tiny"))
-    run = read_run(tmp_path / "disttrain.yaml")
-    write_whole(run.dir.profile, make_profile(run.file).model_dump_json())
+    return profiled(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, planned; for tests that change nothing in it."""
+    folder = profiled(tmp_path_factory.mktemp("planned"))
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(folder), "--quiet"])
+    assert left.value.code == 0
+    return folder
+
+
+@pytest.fixture
+def planned(planned_once: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(planned_once, tmp_path, dirs_exist_ok=True)
     return tmp_path

@@ -117,7 +117,7 @@ def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsy
     )
     changes = [change["what"] for change in document["sensitivity"]["changes"]]
     assert changes[:3] == ["images doubled", "images halved", "text only"]
-    assert document["not_run"] == []
+    assert document["not_run"] == [] and document["changes"] is None
 
 
 def test_quiet_prints_the_path_only_and_a_folder_stands_for_its_run_file(run_folder, capsys):
@@ -219,28 +219,25 @@ def slow_llm(profile):
                 shard[times] = {name: 8 * value for name, value in shard[times].items()}
 
 
-def test_planning_again_says_that_the_plan_in_place_is_still_good(run_folder, capsys):
-    call(["plan", run_folder, "--top", 0, "--quiet"], capsys)
-    code, out, err = call(["plan", run_folder, "--top", 0], capsys)
+def test_planning_again_says_that_the_plan_in_place_is_still_good(planned, capsys):
+    code, out, err = call(["plan", planned, "--top", 0], capsys)
     assert (
         code == 0
         and "The plan in place is still good: this one is the same" in out
         and "Not compared" not in err
     )
-    code, out, _ = call(["plan", run_folder, "--top", 0, "--json"], capsys)
+    code, out, _ = call(["plan", planned, "--top", 0, "--json"], capsys)
     changes = json.loads(out)["changes"]
     assert (
         changes["keep"] and changes["differences"] == [] and changes["gain_pct"] == pytest.approx(0)
     )
 
 
-def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(run_folder, capsys):
-    code, out, _ = call(["plan", run_folder, "--json"], capsys)
-    first = json.loads(out)
-    assert code == 0 and first["changes"] is None
-    edit_profile(run_folder, slow_llm)
-    other = run_folder / "other.yaml"  # beside the plan in place, which stays
-    code, out, _ = call(["plan", run_folder, "--json", "--out", other], capsys)
+def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, capsys):
+    first = read_plan(planned / "runs" / "tiny" / "plan.yaml").model_dump()
+    edit_profile(planned, slow_llm)
+    other = planned / "other.yaml"  # beside the plan in place, which stays
+    code, out, _ = call(["plan", planned, "--json", "--out", other], capsys)
     found = json.loads(out)
     changes = found["changes"]
     assert code == 0 and changes["old_iteration_s"] == pytest.approx(
@@ -251,36 +248,33 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(run_folder
     assert {"unit", "what", "before", "after"} == set(changes["differences"][0]) and changes[
         "unfit"
     ] is None
-    code, out, _ = call(["plan", run_folder], capsys)
+    code, out, _ = call(["plan", planned], capsys)
     said = " ".join(out.split())
     assert code == 0 and "What changes against the plan in place" in out
     assert f"{changes['gain_pct']:.2g} % more sequences per second." in said
     assert "the profile moved its slowest stages, per slot: llm " in said
     assert (
-        read_plan(run_folder / "runs" / "tiny" / "plan.yaml.before").plan.model_dump()
-        == first["plan"]
+        read_plan(planned / "runs" / "tiny" / "plan.yaml.before").plan.model_dump() == first["plan"]
     )
 
 
-def test_a_plan_in_place_that_fits_no_more_is_said_to(run_folder, capsys):
-    call(["plan", run_folder, "--quiet"], capsys)
-    code, out, _ = call(["plan", run_folder, "--gpus", 3], capsys)
+def test_a_plan_in_place_that_fits_no_more_is_said_to(planned, capsys):
+    code, out, _ = call(["plan", planned, "--gpus", 3], capsys)
     assert (
         code == 0
         and "The plan in place does not fit any more. It needs 6 devices (there are 3)." in out
     )
 
 
-def test_a_plan_of_another_batch_or_strategy_is_not_compared(run_folder, capsys):
-    call(["plan", run_folder, "--quiet"], capsys)
+def test_a_plan_of_another_batch_or_strategy_is_not_compared(planned, capsys):
     code, out, err = call(
-        ["plan", run_folder, "--strategy", "megatron", "--json", "--out", run_folder / "b.yaml"],
+        ["plan", planned, "--strategy", "megatron", "--json", "--out", planned / "b.yaml"],
         capsys,
     )
     assert code == 0 and json.loads(out)["changes"] is None
     assert "it was made for another strategy (disaggregated, now megatron)" in err
-    edit_run(run_folder, "global_batch_size: 12", "global_batch_size: 24")
-    code, out, err = call(["plan", run_folder], capsys)
+    edit_run(planned, "global_batch_size: 12", "global_batch_size: 24")
+    code, out, err = call(["plan", planned], capsys)
     assert code == 0 and "in place" not in out and "another global batch (12, now 24)" in err
 
 
@@ -375,10 +369,9 @@ def test_wrong_choices_are_refused_by_field(run_folder, old, new, named, capsys)
         assert word in err
 
 
-def test_a_plan_made_before_the_run_file_changed_is_refused(run_folder, capsys):
-    call(["plan", run_folder, "--quiet"], capsys)
-    edit_run(run_folder, "  loss_weights:", "  trained: [llm]\n  loss_weights:")
-    code, _, err = call(["train", run_folder], capsys)
+def test_a_plan_made_before_the_run_file_changed_is_refused(planned, capsys):
+    edit_run(planned, "  loss_weights:", "  trained: [llm]\n  loss_weights:")
+    code, _, err = call(["train", planned], capsys)
     assert (
         code == 1
         and "another model.trained" in err
@@ -387,18 +380,17 @@ def test_a_plan_made_before_the_run_file_changed_is_refused(run_folder, capsys):
     )
 
 
-def test_dry_run_shows_every_rank_and_starts_nothing(run_folder, capsys):
-    call(["plan", run_folder], capsys)
-    code, out, err = call(["train", run_folder, "--dry-run", "--json"], capsys)
+def test_dry_run_shows_every_rank_and_starts_nothing(planned, capsys):
+    code, out, err = call(["train", planned, "--dry-run", "--json"], capsys)
     document = json.loads(out)
     ranks = [rank for stage in document["stages"] for rank in stage["ranks"]]
     assert code == 0 and ranks == list(range(document["ranks"])) == list(
         range(document["plan"]["gpus_used"])
     )
-    code, out, err = call(["train", run_folder, "--dry-run"], capsys)
+    code, out, err = call(["train", planned, "--dry-run"], capsys)
     assert code == 0 and "Nothing was started" in out and "peak GiB" in out
-    assert err.endswith(f"disttrain train {run_folder}\n")
-    assert not (run_folder / "runs" / "tiny" / "traces").exists()
+    assert err.endswith(f"disttrain train {planned}\n")
+    assert not (planned / "runs" / "tiny" / "traces").exists()
 
 
 def test_plan_loads_no_torch(run_folder):

@@ -37,13 +37,6 @@ def call(words, capsys):
 
 
 @pytest.fixture
-def planned(run_folder, capsys):
-    """A run folder with a plan."""
-    assert call(["plan", run_folder], capsys)[0] == 0
-    return run_folder
-
-
-@pytest.fixture
 def faked(planned, monkeypatch):
     """A run that reports three steps and starts no rank."""
 

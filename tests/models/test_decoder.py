@@ -96,9 +96,9 @@ FAMILIES = {
 }
 
 
-def family(make_run, name):
+def family(make_run, name, **others):
     architecture, config = FAMILIES[name]
-    return make_run(llm={"architecture": architecture, "config": config})
+    return make_run(llm={"architecture": architecture, "config": config}, **others)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -132,7 +132,7 @@ def test_packed_samples_equal_transformers_own_model_one_sample_at_a_time(make_r
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 with windows", "qwen3 wide"])
 def test_costs_are_counted_and_a_group_divides_it(make_run, name):
-    run = family(make_run, name)
+    run = family(make_run, name, image_encoder=None, image_generator=None)
     flops = count_flops(run)["llm"]
     assert set(flops) == {"embed", "block", "head"}
     assert flops["block"].forward.per_length_sq > 0

@@ -93,7 +93,11 @@ def test_flops_of_attention_follow_the_window_of_every_block(make_run, family, f
         "num_hidden_layers": 3,
         "vocab_size": 261,
     }
-    run = make_run(llm={"architecture": family, "config": given | fields})
+    run = make_run(
+        llm={"architecture": family, "config": given | fields},
+        image_encoder=None,
+        image_generator=None,
+    )
     inputs, block = describe(run), count_flops(run)["llm"]["block"]
     assert tuple(inputs.windows) == windows
     lengths = [1, 2, 5, 6, 19, 31]

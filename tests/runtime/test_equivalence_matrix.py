@@ -31,7 +31,7 @@ from tests.runtime.equivalence_worker import reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 RANKS, STEPS, BATCH, SEED = 8, 3, 12, 36
-LAUNCHES, DRAWN = 3, 28
+LAUNCHES, DRAWN = 3, 26
 ENCODER, LLM, GENERATOR = EVERYTHING = ("image_encoder", "llm", "image_generator")
 REFINER = "refiner"
 TWO = (*EVERYTHING, REFINER)
@@ -143,6 +143,8 @@ NAMED = [
     ),
     Case((unit("all", list(EVERYTHING), [ALL], 4, 2),), zero_stage=1),
     Case((unit("all", list(EVERYTHING), [3, 9, 5 - 4, 4], 1, 2),), 3),
+    Case((unit("all", list(EVERYTHING), [2, 2, 2, 2, 2, 2, 2, 3]),)),
+    Case(_three((1, 1), (1, 2), (1, 5))),
 ]
 
 

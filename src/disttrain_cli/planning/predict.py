@@ -6,7 +6,7 @@ so that layouts are judged on the data's own skew; the same batches for all layo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,30 +52,34 @@ def policy_of(profile: Profile, layout: Layout, cluster: Cluster) -> Policy:
     )
 
 
-def simulated_step(
+def simulated_steps(
     profile: Profile,
     layout: Layout,
     cluster: Cluster,
-    number: int = 0,
+    numbers: Iterable[int] | None = None,
     shared: bool = True,
-    policy: Policy | None = None,
-) -> Step:
-    """The step over the `number`-th global batch drawn from the data.
+) -> Iterator[Step]:
+    """The steps over these of the global batches drawn from the data, or over all (`batches`).
 
     Args:
-        policy: of several steps; None = made for this one.
         shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a
             cluster.
     """
-    stages = stages_of(profile, layout)
-    loads = loads_of(profile, layout, policy or policy_of(profile, layout, cluster), number)
-    pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
+    stages, policy = stages_of(profile, layout), policy_of(profile, layout, cluster)
     device = profile.device
-    if device.kind == "cpu" and shared:
-        return Step(
-            stages, loads, pipeline, simulate_shared(pipeline, device.cores, device.shared_by)
-        )
-    return Step(stages, loads, pipeline, simulate(pipeline))
+    for number in batches(cluster) if numbers is None else numbers:
+        loads = loads_of(profile, layout, policy, number)
+        pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
+        if device.kind == "cpu" and shared:
+            timeline = simulate_shared(pipeline, device.cores, device.shared_by)
+        else:
+            timeline = simulate(pipeline)
+        yield Step(stages, loads, pipeline, timeline)
+
+
+def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0) -> Step:
+    """The step over the `number`-th global batch drawn from the data."""
+    return next(simulated_steps(profile, layout, cluster, [number]))
 
 
 def loads_of(profile: Profile, layout: Layout, policy: Policy, number: int) -> dict[str, Floats]:
@@ -101,18 +105,9 @@ def simulated_s(
     numbers: Iterable[int] | None = None,
     shared: bool = True,
 ) -> float:
-    """Mean time of the steps over these of the global batches that are drawn, or over all."""
-    policy = policy_of(profile, layout, cluster)
-    return float(
-        np.mean(
-            [
-                simulated_step(
-                    profile, layout, cluster, number, shared, policy
-                ).timeline.iteration_s
-                for number in (batches(cluster) if numbers is None else numbers)
-            ]
-        )
-    )
+    """Mean time of `simulated_steps`."""
+    steps = simulated_steps(profile, layout, cluster, numbers, shared)
+    return float(np.mean([step.timeline.iteration_s for step in steps]))
 
 
 def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
@@ -126,11 +121,7 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
-    policy = policy_of(profile, layout, cluster)
-    steps = [
-        simulated_step(profile, layout, cluster, number, policy=policy)
-        for number in batches(cluster)
-    ]
+    steps = list(simulated_steps(profile, layout, cluster))
     stages = steps[0].stages
     iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
     work = {

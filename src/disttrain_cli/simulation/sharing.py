@@ -23,45 +23,39 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     there."""
     assert pipeline.load_s is None
     slots, stages, _ = pipeline.forward_s.shape
-    shape = pipeline.forward_s.shape
-    starts = {True: np.full(shape, np.nan), False: np.full(shape, np.nan)}
-    ends = {True: np.full(shape, np.nan), False: np.full(shape, np.nan)}
-    durations = {True: pipeline.forward_s, False: pipeline.backward_s}
-    ranks = [
-        (stage, replica)
-        for stage in range(stages)
-        for replica in range(int(pipeline.replicas[stage]))
-    ]
+    replicas = pipeline.replicas.tolist()
     orders = [operations(slots, to_end) for to_end in pipeline.to_end.tolist()]
-    inputs = {
-        (stage, is_forward): _inputs(pipeline, stage, is_forward)
-        for stage in range(stages)
-        for is_forward in (True, False)
+    inputs = [
+        [_inputs(pipeline, stage, forward) for forward in (False, True)] for stage in range(stages)
+    ]
+    durations = [pipeline.backward_s.tolist(), pipeline.forward_s.tolist()]
+    # by [is forward][slot][stage]: when it began and ended on each replica, and on all of them
+    starts, ends = (np.full((2, *pipeline.forward_s.shape), np.nan).tolist() for _ in range(2))
+    complete = np.full((2, slots, stages), np.inf).tolist()
+    missing = np.broadcast_to(pipeline.replicas, (2, slots, stages)).tolist()
+    position = {
+        (stage, replica): 0 for stage in range(stages) for replica in range(replicas[stage])
     }
-    position = dict.fromkeys(ranks, 0)  # position in the stage's order
     running: dict[tuple[int, int], float] = {}  # rank → work left, in s at the measured speed
     now = 0.0
-    while any(position[rank] < len(orders[rank[0]]) for rank in ranks):
+    while position:
         arrivals: list[float] = []
-        for rank in ranks:
-            stage, replica = rank
-            if rank in running or position[rank] >= len(orders[stage]):
+        for (stage, replica), index in position.items():
+            if (stage, replica) in running:
                 continue
-            is_forward, slot = orders[stage][position[rank]]
-            ready = max(
-                (
-                    _ready(
-                        ends[is_forward][slot, other, : pipeline.replicas[other]], replica, crosses
-                    )
-                    + transfer_s
-                    for other, transfer_s, crosses in inputs[stage, is_forward]
-                ),
-                default=0.0,
-            )
+            forward, slot = orders[stage][index]
+            ready = 0.0
+            for other, transfer_s, crosses in inputs[stage][forward]:
+                end = (
+                    complete[forward][slot][other]
+                    if crosses
+                    else ends[forward][slot][other][replica]
+                )
+                ready = max(ready, np.inf if end != end else end + transfer_s)
             if ready <= now:
-                running[rank] = float(durations[is_forward][slot, stage, replica])
-                starts[is_forward][slot, stage, replica] = now
-            elif np.isfinite(ready):
+                running[stage, replica] = durations[forward][slot][stage][replica]
+                starts[forward][slot][stage][replica] = now
+            elif ready < np.inf:
                 arrivals.append(ready)
         assert running or arrivals, "the schedule waits for itself"
         rate = speed(len(running), cores, shared_by) if running else 1.0
@@ -70,16 +64,23 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
         now = now + elapsed
         completes = elapsed >= least / rate
         for rank, left in list(running.items()):
-            if completes and left <= least * (1 + 1e-12):
-                is_forward, slot = orders[rank[0]][position[rank]]
-                ends[is_forward][slot, rank[0], rank[1]] = now
-                del running[rank]
-                position[rank] += 1
-            else:
+            if not (completes and left <= least * (1 + 1e-12)):
                 running[rank] = left - elapsed * rate
-    last = np.nanmax(ends[False], axis=(0, 2))
+                continue
+            del running[rank]
+            stage, replica = rank
+            forward, slot = orders[stage][position[rank]]
+            ends[forward][slot][stage][replica] = now
+            missing[forward][slot][stage] -= 1
+            if not missing[forward][slot][stage]:
+                complete[forward][slot][stage] = now
+            position[rank] += 1
+            if position[rank] == len(orders[stage]):
+                del position[rank]
+    backward_start, forward_start, backward_end, forward_end = map(np.array, (*starts, *ends))
+    last = np.nanmax(backward_end, axis=(0, 2))
     finish = float((last + pipeline.reduce_s).max()) + pipeline.step_s
-    return Timeline(starts[True], ends[True], starts[False], ends[False], finish)
+    return Timeline(forward_start, forward_end, backward_start, backward_end, finish)
 
 
 def _inputs(pipeline: Pipeline, stage: int, is_forward: bool) -> list[tuple[int, float, bool]]:
@@ -94,10 +95,3 @@ def _inputs(pipeline: Pipeline, stage: int, is_forward: bool) -> list[tuple[int,
         )
         for cut in cuts
     ]
-
-
-def _ready(ends: np.ndarray, replica: int, crosses: bool) -> float:
-    """When a stage has finished a slot, all its replicas or one; infinite while it has not. `ends`
-    of its replicas."""
-    done = float(ends.max() if crosses else ends[replica])
-    return np.inf if np.isnan(done) else done
