@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s
+from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s, ring_link
 from disttrain_cli.costs.memory import WEIGHT_BYTES
 from disttrain_cli.costs.stage import backward_parts, shard_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -150,17 +150,31 @@ def crossings(stages: list[CostedStage]) -> list[tuple[CostedStage, CostedStage]
     return [(stages[sender], stages[taker]) for sender, taker in cuts_of(stages)]
 
 
-def in_one_node(ranks: int, gpus_per_node: int) -> bool:
-    """Whether so many neighbouring ranks can share a node."""
-    return ranks <= gpus_per_node
+def in_one_node(ranks: Sequence[int], gpus_per_node: int) -> bool:
+    """Whether all of these ranks are in the same node."""
+    return min(ranks) // gpus_per_node == max(ranks) // gpus_per_node
 
 
 def link_between(
     profile: Profile, before: CostedStage, after: CostedStage, gpus_per_node: int
 ) -> LinkTimes:
-    """The links between two neighbouring stages: a stage's ranks lie together, so both must fit
-    into a node."""
-    return profile.links.of(in_one_node(len(before.ranks) + len(after.ranks), gpus_per_node))
+    """The links between two neighbouring stages."""
+    return profile.links.of(in_one_node((*before.ranks, *after.ranks), gpus_per_node))
+
+
+def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> LinkTimes:
+    """The links of a ring of a stage's replicas; all its rings (one for each TP rank) run at once.
+
+    A stage that begins or ends inside a node has fewer ranks there, and its rings are as narrow as
+    in that node.
+    """
+    if in_one_node(stage.ranks, gpus_per_node):
+        return profile.links
+    first, stop = stage.ranks[0], stage.ranks[-1] + 1
+    fewest = min(
+        gpus_per_node, -first % gpus_per_node or gpus_per_node, (stop - 1) % gpus_per_node + 1
+    )
+    return ring_link(profile.links, max(1, fewest // stage.tp))
 
 
 def transfers_s(
@@ -184,7 +198,7 @@ def transfers_s(
 
 def reduce_s(profile: Profile, stage: CostedStage, gpus_per_node: int) -> float:
     """Reduction of the gradients of a stage over its replicas."""
-    link = profile.links.of(in_one_node(len(stage.ranks), gpus_per_node))
+    link = replicas_link(profile, stage, gpus_per_node)
     return (
         all_reduce_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp) if stage.trained else 0.0
     )
@@ -196,7 +210,7 @@ def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_n
     per_parameter_s = profile.device.optimizer_ns_per_parameter * 1e-9
     if layout.zero_stage == 0 or not stage.trained:
         return stage.trained * per_parameter_s
-    link = profile.links.of(in_one_node(len(stage.ranks), gpus_per_node))
+    link = replicas_link(profile, stage, gpus_per_node)
     weights_bytes = stage.trained * WEIGHT_BYTES[profile.precision]
     return stage.trained / stage.unit.dp * per_parameter_s + all_gather_s(
         link, weights_bytes, stage.unit.dp

@@ -3,9 +3,26 @@
 
 from __future__ import annotations
 
-from disttrain_cli.spec.profile import LinkTimes
+from disttrain_cli.spec.profile import LinkProfile, LinkTimes
 
 GIGABIT_BYTES = 1e9 / 8.0
+
+
+def ring_link(links: LinkProfile, per_node: int) -> LinkTimes:
+    """What a ring between nodes has, with at least `per_node` of its ranks in each node.
+
+    NCCL lays as many rings through a node as its members there have network devices, so that all of
+    these carry the same collective at once; no faster than the links inside the node do.
+    """
+    if links.inter_node is None:
+        return links
+    shared = {
+        f"{name}_gbps": min(
+            getattr(links, f"{name}_gbps"), per_node * getattr(links.inter_node, f"{name}_gbps")
+        )
+        for name in COLLECTIVES
+    }
+    return links.inter_node.model_copy(update=shared)
 
 
 def p2p_s(link: LinkTimes, size_bytes: float) -> float:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.layout import GRADIENT_BYTES, CostedStage, crossings, in_one_node
+from disttrain_cli.costs.layout import (
+    GRADIENT_BYTES,
+    CostedStage,
+    crossings,
+    in_one_node,
+    replicas_link,
+)
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
@@ -35,7 +41,7 @@ def _crossings(
     """Activations and gradients over the cuts between stages, those inside a unit added up."""
     rows: dict[tuple[str, str | None, bool], Traffic] = {}
     for before, after in crossings(stages):
-        inside = in_one_node(len(before.ranks) + len(after.ranks), gpus_per_node)
+        inside = in_one_node((*before.ranks, *after.ranks), gpus_per_node)
         sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
         rank_bytes = sent / min(len(before.ranks), len(after.ranks))
         row = Traffic(
@@ -63,10 +69,10 @@ def _over_replicas(
     """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a
     unit's stages."""
     unit = of_unit[0].unit
-    inside = in_one_node(len(of_unit[0].ranks), gpus_per_node)
-    link = profile.links.of(inside)
-    ring = (unit.dp - 1) / unit.dp
-    most, total = max(stage.trained for stage in of_unit), sum(stage.trained for stage in of_unit)
+    ring, total = (unit.dp - 1) / unit.dp, sum(stage.trained for stage in of_unit)
+    fullest = max(of_unit, key=lambda stage: stage.trained)
+    most, inside = fullest.trained, in_one_node(fullest.ranks, gpus_per_node)
+    link = replicas_link(profile, fullest, gpus_per_node)
     kinds = [("gradients", 2 * GRADIENT_BYTES, link.all_reduce_gbps)]
     if layout.zero_stage == 1:
         kinds.append(("weights", WEIGHT_BYTES[profile.precision], link.all_gather_gbps))

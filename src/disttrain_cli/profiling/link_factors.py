@@ -7,6 +7,7 @@ measured times no figures explain better: those of hosts too busy to take part i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from disttrain_cli.costs.layout import (
     in_one_node,
     optimizer_s,
     reduce_s,
+    replicas_link,
     transfers_s,
 )
 from disttrain_cli.profiling.factors import each_error_pct, fit_factors
@@ -166,7 +168,7 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
     )
     for row in waited:
         index = hops[row["before"], row["after"]]
-        ranks = sum(len(stages[row[side]].ranks) for side in ("before", "after"))
+        ranks = [rank for side in ("before", "after") for rank in stages[row[side]].ranks]
         samples.append(
             _Sample(
                 _inside(job, ranks),
@@ -188,7 +190,7 @@ def _reductions(database: Database, job: Job) -> list[_Sample]:
         )
         if whole_s:
             samples.append(
-                _Sample(_inside(job, len(stage.ranks)), whole_s - bytes_s, bytes_s, measured_s)
+                _Sample(_reduces_inside(job, stage), whole_s - bytes_s, bytes_s, measured_s)
             )
     return samples
 
@@ -207,6 +209,12 @@ def _updates(database: Database, operation: str) -> list[tuple[CostedStage, floa
     ]
 
 
-def _inside(job: Job, ranks: int) -> bool:
-    """Whether a group uses the links inside a node; where there is one node only, all do."""
+def _inside(job: Job, ranks: Sequence[int]) -> bool:
+    """Whether messages use the links inside a node; where there is one node only, all do."""
     return job.profile.links.inter_node is None or in_one_node(ranks, job.gpus_per_node)
+
+
+def _reduces_inside(job: Job, stage: CostedStage) -> bool:
+    """Whether the links inside a node bound a reduction, also of a ring over several nodes."""
+    link = replicas_link(job.profile, stage, job.gpus_per_node)
+    return link.all_reduce_gbps >= job.profile.links.all_reduce_gbps

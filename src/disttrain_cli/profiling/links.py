@@ -44,33 +44,40 @@ def measure_links(device: torch.device) -> LinkProfile:
     """Measure with all processes of the default group (every rank must call this; all get the same
     result).
 
-    Inside a node with the ranks of rank 0's host, between nodes with one rank of each host, where
-    there are several.
+    Inside a node with the ranks of rank 0's host. Between nodes, where there are several, with as
+    many rings at once as every host has ranks, each through one rank of each host: what a rank has
+    of a network that its neighbours use too (`costs.links.ring_link`).
     """
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-    heads = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    rings = [list(ring) for ring in zip(*by_host.values(), strict=False)]
     links = [
-        _measure_group(inside, device),
-        _measure_group(heads, device) if len(heads) > 1 else None,
+        _measure([by_host[hosts[0]]], device),
+        _measure(rings, device) if len(by_host) > 1 else None,
     ]
     dist.broadcast_object_list(links, src=0, device=device)
     assert links[0] is not None
     return LinkProfile(**links[0], inter_node=None if links[1] is None else LinkTimes(**links[1]))
 
 
-def _measure_group(ranks: list[int], device: torch.device) -> dict[str, float]:
-    """Fields of `LinkTimes` for a group of ranks; the others wait, and get none."""
-    group = dist.new_group(ranks)
-    count, sizes = len(ranks), CUDA_SIZES_BYTES if device.type == "cuda" else SIZES_BYTES
+def _measure(groups: list[list[int]], device: torch.device) -> dict[str, float]:
+    """Fields of `LinkTimes` for groups of as many ranks each, all at once; other ranks wait, and
+    get none."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    mine = next(
+        (pair for pair in zip(groups, made, strict=True) if dist.get_rank() in pair[0]), None
+    )
+    operations = _operations(*(mine or (groups[0], made[0])))
+    count, sizes = len(groups[0]), CUDA_SIZES_BYTES if device.type == "cuda" else SIZES_BYTES
     measured: dict[str, float] = {}
-    for name, (operation, share, messages) in _operations(ranks, group).items():
-        mine = operation if dist.get_rank() in ranks else None
-        times_s = [time_s / messages for time_s in _medians_s(mine, sizes, count, device)]
+    for name, (operation, share, messages) in operations.items():
+        times_s = _medians_s(operation if mine else None, sizes, count, device)
         if mine is not None:
             measured[f"{name}_gbps"], measured[f"{name}_us"] = fit_link(
-                [share * size for size in sizes], times_s
+                [share * size for size in sizes], [time_s / messages for time_s in times_s]
             )
     return measured
 

@@ -214,7 +214,11 @@ class LinkProfile(LinkTimes):
     """Links inside a node, and between nodes."""
 
     inter_node: LinkTimes | None = Field(
-        None, description="Between nodes; None where there is one node only."
+        None,
+        description=(
+            "Between nodes: what one rank has while all ranks of its node send; None where there is"
+            " one node only."
+        ),
     )
 
     def of(self, inside_a_node: bool) -> LinkTimes:

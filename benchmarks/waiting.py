@@ -1,0 +1,61 @@
+"""How much of a planned step is waiting: the paper's models on frozen costs, at 1,296 and 1,172
+A800.
+
+`benchmarks/costs/` holds run file and profile of each model as `disttrain init --preset` and
+`disttrain profile` wrote them on 2026-11-23. They stay as they are, so that every change of this
+table is one of planner and schedule. "No waiting" is the step that the plan's own kernels would
+take if no device ever waited: compute time of all devices over their number. Simulated; nothing
+here was measured on a GPU. Deterministic but for the seconds of planning.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Tables, main
+from disttrain_cli.planning.solve import solve
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+
+COSTS = Path(__file__).parent / "costs"
+CASES = (("mllm-9b", 1296), ("mllm-15b", 1296), ("mllm-72b", 1296), ("mllm-72b", 1172))
+
+
+def costs(name: str) -> tuple[RunFile, Profile]:
+    """Run file and profile of a model as they were frozen."""
+    frozen = json.loads(gzip.decompress((COSTS / f"{name}.json.gz").read_bytes()))
+    return RunFile.model_validate(frozen["run"]), Profile.model_validate(frozen["profile"])
+
+
+def planned(name: str, gpus: int) -> dict[str, Any]:
+    """The plan of a model on so many devices, and what of its step is waiting."""
+    plan = solve(*costs(name), gpus=gpus, top=0)
+    predicted, megatron = plan.predicted, plan.baselines["megatron"]
+    efficiency = predicted.orchestration_efficiency * plan.plan.gpus_used / gpus
+    return {
+        "model": name,
+        "devices": gpus,
+        "layout": plan.plan.describe(),
+        "s per step": predicted.iteration_s,
+        "no waiting, s": predicted.iteration_s * efficiency,
+        "no waiting over step": efficiency,
+        "MFU %": 100 * predicted.mfu,
+        "reduction s": predicted.reduce_s,
+        "optimizer s": predicted.optimizer_s,
+        "over the best megatron": megatron.iteration_s / predicted.iteration_s
+        if megatron
+        else None,
+        "planned in s": plan.search.solve_s,
+    }
+
+
+def measure(small: bool = False) -> Tables:
+    """One table."""
+    return {"Waiting": [planned(*case) for case in (CASES[:1] if small else CASES)]}
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)
