@@ -36,7 +36,7 @@ from disttrain_cli.data.ordering.sequencing import search_order
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.planning.baselines import pipelines
-from disttrain_cli.planning.solve import layout_of
+from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.units import Cluster, group
 from disttrain_cli.simulation.makespan import orders_s
 from disttrain_cli.simulation.pipeline import simulate

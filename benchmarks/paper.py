@@ -29,9 +29,10 @@ from typing import Any
 from benchmarks.common import Tables, table
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.planning.baselines import megatron, pipelines
+from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.predict import predict, simulated_steps
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import cluster_of, layout_of, ranking, solve
+from disttrain_cli.planning.solve import cluster_of, ranking, solve
 from disttrain_cli.planning.units import Cluster, group, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline

@@ -36,8 +36,9 @@ from benchmarks.common import Tables, table
 from benchmarks.paper import LLM_PP, megatron_lm, shapes
 from benchmarks.strategies import disttrain
 from disttrain_cli.planning.baselines import pipelines
+from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.predict import predict
-from disttrain_cli.planning.solve import cluster_of, layout_of
+from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.planning.units import Cluster, group, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, read_plan, write_plan

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
+from disttrain_cli.planning.layouts import apart
 from disttrain_cli.planning.predict import predict
-from disttrain_cli.planning.solve import apart, cluster_of, solve
+from disttrain_cli.planning.solve import cluster_of, solve
 from disttrain_cli.planning.units import group, units_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile

@@ -13,9 +13,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.objective import combine, layout_time, unit_stages_ms
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import layout_of
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LayerCost, ModuleProfile, Profile

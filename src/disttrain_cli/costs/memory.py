@@ -322,6 +322,13 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     return result
 
 
+def fits(profile: Profile, layout: Layout, limit_gib: float) -> bool:
+    """Whether every stage of a layout has room in so much memory."""
+    return all(
+        stage.peak_gib <= stage.limit_gib for stage in layout_memory(profile, layout, limit_gib)
+    )
+
+
 def _fullest_moment(
     activations: Floats, working: Floats, appearing: Floats, flight: int
 ) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from disttrain_cli.costs.layout import optimizer_s, stages_of
-from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
@@ -185,10 +185,7 @@ def faster_zero(profile: Profile, cluster: Cluster, layout: Layout) -> Layout:
     Only the optimizer's part of a step depends on it. Training in bf16 needs ZeRO-1.
     """
     other = layout.model_copy(update={"zero_stage": 1 - layout.zero_stage})
-    if profile.precision == "bf16" or any(
-        stage.peak_gib > stage.limit_gib
-        for stage in layout_memory(profile, other, cluster.memory_gib)
-    ):
+    if profile.precision == "bf16" or not fits(profile, other, cluster.memory_gib):
         return layout
     mine, theirs = (
         max(

@@ -11,16 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.hardware import RULES
-from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.memory import fits
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.planning.baselines import candidates, megatron
 from disttrain_cli.planning.bounds import Keep
-from disttrain_cli.planning.finalists import EACH, Limits, Ranked, faster_zero, rank, rounds
+from disttrain_cli.planning.climb import climb
+from disttrain_cli.planning.finalists import (
+    EACH,
+    Limits,
+    Ranked,
+    diverse,
+    faster_zero,
+    one_batch_s,
+    rank,
+    rounds,
+)
 from disttrain_cli.planning.infeasible import infeasible
-from disttrain_cli.planning.options import Rows, layers_per_stage
+from disttrain_cli.planning.layouts import UnitShape, apart, layout_of, layout_with
+from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult, search
-from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_of
+from disttrain_cli.planning.units import Cluster, Unit, group, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
     Alternative,
@@ -34,10 +45,10 @@ from disttrain_cli.spec.plan import (
 )
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
-from disttrain_cli.spec.stage_graph import in_line
 
 BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
+CLIMBED = 2  # finalists whose neighbours are simulated
 NEAR = 2  # finalists with another shape of the LLM near the best one's
 
 
@@ -220,7 +231,41 @@ def ranking(
         NEAR if ours else 0,
         others,
     )
+    finalists += _climbed(profile, cluster, strategy, either_zero, finalists)
     return rank(profile, cluster, finalists, top + 1), combinations, len(finalists)
+
+
+def _climbed(
+    profile: Profile,
+    cluster: Cluster,
+    strategy: Strategy,
+    either_zero: bool,
+    finalists: list[Ranked],
+) -> list[Ranked]:
+    """Better neighbours of the best finalists that differ in the LLM's shape."""
+    units = group(profile, cluster, strategy)
+
+    def build(shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
+        layout = layout_with(units, cluster, shapes, slot_sequences, strategy)
+        if layout is None or not fits(profile, layout, cluster.memory_gib):
+            return None
+        return faster_zero(profile, cluster, layout) if either_zero else layout
+
+    def time_s(layout: Layout) -> float:
+        return one_batch_s(profile, layout, cluster)
+
+    best = sorted(finalists, key=lambda one: one.iteration_s)
+    starts = diverse(best, lambda one: _shape(one.layout.unit_of(profile.inputs.llm)), CLIMBED)
+    return [
+        Ranked(*one)
+        for start in starts
+        if len(start.layout.units) == len(units)
+        for one in climb(units, cluster, start.layout, start.iteration_s, build, time_s)
+    ]
+
+
+def _shape(unit: UnitPlan) -> UnitShape:
+    return UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing)
 
 
 def _rivals(
@@ -235,40 +280,8 @@ def _rivals(
     return [
         (layout, other)
         for layout, other in rivals
-        if layout is not None
-        and all(
-            stage.peak_gib <= stage.limit_gib
-            for stage in layout_memory(profile, layout, cluster.memory_gib)
-        )
+        if layout is not None and fits(profile, layout, cluster.memory_gib)
     ]
-
-
-def apart(layout: Layout, units: list[Unit]) -> Layout | None:
-    """The layout with its stages shared out to these units, in pipeline order; None where a stage
-    holds several."""
-    left = [(plan, layers) for plan in layout.units for layers in plan.layers_per_stage]
-    plans: list[UnitPlan] = []
-    for unit in units:
-        stages, missing = [], unit.layers
-        while missing > 0 and left:
-            stages.append(left.pop(0))
-            missing -= stages[-1][1]
-        if missing or any(plan is not stages[0][0] for plan, _ in stages):
-            return None
-        plan = stages[0][0]
-        plans.append(
-            UnitPlan(
-                name=unit.name,
-                modules=list(unit.modules),
-                tp=plan.tp,
-                dp=plan.dp,
-                pp=len(stages),
-                gpus=plan.tp * plan.dp * len(stages),
-                layers_per_stage=[layers for _, layers in stages],
-                checkpointing=plan.checkpointing,
-            )
-        )
-    return layout.model_copy(update={"strategy": "disaggregated", "units": plans})
 
 
 def _predicted(profile: Profile, cluster: Cluster, layout: Layout) -> Prediction:
@@ -312,44 +325,6 @@ def keep_within(units: list[Unit], limits: Limits) -> Keep:
 def fewer_replicas(units: list[Unit], most: int) -> Keep:
     """Restricts a search to at most `most` replicas of the LLM's unit."""
     return keep_within(units, Limits(math.inf, most))
-
-
-def layout_of(
-    units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy
-) -> Layout:
-    """The layout of a candidate, with the layers of every stage."""
-    slots = cluster.batch // candidate.slot_sequences
-    plans: list[UnitPlan] = []
-    stages = in_line([pp for _, _, pp in candidate.shapes], holder_of(units))
-    for unit, (tp, dp, pp), recomputes, left in zip(
-        units, candidate.shapes, candidate.checkpointing, stages, strict=True
-    ):
-        layers = layers_per_stage(
-            unit, tp, dp, pp, candidate.slot_sequences, slots, left - pp, recomputes
-        )
-        assert layers is not None, "the search kept a shape that does not fit"
-        plans.append(
-            UnitPlan(
-                name=unit.name,
-                modules=list(unit.modules),
-                tp=tp,
-                dp=dp,
-                pp=pp,
-                gpus=tp * dp * pp,
-                layers_per_stage=layers,
-                checkpointing=recomputes,
-            )
-        )
-    return Layout(
-        strategy=strategy,
-        global_batch_size=cluster.batch,
-        microbatch_size=candidate.microbatch,
-        microbatches=slots,
-        gpus_used=candidate.gpus,
-        zero_stage=cluster.zero_stage,
-        trained=None if cluster.trained is None else list(cluster.trained),
-        units=plans,
-    )
 
 
 def _described(layout: Layout) -> str:

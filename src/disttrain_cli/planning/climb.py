@@ -1,0 +1,135 @@
+"""Better neighbours of a finalist: a hill climb in the simulator.
+
+The formula by which the search finds layouts knows neither reductions, nor messages in detail, nor
+skewed data, nor where a stage begins inside a node. So from the best finalists on, one unit at a
+time takes a few devices, a TP size or a stage more or less, another one takes what devices are
+left, and the fastest simulated neighbour is the next one to start from, as long as it gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
+from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.layouts import UnitShape
+from disttrain_cli.planning.objective import layout_time
+from disttrain_cli.planning.units import Cluster, Unit, holder_of
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+
+LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
+TRIED = 12  # neighbours of a layout that are simulated: the best by `_estimate_s`
+MOST = 8  # steps of a climb
+
+
+#: The layout of these shapes, in pipeline order, for slots of so many sequences; None where it does
+#: not fit.
+Build = Callable[[Sequence[UnitShape], int], Layout | None]
+
+
+def climb(
+    units: list[Unit],
+    cluster: Cluster,
+    start: Layout,
+    start_s: float,
+    build: Build,
+    time_s: Callable[[Layout], float],
+) -> list[tuple[Layout, float]]:
+    """The layouts on the way up from `start`, each with its simulated time, the best last.
+
+    Args:
+        start_s: its simulated time.
+        time_s: of a layout.
+    """
+    way: list[tuple[Layout, float]] = []
+    layout, best_s = start, start_s
+    seen = {start.describe()}
+    for _ in range(MOST):
+        found = []
+        for other in _built(units, cluster, layout, build):
+            if other.describe() not in seen:
+                seen.add(other.describe())
+                found.append(other)
+        profile = units[0].profile
+        found.sort(key=lambda other: _estimate_s(profile, cluster, units, other))
+        timed = [(time_s(other), index) for index, other in enumerate(found[:TRIED])]
+        if not timed or min(timed)[0] > best_s * (1 - LEAST_GAIN):
+            break
+        best_s, index = min(timed)
+        layout = found[index]
+        way.append((layout, best_s))
+    return way
+
+
+def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:
+    shapes = [UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing) for unit in layout.units]
+    for other in dict.fromkeys(neighbours(units, cluster, shapes, layout.microbatch_size)):
+        made = build(other, layout.microbatch_size * other[holder_of(units)].dp)
+        if made is not None:
+            yield made
+
+
+def neighbours(
+    units: list[Unit], cluster: Cluster, shapes: Sequence[UnitShape], microbatch: int
+) -> Iterator[tuple[UnitShape, ...]]:
+    """Layouts with one unit changed by a step, and another one without the LLM as wide as the
+    devices that are left allow."""
+    llm = holder_of(units)
+    for number, unit in enumerate(units):
+        for changed in _steps(unit, cluster, shapes[number], microbatch):
+            moved = [*shapes[:number], changed, *shapes[number + 1 :]]
+            if sum(shape.gpus for shape in moved) <= cluster.gpus:
+                yield tuple(moved)
+            for other in range(len(units)):
+                if other not in (number, llm):
+                    left = cluster.gpus - sum(
+                        shape.gpus for index, shape in enumerate(moved) if index != other
+                    )
+                    dp = left // (moved[other].tp * moved[other].pp)
+                    if dp > 0:
+                        yield (
+                            *moved[:other],
+                            moved[other]._replace(dp=dp),
+                            *moved[other + 1 :],
+                        )
+
+
+def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> Iterator[UnitShape]:
+    """The unit a little narrower or wider, shorter or longer, with smaller or larger TP groups."""
+    if unit.holds_llm:
+        widths = [dp for dp in divisors(cluster.batch) if cluster.batch % (dp * microbatch) == 0]
+        place = widths.index(shape.dp)
+        dps = widths[max(0, place - 1) : place + 2]
+    else:
+        per_node = max(1, cluster.gpus_per_node // shape.tp)
+        dps = [shape.dp + step for step in (-per_node, -2, -1, 1, 2, per_node)]
+        dps += [shape.dp // per_node * per_node, -(-shape.dp // per_node) * per_node]
+    for dp in dps:
+        if dp > 0 and dp != shape.dp:
+            yield shape._replace(dp=dp)
+            for pp in (shape.pp - 1, shape.pp + 1):
+                if unit.holds_llm and 0 < pp <= unit.layers:
+                    yield shape._replace(dp=dp, pp=pp)
+    for pp in (shape.pp - 1, shape.pp + 1):
+        if 0 < pp <= unit.layers:
+            dp = shape.dp if unit.holds_llm else max(1, shape.dp * shape.pp // pp)
+            yield shape._replace(dp=dp, pp=pp)
+    for tp in unit.tps:
+        if tp in (2 * shape.tp, shape.tp // 2):
+            yield shape._replace(tp=tp)
+            if not unit.holds_llm:
+                yield shape._replace(tp=tp, dp=max(1, shape.dp * shape.tp // tp))
+            else:
+                pp = max(1, min(unit.layers, shape.pp * shape.tp // tp))
+                yield shape._replace(tp=tp, pp=pp)
+
+
+def _estimate_s(profile: Profile, cluster: Cluster, units: list[Unit], layout: Layout) -> float:
+    """The formula with the longest reduction and optimizer step: whom to simulate first."""
+    stages, gpus_per_node = stages_of(profile, layout), cluster.gpus_per_node
+    return (
+        layout_time(units, layout).total_ms / 1e3
+        + max(reduce_s(profile, stage, gpus_per_node) for stage in stages)
+        + max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages)
+    )

@@ -1,0 +1,107 @@
+"""Layouts made from shapes: of a search's candidate, of any shapes, of another layout's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from disttrain_cli.planning.options import layers_per_stage
+from disttrain_cli.planning.search import Candidate
+from disttrain_cli.planning.units import Cluster, Unit, holder_of
+from disttrain_cli.spec.plan import Layout, Strategy, UnitPlan
+from disttrain_cli.spec.stage_graph import in_line
+
+
+class UnitShape(NamedTuple):
+    """One unit's part of a layout, without its layers per stage."""
+
+    tp: int
+    dp: int
+    pp: int
+    checkpointing: bool
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.dp * self.pp
+
+
+def layout_with(
+    units: list[Unit],
+    cluster: Cluster,
+    shapes: Sequence[UnitShape],
+    slot_sequences: int,
+    strategy: Strategy,
+) -> Layout | None:
+    """The layout of these shapes with the best split of layers; None where a unit's memory does not
+    fit."""
+    slots = cluster.batch // slot_sequences
+    stages = in_line([shape.pp for shape in shapes], holder_of(units))
+    plans: list[UnitPlan] = []
+    for unit, shape, left in zip(units, shapes, stages, strict=True):
+        tp, dp, pp, recomputes = shape
+        layers = layers_per_stage(unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes)
+        if layers is None:
+            return None
+        plans.append(
+            UnitPlan(
+                name=unit.name,
+                modules=list(unit.modules),
+                tp=tp,
+                dp=dp,
+                pp=pp,
+                gpus=shape.gpus,
+                layers_per_stage=layers,
+                checkpointing=recomputes,
+            )
+        )
+    return Layout(
+        strategy=strategy,
+        global_batch_size=cluster.batch,
+        microbatch_size=slot_sequences // shapes[holder_of(units)].dp,
+        microbatches=slots,
+        gpus_used=sum(shape.gpus for shape in shapes),
+        zero_stage=cluster.zero_stage,
+        trained=None if cluster.trained is None else list(cluster.trained),
+        units=plans,
+    )
+
+
+def layout_of(
+    units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy
+) -> Layout:
+    """The layout of a candidate, with the layers of every stage."""
+    shapes = [
+        UnitShape(*shape, recomputes)
+        for shape, recomputes in zip(candidate.shapes, candidate.checkpointing, strict=True)
+    ]
+    layout = layout_with(units, cluster, shapes, candidate.slot_sequences, strategy)
+    assert layout is not None, "the search kept a shape that does not fit"
+    return layout
+
+
+def apart(layout: Layout, units: list[Unit]) -> Layout | None:
+    """The layout with its stages shared out to these units, in pipeline order; None where a stage
+    holds several."""
+    left = [(plan, layers) for plan in layout.units for layers in plan.layers_per_stage]
+    plans: list[UnitPlan] = []
+    for unit in units:
+        stages, missing = [], unit.layers
+        while missing > 0 and left:
+            stages.append(left.pop(0))
+            missing -= stages[-1][1]
+        if missing or any(plan is not stages[0][0] for plan, _ in stages):
+            return None
+        plan = stages[0][0]
+        plans.append(
+            UnitPlan(
+                name=unit.name,
+                modules=list(unit.modules),
+                tp=plan.tp,
+                dp=plan.dp,
+                pp=len(stages),
+                gpus=plan.tp * plan.dp * len(stages),
+                layers_per_stage=[layers for _, layers in stages],
+                checkpointing=plan.checkpointing,
+            )
+        )
+    return layout.model_copy(update={"strategy": "disaggregated", "units": plans})

@@ -1,0 +1,99 @@
+"""Climbing from a finalist to better neighbours: only layouts that run, never a slower one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from disttrain_cli.costs.memory import fits
+from disttrain_cli.planning import climb as climbing
+from disttrain_cli.planning import solve
+from disttrain_cli.planning.climb import climb, neighbours
+from disttrain_cli.planning.finalists import one_batch_s
+from disttrain_cli.planning.layouts import UnitShape, layout_with
+from disttrain_cli.planning.solve import cluster_of
+from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from tests.planning import synthetic
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[Profile, list[Unit], Cluster]:
+    run = synthetic.run_file(batch=96, gpus=32, nodes=4, precision="bf16")
+    profile = synthetic.paper_9b(run)
+    cluster = cluster_of(run, profile)
+    return profile, group(profile, cluster, "disaggregated"), cluster
+
+
+def built(case: tuple[Profile, list[Unit], Cluster]) -> climbing.Build:
+    profile, units, cluster = case
+
+    def build(shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
+        layout = layout_with(units, cluster, shapes, slot_sequences, "disaggregated")
+        return layout if layout and fits(profile, layout, cluster.memory_gib) else None
+
+    return build
+
+
+LOPSIDED = [UnitShape(1, 3, 1, False), UnitShape(4, 4, 1, False), UnitShape(1, 5, 1, False)]
+
+
+def test_neighbours_keep_to_the_devices_the_batch_and_the_profiled_tp(
+    case: tuple[Profile, list[Unit], Cluster],
+) -> None:
+    _, units, cluster = case
+    llm = holder_of(units)
+    found = list(neighbours(units, cluster, LOPSIDED, 2))
+    assert len(set(found)) > 30 and tuple(LOPSIDED) not in found
+    for shapes in found:
+        assert sum(shape.gpus for shape in shapes) <= cluster.gpus
+        assert cluster.batch % (2 * shapes[llm].dp) == 0
+        assert all(shape.tp in unit.tps for shape, unit in zip(shapes, units, strict=True))
+        assert all(1 <= shape.pp <= unit.layers for shape, unit in zip(shapes, units, strict=True))
+        changed = [one != other for one, other in zip(shapes, LOPSIDED, strict=True)]
+        assert sum(changed) <= 2
+    used = [sum(shape.gpus for shape in shapes) for shapes in found]
+    assert used.count(cluster.gpus) > 10  # what is left goes to another unit
+
+
+def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
+    case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(climbing, "TRIED", 1000)
+    monkeypatch.setattr(climbing, "MOST", 1000)
+    profile, units, cluster = case
+    build = built(case)
+
+    def time_s(layout: Layout) -> float:
+        return one_batch_s(profile, layout, cluster)
+
+    start = build(LOPSIDED, 8)
+    assert start is not None
+    start_s = time_s(start)
+    way = climb(units, cluster, start, start_s, build, time_s)
+    times_s = [start_s, *(seconds for _, seconds in way)]
+    assert times_s[-1] < 0.8 * start_s and times_s == sorted(times_s, reverse=True)
+    for layout, seconds in way:
+        assert layout.gpus_used <= cluster.gpus and fits(profile, layout, cluster.memory_gib)
+        assert seconds == time_s(layout)
+    top, top_s = way[-1]
+    shapes = [UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing) for unit in top.units]
+    others = [
+        build(other, top.microbatch_size * other[holder_of(units)].dp)
+        for other in neighbours(units, cluster, shapes, top.microbatch_size)
+    ]
+    assert min(time_s(other) for other in others if other) >= top_s * (1 - climbing.LEAST_GAIN)
+
+
+def test_a_ranking_with_neighbours_is_never_slower(
+    case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, _, cluster = case
+    for strategy in ("disaggregated", "megatron"):
+        times_s = []
+        for climbed in (solve.CLIMBED, 0):
+            monkeypatch.setattr(solve, "CLIMBED", climbed)
+            times_s.append(solve.ranking(profile, cluster, strategy)[0][0].iteration_s)
+        assert times_s[0] <= times_s[1]
