@@ -12,7 +12,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test test-slow test-oldest test-all bench check docs clean

@@ -15,6 +15,22 @@ settings.load_profile("repeatable")
 os.environ.pop("COLUMNS", None)
 
 
+#: They take minutes, and begin first, so that no process waits for one of them at the end.
+LONGEST = {
+    "test_benchmarks.py",
+    "test_chain.py",
+    "test_demo.py",
+    "test_equivalence_matrix.py",
+    "test_executed.py",
+    "test_layouts.py",
+    "test_modality.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests read is not kept in the user's cache folder."""

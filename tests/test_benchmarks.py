@@ -26,7 +26,6 @@ from benchmarks import (
     rehearsal,
     simulation,
     stock_pipeline,
-    strategies,
     verdicts,
 )
 from disttrain_cli.analysis.result.verdicts import Place, Verdict
@@ -187,16 +186,6 @@ def test_checkpoints():
         (does, way) for does in ("save", "load") for way in checkpoints.WAYS
     ]
     assert all(row["s per GiB"] > 0 for row in rows) and 0 < stands[0]["share of saving"] < 1
-
-
-@pytest.mark.slow
-def test_strategies():
-    steps, ratio = strategies.measure(small=True).values()
-    assert [row["strategy"] for row in steps] == list(strategies.STRATEGIES)
-    assert (
-        all(row["measured"] > 0 and row["predicted"] > 0 for row in steps)
-        and ratio[0]["measured"] > 0
-    )
 
 
 def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):

@@ -289,8 +289,11 @@ def test_a_process_that_ends_is_told_by_its_stage(
 
 @pytest.mark.slow
 def test_a_preset_keeps_what_it_is_priced_at(tmp_path: Path, capsys: Any) -> None:
-    name = "vlm-8b"
-    (tmp_path / "disttrain.yaml").write_text(preset_text(name))
+    """Fewer layers and devices than the preset, so that it takes a minute; as wide."""
+    llm = "hidden_size: 4096, num_hidden_layers: "
+    text = preset_text("vlm-8b").replace(f"{llm}32", f"{llm}6")
+    text = text.replace("  nodes: 4", "  nodes: 1").replace("batch_size: 256", "batch_size: 32")
+    (tmp_path / "disttrain.yaml").write_text(text)
     for command in ("profile", "plan"):
         assert call_quietly(command, tmp_path) == 0
     capsys.readouterr()

@@ -228,7 +228,8 @@ def test_frozen_and_recomputed_layers_change_backwards_only(
 
 
 def test_end_of_the_step(case: tuple[Profile, list[Unit], Cluster]) -> None:
-    """Nodes of four: a group of two replicas is inside one, one of four with TP 2 is not."""
+    """Nodes of four: a group of two replicas is inside one, one of four with TP 2 is not: its ring
+    has two ranks in each."""
     profile, _, cluster = case
     device = profile.device.model_copy(update={"optimizer_ns_per_parameter": 1000.0})
     profile = profile.model_copy(
@@ -258,7 +259,7 @@ def test_end_of_the_step(case: tuple[Profile, list[Unit], Cluster]) -> None:
     wide = stages_of(profile, three(llm_dp=4, tp=2))[1]
     assert wide.trained == parameters / 2
     assert reduce_s(profile, wide, 4) == pytest.approx(
-        100e-6 + 2 * 4 * parameters / 2 * 3 / 4 * 8 / 0.4e9
+        100e-6 + 2 * 4 * parameters / 2 * 3 / 4 * 8 / (2 * 0.4e9)
     )
     assert faster_zero(profile, cluster, none).zero_stage == 1
     instant = profile.model_copy(
@@ -514,7 +515,7 @@ def test_the_plan_is_near_the_best_of_all_layouts_in_the_simulator() -> None:
     ranked, _, simulated = ranking(profile, cluster, "disaggregated")
     assert (
         simulated < 25
-        and one_batch_s(profile, ranked[0].layout, cluster) <= 1.03 * min(times) < times[0] / 1.5
+        and one_batch_s(profile, ranked[0].layout, cluster) <= 1.03 * min(times) < times[0] / 1.2
     )
 
 

@@ -212,8 +212,8 @@ def test_links_come_back(recording, run, tmp_path):
         assert reduce_s(found.profile, stage, 4) == pytest.approx(
             reduce_s(true, stage, 4), rel=0.02
         )
-    # no group is that large
-    assert found.profile.links.inter_node.all_reduce_gbps == far.all_reduce_gbps
+    # of the replicas that two nodes share: it was right
+    assert found.profile.links.inter_node.all_reduce_gbps == pytest.approx(far.all_reduce_gbps)
     assert found.profile.links.reduce_scatter_gbps == near.reduce_scatter_gbps
     rows = {(row.what, row.where): row for row in found.changes}
     assert rows["p2p_gbps", "inside a node"].measure == "Gbit/s"
