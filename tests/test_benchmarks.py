@@ -27,6 +27,7 @@ from benchmarks import (
     simulation,
     stock_pipeline,
     verdicts,
+    waiting,
 )
 from disttrain_cli.analysis.result.verdicts import Place, Verdict
 from disttrain_cli.costs.hardware import Curve, lookup
@@ -123,6 +124,15 @@ def test_simulated_plans_are_never_slower_than_the_papers():
     iterations, plans = simulation.measure(small=True).values()
     assert iterations[0]["stages"] == 13 and iterations[0]["event by event over simulation"] > 0
     assert plans[0]["finalists"] >= 3 and plans[0]["paper's plan over it"] >= 1
+
+
+def test_frozen_costs_are_planned_and_their_waiting_is_counted():
+    assert {case[0] for case in waiting.CASES} == {
+        path.name.split(".")[0] for path in waiting.COSTS.iterdir()
+    }
+    (row,) = waiting.measure(small=True)["Waiting"]
+    assert row["no waiting, s"] == pytest.approx(row["no waiting over step"] * row["s per step"])
+    assert 0.5 < row["no waiting over step"] < 1 <= row["over the best megatron"]
 
 
 def test_the_command_prints_tables_or_one_document():
