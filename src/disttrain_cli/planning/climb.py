@@ -8,6 +8,7 @@ left, and the fastest simulated neighbour is the next one to start from, as long
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
@@ -16,15 +17,14 @@ from disttrain_cli.planning.layouts import UnitShape
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Profile
 
 LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
 TRIED = 12  # neighbours of a layout that are simulated: the best by `_estimate_s`
 MOST = 8  # steps of a climb
 
 
-#: The layout of these shapes, in pipeline order, for slots of so many sequences; None where it does
-#: not fit.
+#: The layout of these shapes, in pipeline order, for slots of so many sequences; None where there
+#: is none.
 Build = Callable[[Sequence[UnitShape], int], Layout | None]
 
 
@@ -34,30 +34,30 @@ def climb(
     start: Layout,
     start_s: float,
     build: Build,
+    fits: Callable[[Layout], bool],
     time_s: Callable[[Layout], float],
 ) -> list[tuple[Layout, float]]:
     """The layouts on the way up from `start`, each with its simulated time, the best last.
 
     Args:
         start_s: its simulated time.
-        time_s: of a layout.
+        fits: whether a layout has room in memory.
+        time_s: simulated, of a layout.
     """
     way: list[tuple[Layout, float]] = []
     layout, best_s = start, start_s
     seen = {start.describe()}
     for _ in range(MOST):
-        found = []
-        for other in _built(units, cluster, layout, build):
-            if other.describe() not in seen:
-                seen.add(other.describe())
-                found.append(other)
-        profile = units[0].profile
-        found.sort(key=lambda other: _estimate_s(profile, cluster, units, other))
-        timed = [(time_s(other), index) for index, other in enumerate(found[:TRIED])]
-        if not timed or min(timed)[0] > best_s * (1 - LEAST_GAIN):
+        found = {other.describe(): other for other in _built(units, cluster, layout, build)}
+        new = [other for name, other in found.items() if name not in seen]
+        seen |= found.keys()
+        new.sort(key=lambda other: _estimate_s(cluster, units, other))
+        tried = list(itertools.islice(filter(fits, new), TRIED))
+        times_s = [time_s(other) for other in tried]
+        if min(times_s, default=best_s) > best_s * (1 - LEAST_GAIN):
             break
-        best_s, index = min(timed)
-        layout = found[index]
+        best_s = min(times_s)
+        layout = tried[times_s.index(best_s)]
         way.append((layout, best_s))
     return way
 
@@ -125,9 +125,10 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
                 yield shape._replace(tp=tp, pp=pp)
 
 
-def _estimate_s(profile: Profile, cluster: Cluster, units: list[Unit], layout: Layout) -> float:
+def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
     """The formula with the longest reduction and optimizer step: whom to simulate first."""
-    stages, gpus_per_node = stages_of(profile, layout), cluster.gpus_per_node
+    profile, gpus_per_node = units[0].profile, cluster.gpus_per_node
+    stages = stages_of(profile, layout)
     return (
         layout_time(units, layout).total_ms / 1e3
         + max(reduce_s(profile, stage, gpus_per_node) for stage in stages)

@@ -247,9 +247,10 @@ def _climbed(
 
     def build(shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
         layout = layout_with(units, cluster, shapes, slot_sequences, strategy)
-        if layout is None or not fits(profile, layout, cluster.memory_gib):
-            return None
-        return faster_zero(profile, cluster, layout) if either_zero else layout
+        return faster_zero(profile, cluster, layout) if either_zero and layout else layout
+
+    def has_room(layout: Layout) -> bool:
+        return fits(profile, layout, cluster.memory_gib)
 
     def time_s(layout: Layout) -> float:
         return one_batch_s(profile, layout, cluster)
@@ -260,7 +261,7 @@ def _climbed(
         Ranked(*one)
         for start in starts
         if len(start.layout.units) == len(units)
-        for one in climb(units, cluster, start.layout, start.iteration_s, build, time_s)
+        for one in climb(units, cluster, start.layout, start.iteration_s, build, has_room, time_s)
     ]
 
 
