@@ -12,7 +12,7 @@ import pytest
 from disttrain_cli.analysis.job import database, operations
 from disttrain_cli.analysis.result.rows import OperationRow
 from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
-from tests.commands.test_train import call, planned  # noqa: F401
+from tests.commands.test_train import call
 
 SLOW = OperationRow(
     unit="llm",
