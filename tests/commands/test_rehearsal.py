@@ -76,7 +76,7 @@ def result(root: Path, steps: int, images: int = 24) -> rehearsing.RehearsalResu
 
 
 @pytest.fixture
-def faked(planned: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def faked(planned: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A rehearsal that reports two steps, 4 % longer than simulated."""
 
     def rehearse(run: Any, plan: Any, profile: Any, **options: Any) -> rehearsing.RehearsalResult:
