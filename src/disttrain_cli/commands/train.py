@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from disttrain_cli.api import (
-    check_start,
-    checked_plan,
-    find_origin,
-    open_run,
-    say_start,
-    train,
-)
+from disttrain_cli.api import say_start, train
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -30,7 +23,7 @@ from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.commands.steps import LiveStep
-from disttrain_cli.commands.train_modes import check_modes, steps_to_profile
+from disttrain_cli.commands.train_modes import Asked, Chosen, choose
 from disttrain_cli.commands.train_tables import show_result
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError
@@ -39,7 +32,6 @@ from disttrain_cli.naming import short_path
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
-    from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.runfile import Run, RunFile
 
 EPILOG = """Examples:
@@ -156,83 +148,93 @@ def run(
 ) -> None:
     """Train by the plan, or rehearse it on emulated devices; write checkpoints and traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
-    check_modes(origin, rehearse, dry_run, device, emit, out)
-    check_start(resume, restart, origin)
-    profiled = steps_to_profile(profile_steps, rehearse, preflight)
-    from disttrain_cli.planning.check import refuse_not_run
-
-    weights = find_origin(origin)
-    chosen, profile = checked_plan(opened, plan)
-    total = steps if steps is not None else opened.file.train.steps
-    if profiled is not None:
-        from disttrain_cli.runtime.train import check_profiled
-
-        check_profiled(profiled, total)
+    asked = Asked(
+        run_file=run_file,
+        plan=plan,
+        steps=steps,
+        resume=resume,
+        restart=restart,
+        origin=origin,
+        profile_steps=profile_steps,
+        rehearse=rehearse,
+        preflight=preflight,
+        dry_run=dry_run,
+        device=device,
+        emit=emit,
+        out=out,
+    )
+    chosen = choose(asked)
     if device is not None:
-        from disttrain_cli.commands.dry_run import show_steps
-
-        if not show_steps(console, opened, chosen, profile):
-            raise SystemExit(1)
+        _step_on_fakes(console, chosen)
     elif dry_run:
-        begin = partial(
-            next_command,
-            "train",
-            run_file,
-            plan=plan,
-            steps=steps,
-            profile_steps=profile_steps,
-            **{"from": origin},
-            resume=resume,
-            restart=restart,
-            rehearse=rehearse,
-        )
-        _show_dry_run(console, opened, chosen, profile, emit, rehearse, begin)
+        _show_dry_run(console, asked, chosen)
     elif rehearse:
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
-        run_rehearsal(console, run_file, opened, chosen, profile, steps, resume)
+        run_rehearsal(console, run_file, chosen.run, chosen.plan, chosen.profile, steps, resume)
     elif emit is not None:
-        refuse_not_run(chosen, opened.file, profile)
-        if not preflight:
-            say_start(opened, total, weights, resume, console.note)
-        write_scripts(
-            console,
-            opened,
-            chosen,
-            profile,
-            emit,
-            plan=plan or opened.dir.plan,
-            out=out,
-            steps=steps,
-            resume=resume,
-            restart=restart,
-            preflight=preflight,
-            profile_steps=profiled,
-            origin=weights,
-        )
+        _write_scripts(console, emit, asked, chosen)
     elif preflight:
-        refuse_not_run(chosen, opened.file, profile)
-        try_out(console, opened, chosen, profile)
+        _refuse_not_run(chosen)
+        try_out(console, chosen.run, chosen.plan, chosen.profile)
     else:
-        again = next_command("train", run_file, plan=plan, steps=steps)
-        with _ways_on(opened, again), console.progress() as progress:
-            live = LiveStep(progress)
-            result = train(
-                opened,
-                plan=chosen,
-                steps=steps,
-                resume=resume,
-                restart=restart,
-                origin=origin,
-                profile_steps=profiled,
-                on_step=live.on_step,
-                progress=live,
-                note=console.note,
-            )
-        console.result(result, result.run_dir)
-        show_result(console, run_file, result, chosen, profile)
-        _say_next(console, run_file, opened, result, again)
+        _train(console, asked, chosen)
+
+
+def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
+    again = next_command("train", asked.run_file, plan=asked.plan, steps=asked.steps)
+    with _ways_on(chosen.run, again), console.progress() as progress:
+        live = LiveStep(progress)
+        result = train(
+            chosen.run,
+            plan=chosen.plan,
+            steps=asked.steps,
+            resume=asked.resume,
+            restart=asked.restart,
+            origin=asked.origin,
+            profile_steps=chosen.profiled,
+            on_step=live.on_step,
+            progress=live,
+            note=console.note,
+        )
+    console.result(result, result.run_dir)
+    show_result(console, asked.run_file, result, chosen.plan, chosen.profile)
+    _say_next(console, asked.run_file, chosen.run, result, again)
+
+
+def _refuse_not_run(chosen: Chosen) -> None:
+    from disttrain_cli.planning.check import refuse_not_run
+
+    refuse_not_run(chosen.plan, chosen.run.file, chosen.profile)
+
+
+def _step_on_fakes(console: Console, chosen: Chosen) -> None:
+    """SystemExit where a stage would not run."""
+    from disttrain_cli.commands.dry_run import show_steps
+
+    if not show_steps(console, chosen.run, chosen.plan, chosen.profile):
+        raise SystemExit(1)
+
+
+def _write_scripts(console: Console, kind: Emit, asked: Asked, chosen: Chosen) -> None:
+    _refuse_not_run(chosen)
+    if not asked.preflight:
+        say_start(chosen.run, chosen.total, chosen.weights, asked.resume, console.note)
+    write_scripts(
+        console,
+        chosen.run,
+        chosen.plan,
+        chosen.profile,
+        kind,
+        plan=asked.plan or chosen.run.dir.plan,
+        out=asked.out,
+        steps=asked.steps,
+        resume=asked.resume,
+        restart=asked.restart,
+        preflight=asked.preflight,
+        profile_steps=chosen.profiled,
+        origin=chosen.weights,
+    )
 
 
 @contextmanager
@@ -266,25 +268,30 @@ def _say_next(console: Console, run_file: Path, run: Run, result: TrainResult, a
     )
 
 
-def _show_dry_run(
-    console: Console,
-    run: Run,
-    chosen: Plan,
-    profile: Profile,
-    emit: Emit | None,
-    rehearse: bool,
-    begin: Callable[..., str],
-) -> None:
-    """Ranks, groups, hosts and commands; `begin` is the command with further options."""
+def _show_dry_run(console: Console, asked: Asked, chosen: Chosen) -> None:
+    """Ranks, groups, hosts and commands."""
     from disttrain_cli.planning.check import not_run
 
-    show_ranks(console, run, chosen, profile, emit, begin())
-    if rehearse:
-        _show_rehearsal(console, chosen, run.file)
-    for reason in not_run(chosen, run.file, profile):
+    run, plan = chosen.run, chosen.plan
+    begin = partial(
+        next_command,
+        "train",
+        asked.run_file,
+        plan=asked.plan,
+        steps=asked.steps,
+        profile_steps=asked.profile_steps,
+        **{"from": asked.origin},
+        resume=asked.resume,
+        restart=asked.restart,
+        rehearse=asked.rehearse,
+    )
+    show_ranks(console, run, plan, chosen.profile, asked.emit, begin())
+    if asked.rehearse:
+        _show_rehearsal(console, plan, run.file)
+    for reason in not_run(plan, run.file, chosen.profile):
         console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
-    elsewhere = run.file.cluster.nodes > 1 and emit is None and not rehearse
-    console.hint(begin(emit="slurm" if elsewhere else emit))
+    elsewhere = run.file.cluster.nodes > 1 and asked.emit is None and not asked.rehearse
+    console.hint(begin(emit="slurm" if elsewhere else asked.emit))
 
 
 def _show_rehearsal(console: Console, chosen: Plan, run: RunFile) -> None:

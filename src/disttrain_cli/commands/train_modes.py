@@ -1,42 +1,96 @@
-"""Which options of `disttrain train` go together."""
+"""What `disttrain train` is asked for, and which of its options go together."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from disttrain_cli.api import check_start, checked_plan, find_origin, open_run
+from disttrain_cli.commands.launching import Emit
 from disttrain_cli.errors import UsageError
 
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.runfile import Run
 
-def check_modes(
-    origin: Path | None,
-    rehearse: bool,
-    dry_run: bool,
-    device: str | None,
-    emit: str | None,
-    out: Path | None,
-) -> None:
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says."""
+
+    run_file: Path
+    plan: Path | None
+    steps: int | None
+    resume: bool
+    restart: bool
+    origin: Path | None
+    profile_steps: str | None
+    rehearse: bool
+    preflight: bool
+    dry_run: bool
+    device: str | None
+    emit: Emit | None
+    out: Path | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What it stands for, read and checked."""
+
+    run: Run
+    plan: Plan
+    profile: Profile
+    weights: Path | None  # the folder to start from
+    profiled: range | None  # steps of which torch's profile is recorded
+    total: int  # steps
+
+
+def choose(asked: Asked) -> Chosen:
+    """Read what the command line names.
+
+    Raises:
+        UsageError: options exclude each other, or would have no effect.
+        SpecError, MismatchError: a file is missing or wrong, or the plan belongs to another run.
+    """
+    run = open_run(asked.run_file)
+    _check_modes(asked)
+    check_start(asked.resume, asked.restart, asked.origin)
+    profiled = _steps_to_profile(asked)
+    weights = find_origin(asked.origin)
+    plan, profile = checked_plan(run, asked.plan)
+    total = asked.steps if asked.steps is not None else run.file.train.steps
+    if profiled is not None:
+        from disttrain_cli.runtime.train import check_profiled
+
+        check_profiled(profiled, total)
+    return Chosen(run, plan, profile, weights, profiled, total)
+
+
+def _check_modes(asked: Asked) -> None:
     """UsageError where options exclude each other, or would have no effect."""
-    if out is not None and emit is None:
+    if asked.out is not None and asked.emit is None:
         raise UsageError(
             "--out names a folder for what --emit writes",
             "given: no --emit",
             "disttrain train --help",
         )
-    if emit is not None and rehearse:
+    if asked.emit is not None and asked.rehearse:
         raise UsageError(
             "--emit does not go with --rehearse",
             "a rehearsal runs on this machine alone",
             "Leave one of them out.",
         )
-    if device is not None and (not dry_run or rehearse or emit is not None):
+    if asked.device is not None and (not asked.dry_run or asked.rehearse or asked.emit is not None):
         raise UsageError(
             "--device goes with --dry-run alone",
-            f"given: --device {device}"
-            + " --rehearse" * rehearse
-            + f" --emit {emit}" * (emit is not None),
+            f"given: --device {asked.device}"
+            + " --rehearse" * asked.rehearse
+            + f" --emit {asked.emit}" * (asked.emit is not None),
             "disttrain train --dry-run --device cuda",
         )
-    if origin is not None and rehearse:
+    if asked.origin is not None and asked.rehearse:
         raise UsageError(
             "--from does not go with --rehearse",
             "emulated devices have no weights",
@@ -44,19 +98,20 @@ def check_modes(
         )
 
 
-def steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> range | None:
+def _steps_to_profile(asked: Asked) -> range | None:
     """A:B as the steps from A to before B.
 
     Raises:
         UsageError: it is not of this form or names no step, or nothing that could be profiled is
         run.
     """
+    given = asked.profile_steps
     if given is None:
         return None
-    if rehearse or preflight:
+    if asked.rehearse or asked.preflight:
         raise UsageError(
-            f"--profile-steps does not go with --{'rehearse' if rehearse else 'preflight'}",
-            "emulated devices compute nothing" if rehearse else "--preflight runs no step",
+            f"--profile-steps does not go with --{'rehearse' if asked.rehearse else 'preflight'}",
+            "emulated devices compute nothing" if asked.rehearse else "--preflight runs no step",
             "Train with it, or leave it out.",
         )
     first, _, last = given.partition(":")
