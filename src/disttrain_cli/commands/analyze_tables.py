@@ -21,11 +21,21 @@ MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 def render(console: Console, analysis: Analysis) -> None:
     """Verdict, evidence, job; then what the format tells; then what limits the figures."""
+    for show in (_verdict, _evidence, _causes, _job, _units, _inside, _memory, _lost, _remedies):
+        show(console, analysis)
+    if analysis.format == "kineto":
+        _kineto(console, analysis)
+        show_devices(console, analysis)
+    for show in (_slowest, _warnings, _predictions, _operations):
+        show(console, analysis)
+
+
+def _verdict(console: Console, analysis: Analysis) -> None:
     from msgspec.structs import asdict
 
-    verdict, job = analysis.verdict, analysis.job
-    if job.rehearsed is not None:
-        console.say(job.rehearsed)
+    verdict = analysis.verdict
+    if analysis.job.rehearsed is not None:
+        console.say(analysis.job.rehearsed)
     console.say(verdict.headline)
     where = ", ".join(
         f"{name} {value}" for name, value in asdict(verdict.place).items() if value is not None
@@ -33,15 +43,21 @@ def render(console: Console, analysis: Analysis) -> None:
     console.say(f"Where       {where}" if where else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
+
+
+def _evidence(console: Console, analysis: Analysis) -> None:
     console.table(
         "Evidence",
         ["what", "value", "unit"],
         [
             [row.what, figure(value), unit]
-            for row in verdict.evidence
+            for row in analysis.verdict.evidence
             for value, unit in [row.shown]
         ],
     )
+
+
+def _causes(console: Console, analysis: Analysis) -> None:
     console.table(
         "What mending each cause would gain, one after the other (none counts below 5 %)",
         ["cause", "what", "gain s", "of the step", "alone s", "sure"],
@@ -57,6 +73,10 @@ def render(console: Console, analysis: Analysis) -> None:
             for row in analysis.causes
         ],
     )
+
+
+def _job(console: Console, analysis: Analysis) -> None:
+    job = analysis.job
     console.say(f"\nJob         {job.layout or job.run}")
     took = (
         "no step is marked" if job.iteration_s is None else f"{_seconds(job.iteration_s)} per step"
@@ -66,6 +86,9 @@ def render(console: Console, analysis: Analysis) -> None:
         f"MFU {percent(job.mfu)}, bubble {percent(job.bubble_fraction)}, "
         f"exposed communication {percent(job.exposed_communication_fraction)}"
     )
+
+
+def _units(console: Console, analysis: Analysis) -> None:
     console.table(
         "Units; seconds per step and rank",
         [
@@ -109,6 +132,9 @@ def render(console: Console, analysis: Analysis) -> None:
             for unit in analysis.units
         ],
     )
+
+
+def _inside(console: Console, analysis: Analysis) -> None:
     console.table(
         "Inside the operations that torch profiled (the report has more)",
         ["where", "operation", "profiled ms", "usually", "made of"],
@@ -127,6 +153,9 @@ def render(console: Console, analysis: Analysis) -> None:
             for row in analysis.inside[:MOST_OPERATIONS]
         ],
     )
+
+
+def _memory(console: Console, analysis: Analysis) -> None:
     console.table(
         "Memory of the fullest rank of a stage in GiB",
         ["unit", "stage", "held", "plan, worst case", "limit"],
@@ -141,6 +170,9 @@ def render(console: Console, analysis: Analysis) -> None:
             for row in analysis.memory
         ],
     )
+
+
+def _lost(console: Console, analysis: Analysis) -> None:
     lost = analysis.stragglers
     if lost.lost_s is not None:
         ideal = "compute alone" if analysis.format == "kineto" else "the ideal"
@@ -158,6 +190,9 @@ def render(console: Console, analysis: Analysis) -> None:
                 for cause, seconds in lost.lost_s.items()
             ],
         )
+
+
+def _remedies(console: Console, analysis: Analysis) -> None:
     console.table(
         "What one change would gain, all else as recorded (gains do not add up; next commands:"
         " --json)",
@@ -175,9 +210,9 @@ def render(console: Console, analysis: Analysis) -> None:
             if row.worth
         ],
     )
-    if analysis.format == "kineto":
-        _kineto(console, analysis)
-        show_devices(console, analysis)
+
+
+def _slowest(console: Console, analysis: Analysis) -> None:
     console.table(
         "Slowest, beside the mean of its kind",
         ["what", "ms", "time", "time for its work"],
@@ -191,10 +226,16 @@ def render(console: Console, analysis: Analysis) -> None:
             for row in analysis.slowest
         ],
     )
+
+
+def _warnings(console: Console, analysis: Analysis) -> None:
     if analysis.warnings:
         console.say("\nWarnings")
     for warning in analysis.warnings:
         console.say(f"- {warning}")
+
+
+def _predictions(console: Console, analysis: Analysis) -> None:
     console.table(
         "Predicted against measured (the report has more)",
         ["what", "unit", "basis", "predicted", "measured", "in", "error"],
@@ -212,6 +253,9 @@ def render(console: Console, analysis: Analysis) -> None:
             if row.unit is None
         ],
     )
+
+
+def _operations(console: Console, analysis: Analysis) -> None:
     console.table(
         "By operation in ms, the largest error in a step first",
         [

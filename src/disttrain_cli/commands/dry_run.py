@@ -39,6 +39,24 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
         " plan's worst work."
     )
     done = [stage for stage in result.stages if stage.seen.failure is None]
+    for show in (_memory, _slot, _messages, _waits):
+        show(console, done)
+    order = result.order
+    if not order.faults:
+        console.say(
+            f"{order.operations:,} messages and collectives of all ranks in {order.slots}"
+            f" slot{'s' * (order.slots > 1)} run to their end where each of them blocks, as over"
+            " NCCL."
+        )
+    if result.problems and not console.json_mode:
+        console.error(
+            "Training would fail or be slow",
+            "\n".join(result.problems),
+            f"See the stages' logs: {logs}",
+        )
+
+
+def _memory(console: Console, done: list[StageReport]) -> None:
     console.table(
         "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced;"
         " reserves that nothing here shows",
@@ -74,6 +92,9 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
             for stage in done
         ],
     )
+
+
+def _slot(console: Console, done: list[StageReport]) -> None:
     console.table(
         "A slot of one rank, forward and backward",
         [
@@ -108,6 +129,9 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
             for stage in done
         ],
     )
+
+
+def _messages(console: Console, done: list[StageReport]) -> None:
     console.table(
         "What crosses the cuts in a slot, one rank's rows",
         ["unit", "stage", "instruction", "tensor", "shape", "type"],
@@ -124,6 +148,9 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
             for one in stage.seen.messages
         ],
     )
+
+
+def _waits(console: Console, done: list[StageReport]) -> None:
     console.table(
         "Where the host waits for the device",
         ["unit", "stage", "during", "what", "where", "times in a step"],
@@ -140,19 +167,6 @@ def _render(console: Console, result: DryRun, logs: str) -> None:
             for wait in stage.seen.waits
         ],
     )
-    order = result.order
-    if not order.faults:
-        console.say(
-            f"{order.operations:,} messages and collectives of all ranks in {order.slots}"
-            f" slot{'s' * (order.slots > 1)} run to their end where each of them blocks, as over"
-            " NCCL."
-        )
-    if result.problems and not console.json_mode:
-        console.error(
-            "Training would fail or be slow",
-            "\n".join(result.problems),
-            f"See the stages' logs: {logs}",
-        )
 
 
 def _stages(stage: StageReport) -> str:
