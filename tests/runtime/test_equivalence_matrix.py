@@ -58,6 +58,7 @@ class Case:
         units = "_".join(
             f"{''.join(short[m] for m in u.modules)}.tp{u.tp}.dp{u.dp}."
             f"{'+'.join(map(str, u.layers_per_stage))}{'.recomputed' if u.checkpointing else ''}"
+            f"{'' if u.weight_delay is None else '.later' + '+'.join(map(str, u.weight_delay))}"
             for u in self.units
         )
         trained = (
@@ -84,7 +85,7 @@ def draw(generator: random.Random) -> Case:
             break
     trained = generator.choice([None] * 5 + [(LLM, "projectors"), ("projectors",)])
     return Case(
-        units,
+        tuple(map(_with_delay, units)),
         microbatch,
         modules,
         trained,
@@ -114,6 +115,15 @@ def _unit(generator: random.Random, modules: list[str]) -> UnitPlan:
         generator.choice([1, 2, 2, 4]),
     )
     return made.model_copy(update={"checkpointing": generator.random() < 0.25})
+
+
+def _with_delay(one: UnitPlan) -> UnitPlan:
+    """Two units of three compute weights' gradients later (of those that do not recompute)."""
+    generator = random.Random(repr(one))
+    if one.checkpointing or generator.random() < 1 / 3:
+        return one
+    delays = [generator.choice([0, 0, 1, 2, 5]) for _ in range(one.pp)]
+    return one.model_copy(update={"weight_delay": delays})
 
 
 def _three(
@@ -254,6 +264,8 @@ def test_the_draws_cover_what_a_plan_may_choose() -> None:
     assert any(u.tp > 1 and u.dp > 1 and u.pp > 1 for u in units) and any(
         u.checkpointing for u in units
     )
+    split = [u for u in units if u.weight_delay is not None]
+    assert len(split) >= 24 and {u.tp for u in split} == {1, 2, 4} and any(u.dp > 1 for u in split)
     assert {case.zero_stage for case in drawn} == {0, 1}
     assert {case.ordering for case in drawn} == {"none", "paper", "best"}
     assert {len(case.units) for case in drawn} == {1, 2, 3, 4} and {

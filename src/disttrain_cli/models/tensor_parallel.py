@@ -90,7 +90,7 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
     for _, linear in parts(layer, layer.division.row):
         biases.append(linear.bias)
         if group.rank:
-            linear.__class__ = _WithoutBias
+            linear.__class__ = WithoutBias
     for parameter in layer.parameters():
         partial = shard_of(parameter) is None
         parameter.__dict__["partial_gradient"] = partial
@@ -119,7 +119,7 @@ def _narrow(part: nn.Module, shard: Shard) -> None:
             setattr(part, name, made)
 
 
-class _WithoutBias(nn.Linear):
+class WithoutBias(nn.Linear):
     """A row-parallel linear on all ranks but the first."""
 
     def forward(self, given: Tensor) -> Tensor:

@@ -34,6 +34,13 @@ class UnitPlan(Strict):
         False,
         description="Activations are recomputed in the backward instead of kept from the forward.",
     )
+    weight_delay: list[int] | None = Field(
+        None,
+        description=(
+            "By stage, how many slots after a slot's backward the gradients of its weights are"
+            " computed; null: in the backward."
+        ),
+    )
 
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
@@ -49,6 +56,17 @@ class UnitPlan(Strict):
             )
         if min(self.layers_per_stage) < 1:
             raise ValueError("layers_per_stage must give every stage at least one layer")
+        if self.weight_delay is not None:
+            if len(self.weight_delay) != self.pp or min(self.weight_delay) < 0:
+                raise ValueError(
+                    f"weight_delay must list {self.pp} stage(s) (pp), each 0 or more; given:"
+                    f" {self.weight_delay}"
+                )
+            if self.checkpointing:
+                raise ValueError(
+                    "weight_delay and checkpointing exclude each other: what is recomputed for the"
+                    " inputs' gradients would be kept for the weights'"
+                )
         return self
 
 

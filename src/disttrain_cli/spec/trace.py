@@ -30,10 +30,12 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
-# until earlier sends have left; `load` is the wait for data; forward and backward have one row per
-# module of a stage. On a GPU, whose host runs ahead, all times are those at which its stream comes
-# to a row's ends (`watching.device_clock`).
-COMPUTE = ("forward", "backward")
+# until earlier sends have left; `load` is the wait for data; forward, backward and weights (the
+# weights' part of a backward in two parts) have one row per module of a stage. On a GPU, whose host
+# runs ahead, all times are those at which its stream comes to a row's ends
+# (`watching.device_clock`).
+COMPUTE = ("forward", "backward", "weights")
+FORWARD, BACKWARD, WEIGHTS = range(len(COMPUTE))
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
 # `memory` is a moment: bytes are the most that the rank has held on its device for its stage so far
 # (CPU: growth of its process since the stage was built).

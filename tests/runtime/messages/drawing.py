@@ -159,13 +159,17 @@ def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> Un
         generator.sample(range(1, count), min(count, generator.choice([1, 1, 2, 3, 4, 6, 12])) - 1)
     )
     stages = [stop - start for start, stop in zip([0, *ends], [*ends, count], strict=True)]
-    return unit(
+    made = unit(
         "+".join(modules),
         modules,
         stages,
         generator.choice([1, 1, 2, 3, 4, 5, 6, 16]),
         generator.choice([1, 1, 2, 4, 8]),
     )
+    later = random.Random(repr(made))
+    if later.random() < 0.5:
+        return made
+    return made.model_copy(update={"weight_delay": [later.randint(0, 3) for _ in stages]})
 
 
 def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> StepOrder:

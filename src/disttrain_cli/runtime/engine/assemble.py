@@ -14,6 +14,7 @@ from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, liv
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.tensor_parallel import join
+from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
 from disttrain_cli.runtime.engine.engine import UnitEngine
@@ -87,6 +88,10 @@ def _build_engine(
         join(layer, grid.tp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
+    deferring = coords.unit.weight_delay is not None
+    if deferring:
+        for layer in layers:
+            split(layer)
     upstream, downstream = brokers(
         graph,
         coords,
@@ -106,6 +111,7 @@ def _build_engine(
         ),
         recompute=coords.unit.checkpointing,
         sums=Sums([*run.file.model.order, PROJECTORS]),
+        deferring=deferring,
     )
     built()
     engine = UnitEngine(

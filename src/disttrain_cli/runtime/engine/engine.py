@@ -1,10 +1,10 @@
 """One rank's part of a step over units of different shape.
 
-Executes DeepSpeed's 1F1B schedule (`PipeSchedule`): loads, computes (`StageRunner`) and moves
-(`Broker`) slots, then has DeepSpeed reduce and step (`StageEngine`). The gradient norm is taken
-once over all units: each rank counts its own partition or share. A stage of which nothing is
-trained has no optimizer, but stays in that reduction (deepspeed traps 7, 19, 33;
-docs/deepspeed.md).
+Executes DeepSpeed's 1F1B schedule (`PipeSchedule`), or ours with backwards in two parts (`split`):
+loads, computes (`StageRunner`) and moves (`Broker`) slots, then has DeepSpeed reduce and step
+(`StageEngine`). The gradient norm is taken once over all units: each rank counts its own partition
+or share. A stage of which nothing is trained has no optimizer, but stays in that reduction
+(deepspeed traps 7, 19, 33; docs/deepspeed.md).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from disttrain_cli.runtime.engine.optimizer import (
     reduced_gradients,
     sum_of_squares,
 )
+from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
@@ -124,14 +125,7 @@ class UnitEngine:
         for broker in (self.upstream, self.downstream):
             if broker is not None:
                 broker.expect(order.slots)
-        stage = self.coords.stage
-        self._execute(
-            schedule.TrainSchedule(
-                micro_batches=len(order.slots),
-                stages=stage.depth + stage.to_end,
-                stage_id=stage.depth,
-            )
-        )
+        self._execute(self._schedule(len(order.slots)))
 
     def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> dict[str, float]:
         """The forward half of a step: the world's losses, weighted, by name; no row tells of it.
@@ -167,11 +161,22 @@ class UnitEngine:
         """Global gradient norm of the last step, before clipping."""
         return self._norm
 
+    def _schedule(self, slots: int) -> schedule.TrainSchedule:
+        stage, delays = self.coords.stage, self.coords.unit.weight_delay
+        line = {
+            "micro_batches": slots,
+            "stages": stage.depth + stage.to_end,
+            "stage_id": stage.depth,
+        }
+        if delays is None:
+            return schedule.TrainSchedule(**line)
+        return SplitSchedule(delays[stage.index], **line)
+
     def _execute(self, pipe_schedule: schedule.PipeSchedule) -> None:
         """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction
         here needs."""
         self._state = {}
-        forwards, backwards = 0, 0
+        forwards, backwards, weights = 0, 0, 0
         for commands in pipe_schedule:
             for command in sorted(commands, key=self._late):
                 kind = type(command)
@@ -183,6 +188,8 @@ class UnitEngine:
                     slot = backwards
                 elif kind is schedule.SendGrad:
                     slot = backwards - 1
+                elif kind is WeightPass:
+                    slot = weights
                 else:
                     slot = -1
                 method = self._INSTRUCTIONS[kind]
@@ -192,6 +199,7 @@ class UnitEngine:
                     getattr(self, method)(slot)
                 forwards += kind is schedule.ForwardPass
                 backwards += kind is schedule.BackwardPass
+                weights += kind is WeightPass
 
     def _late(self, command: schedule.PipeInstruction) -> bool:
         """Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs
@@ -242,6 +250,10 @@ class UnitEngine:
             )
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
+
+    def _weights(self, slot: int) -> None:
+        with self._memory("weights", slot), self.stage.backward_under_way():
+            self.runner.weights(slot, self._timed("weights", slot))
 
     def _send_gradient(self, slot: int) -> None:
         assert self.upstream is not None
@@ -377,6 +389,7 @@ class UnitEngine:
         schedule.LoadMicroBatch: "_nothing",
         schedule.ForwardPass: "_forward",
         schedule.BackwardPass: "_backward",
+        WeightPass: "_weights",
         schedule.SendActivation: "_send_activation",
         schedule.RecvActivation: "_receive_activation",
         schedule.SendGrad: "_send_gradient",

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 from disttrain_cli.runtime.engine.faults import Sums
 
 
@@ -64,6 +65,9 @@ class StageRunner:
     sums: Sums | None = None  # where numbers are watched
     in_flight: dict[int, list[_Saved]] = field(default_factory=dict)
     losses: dict[str, Tensor] = field(default_factory=dict)  # summed since they were last cleared
+    deferring: bool = False  # whether weights' gradients wait for `weights`
+    # by slot, of each module the parts that its backward put aside
+    put_aside: dict[int, list[tuple[str, list[WeightPart]]]] = field(default_factory=dict)
 
     @property
     def still(self) -> bool:
@@ -135,7 +139,7 @@ class StageRunner:
                 roots.append(edge)
                 seeds.append(gradients[name].to(dtype))
             if roots:
-                torch.autograd.backward(roots, seeds)
+                self._backward(slot, segment.module, roots, seeds)
             gradients = {
                 name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 for name, tensor in kept.inputs.items()
@@ -150,6 +154,25 @@ class StageRunner:
                 )
             done()
         return gradients
+
+    def weights(self, slot: int, timed: Callable[[str], Callable[[], None]]) -> None:
+        """Compute the gradients of weights that a slot's backward put aside."""
+        for module, parts in self.put_aside.pop(slot, []):
+            done = timed(module)
+            add_weight_gradients(parts)
+            done()
+
+    def _backward(
+        self, slot: int, module: str, roots: list[Tensor | GradientEdge], seeds: list[Tensor]
+    ) -> None:
+        if not self.deferring:
+            torch.autograd.backward(roots, seeds)
+            return
+        parts: list[WeightPart] = []
+        with deferred(parts):
+            torch.autograd.backward(roots, seeds)
+        if parts:
+            self.put_aside.setdefault(slot, []).append((module, parts))
 
     def sum_losses(self, names: Iterable[str], device: torch.device) -> list[Tensor]:
         """This rank's sums of the losses of these names, float64 on its device: zero where it has

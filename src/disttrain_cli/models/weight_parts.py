@@ -1,0 +1,168 @@
+"""Backwards in two parts: the gradient of a layer's input at once, those of its weights later.
+
+As in zero-bubble pipelines (Qi et al. 2024, arXiv 2401.10241): only the first part holds up the
+stage before. Linear and convolution layers that are `split` put aside what their weights' gradients
+are made of while `deferred` is active; all else of a layer (norms, biases, embeddings, the loss)
+has its whole backward at once. `add_weight_gradients` takes the very way of an usual backward, so
+hooks on weights run as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.tensor_parallel import WithoutBias
+
+#: What makes the gradient of a weight, with the weight.
+WeightPart = tuple[Tensor, Callable[[], Tensor]]
+
+# Of the process: autograd may run a backward on a thread of its own.
+_aside: list[WeightPart] | None = None
+
+
+@contextmanager
+def deferred(parts: list[WeightPart]) -> Iterator[None]:
+    """Backwards of split layers inside add their weights' parts to `parts` instead of computing
+    them."""
+    global _aside
+    assert _aside is None
+    _aside = parts
+    try:
+        yield
+    finally:
+        _aside = None
+
+
+def add_weight_gradients(parts: list[WeightPart]) -> None:
+    """Compute the gradients that were put aside, in their order, and let go of what they are made
+    of."""
+    parts.reverse()
+    while parts:
+        weight, gradient = parts.pop()
+        with torch.no_grad():
+            made = gradient()
+        del gradient
+        torch.autograd.backward([weight], [made])
+
+
+def split(layer: nn.Module) -> None:
+    """Let a layer's trained linears and convolutions have backwards in two parts."""
+    for part in layer.modules():
+        kind = _SPLIT.get(type(part))
+        if kind is not None and part.weight.requires_grad and not _pads_oddly(part):
+            part.__class__ = kind
+
+
+def _pads_oddly(part: nn.Module) -> bool:
+    """Whether a convolution pads with other than zeros, or by a word instead of numbers."""
+    return getattr(part, "padding_mode", "zeros") != "zeros" or isinstance(
+        getattr(part, "padding", None), str
+    )
+
+
+def _hand_over(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+    """Put the gradient of a weight aside, or add it at once where nothing is deferred."""
+    if _aside is None:
+        add_weight_gradients([(weight, gradient)])
+    else:
+        _aside.append((weight, gradient))
+
+
+def _anchor(part: nn.Module) -> Tensor:
+    """Stands for a weight in autograd's graph, so that there is a backward.
+
+    The weight itself must not: hooks on it would run without a gradient.
+    """
+    return part.weight.new_empty(0, requires_grad=True)
+
+
+class _Linear(torch.autograd.Function):
+    """`functional.linear` with the same kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, bias: Tensor | None, anchor: Tensor, part: nn.Linear
+    ) -> Tensor:
+        ctx.weight = part.weight
+        ctx.save_for_backward(given)
+        return functional.linear(given, part.weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (given,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        rows = gradient.flatten(0, -2)
+        of_given = gradient @ ctx.weight if wanted[0] else None
+        of_bias = rows.sum(0) if wanted[1] else None
+        _hand_over(ctx.weight, lambda: rows.t() @ given.flatten(0, -2))
+        return of_given, of_bias, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution of one or two dimensions, with zeros around what it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor,
+        part: nn.Conv1d | nn.Conv2d,
+    ) -> Tensor:
+        ctx.weight = part.weight
+        ctx.how = (
+            part.stride,
+            part.padding,
+            part.dilation,
+            False,
+            [0] * len(part.stride),
+            part.groups,
+        )
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        ctx.save_for_backward(given)
+        return torch.ops.aten.convolution(given, part.weight, bias, *ctx.how)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (given,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        weight, how, sizes = ctx.weight, ctx.how, ctx.bias_sizes
+
+        def gradients(*of: bool) -> Any:
+            return torch.ops.aten.convolution_backward(gradient, given, weight, sizes, *how, of)
+
+        of_given, _, of_bias = gradients(wanted[0], False, wanted[1])
+        _hand_over(weight, lambda: gradients(False, True, False)[1])
+        return of_given, of_bias, None, None
+
+
+class _SplitLinear(nn.Linear):
+    def forward(self, given: Tensor) -> Tensor:
+        return _Linear.apply(given, self.bias, _anchor(self), self)
+
+
+class _SplitWithoutBias(WithoutBias):
+    def forward(self, given: Tensor) -> Tensor:
+        return _Linear.apply(given, None, _anchor(self), self)
+
+
+class _SplitConv1d(nn.Conv1d):
+    def forward(self, given: Tensor) -> Tensor:
+        return _Convolution.apply(given, self.bias, _anchor(self), self)
+
+
+class _SplitConv2d(nn.Conv2d):
+    def forward(self, given: Tensor) -> Tensor:
+        return _Convolution.apply(given, self.bias, _anchor(self), self)
+
+
+_SPLIT: dict[type, type] = {
+    nn.Linear: _SplitLinear,
+    WithoutBias: _SplitWithoutBias,
+    nn.Conv1d: _SplitConv1d,
+    nn.Conv2d: _SplitConv2d,
+}
