@@ -265,7 +265,7 @@ def test_the_draws_cover_what_a_plan_may_choose() -> None:
         u.checkpointing for u in units
     )
     split = [u for u in units if u.weight_delay is not None]
-    assert len(split) >= 24 and {u.tp for u in split} == {1, 2, 4} and any(u.dp > 1 for u in split)
+    assert len(split) >= 18 and {u.tp for u in split} == {1, 2, 4} and any(u.dp > 1 for u in split)
     assert {case.zero_stage for case in drawn} == {0, 1}
     assert {case.ordering for case in drawn} == {"none", "paper", "best"}
     assert {len(case.units) for case in drawn} == {1, 2, 3, 4} and {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from tests.planning.test_predict import three
 PROFILE = synthetic.tiny(synthetic.run_file()).model_copy(
     update={"preprocess": PreprocessProfile(images_per_s_per_core=100, sequences_per_s_per_core=10)}
 )
-TIMES = ("forward_s", "backward_s", "transfer_s", "load_s")
+TIMES = ("forward_s", "backward_s", "weight_s", "transfer_s", "load_s")
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def case() -> tuple[Pipeline, list[CostedStage]]:
         stages_of(PROFILE, layout),
         loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0),
     )
-    return fed(pipeline_of(PROFILE, layout, stages, loads, 6), PROFILE, stages, loads, 1, 2), stages
+    pipeline = fed(pipeline_of(PROFILE, layout, stages, loads, 6), PROFILE, stages, loads, 1, 2)
+    return dataclasses.replace(pipeline, weight_s=pipeline.backward_s / 2), stages
 
 
 def factors(before: Pipeline, after: Pipeline) -> dict[str, dict[tuple[int, ...], float]]:
@@ -54,7 +57,7 @@ def test_every_kind_by_hand(case: tuple[Pipeline, list[CostedStage]]) -> None:
     pipeline, stages = case
 
     def both(places: dict[tuple[int, ...], float]) -> dict[str, dict[tuple[int, ...], float]]:
-        return {"forward_s": places, "backward_s": places}
+        return dict.fromkeys(("forward_s", "backward_s", "weight_s"), places)
 
     for fault, expected in (
         (FaultSpec(slow="rank", unit="llm", stage=1, replica=1, factor=2.0), both({(2, 1): 2.0})),

@@ -19,7 +19,7 @@ from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.profile import PreprocessProfile
 from tests.planning import synthetic
 from tests.planning.test_predict import three
-from tests.simulation.test_pipeline import by_events, equal, pipelines
+from tests.simulation.test_pipeline import by_events, equal, pipelines, when
 
 
 def with_loads(pipeline: Pipeline, load_s: object, prefetch: int) -> Pipeline:
@@ -95,12 +95,8 @@ def test_steps_are_those_of_the_loader_played_event_by_event(steps: list[Pipelin
 
         times, iteration_s = by_events(step, fetch)
         assert timeline.iteration_s == pytest.approx(iteration_s)
-        for (forward, *place), (start, end) in times.items():
-            starts, ends = (
-                (timeline.forward_start, timeline.forward_end)
-                if forward
-                else (timeline.backward_start, timeline.backward_end)
-            )
+        for (what, *place), (start, end) in times.items():
+            starts, ends = when(timeline)[what]
             assert (starts[tuple(place)], ends[tuple(place)]) == pytest.approx(
                 (start, end), abs=1e-9
             )

@@ -20,11 +20,12 @@ from tests.simulation.test_pipeline import equal, pipelines
 def test_other_durations_and_other_orders(pipeline: Pipeline, count: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     shape = (*pipeline.forward_s.shape, count)
-    forward_s, backward_s = random.random(shape), random.random(shape)
-    assert iterations_s(pipeline, forward_s, backward_s).tolist() == [
+    names = ["forward_s", "backward_s", *([] if pipeline.weight_s is None else ["weight_s"])]
+    durations = {name: random.random(shape) for name in names}
+    assert iterations_s(pipeline, **durations).tolist() == [
         simulate(
             dataclasses.replace(
-                pipeline, forward_s=forward_s[..., number], backward_s=backward_s[..., number]
+                pipeline, **{name: times_s[..., number] for name, times_s in durations.items()}
             )
         ).iteration_s
         for number in range(count)
@@ -33,7 +34,7 @@ def test_other_durations_and_other_orders(pipeline: Pipeline, count: int, seed: 
     assert orders_s(pipeline, orders).tolist() == [
         simulate(
             dataclasses.replace(
-                pipeline, forward_s=pipeline.forward_s[order], backward_s=pipeline.backward_s[order]
+                pipeline, **{name: getattr(pipeline, name)[order] for name in names}
             )
         ).iteration_s
         for order in orders

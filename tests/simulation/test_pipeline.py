@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared, speed
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
 from disttrain_cli.spec.stage_graph import stage_cuts
+from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 
 
 def equal(stages: int, slots: int, forward: float, backward: float) -> Pipeline:
@@ -41,7 +44,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     random = np.random.default_rng(seed)
     shape = (slots, len(replicas), int(replicas.max()))
     zeros = random.random(shape) > 0.2  # some replicas have no work
-    return Pipeline(
+    pipeline = Pipeline(
         replicas,
         entry,
         cuts,
@@ -51,6 +54,34 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         random.random(len(replicas)) * 0.1,
         0.05,
     )
+    if draw(st.booleans()):
+        return pipeline
+    weighted = random.random(len(replicas)) > 0.3  # backwards of the other stages are whole
+    return dataclasses.replace(
+        pipeline,
+        weight_s=random.random(shape) * zeros * weighted[:, None],
+        weight_delay=random.integers(0, 4, len(replicas)) * weighted,
+    )
+
+
+def orders(pipeline: Pipeline) -> list[list[tuple[int, int]]]:
+    """What every stage does, in its order."""
+    delays = [None] * len(pipeline.replicas)
+    if pipeline.weight_delay is not None:
+        delays = pipeline.weight_delay.tolist()
+    return [
+        operations(len(pipeline.forward_s), to_end, delay)
+        for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
+    ]
+
+
+def when(timeline: Timeline) -> list[tuple[Any, Any]]:
+    """Starts and ends of forwards, backwards and weights' parts."""
+    return [
+        (timeline.forward_start, timeline.forward_end),
+        (timeline.backward_start, timeline.backward_end),
+        (timeline.weight_start, timeline.weight_end),
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -151,19 +182,15 @@ def test_two_generators_side_by_side_by_hand() -> None:
 
 def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
     slots = len(pipeline.forward_s)
-    for stage, to_end in enumerate(pipeline.to_end.tolist()):
-        order = operations(slots, to_end)
-        assert sorted(order) == sorted([(f, s) for f in (True, False) for s in range(slots)])
+    kinds = 2 if pipeline.weight_s is None else 3
+    for stage, order in enumerate(orders(pipeline)):
+        assert sorted(order) == [(what, slot) for what in range(kinds) for slot in range(slots)]
         for replica in range(pipeline.replicas[stage]):
-            when = [
-                (timeline.forward_start if f else timeline.backward_start)[slot, stage, replica]
-                for f, slot in order
-            ]
-            done = [
-                (timeline.forward_end if f else timeline.backward_end)[slot, stage, replica]
-                for f, slot in order
-            ]
-            assert all(start >= end - 1e-9 for start, end in zip(when[1:], done, strict=False))
+            starts, ends = (
+                [when(timeline)[what][end][slot, stage, replica] for what, slot in order]
+                for end in (0, 1)
+            )
+            assert all(start >= end - 1e-9 for start, end in zip(starts[1:], ends, strict=False))
     for number, (stage, other) in enumerate(pipeline.cuts):
         before, after = range(pipeline.replicas[stage]), range(pipeline.replicas[other])
         pairs = [(a, b) for a in before for b in after if pipeline.entry[other] or a == b]
@@ -184,47 +211,51 @@ def there(stage: int, replica: int, slot: int, asked: float) -> float:
 
 def by_events(
     pipeline: Pipeline, fetch: Callable[[int, int, int, float], float] = there
-) -> tuple[dict[tuple[bool, int, int, int], tuple[float, float]], float]:
-    """(start, end) of every (is forward, slot, stage, replica), one operation after the other, and
+) -> tuple[dict[tuple[int, int, int, int], tuple[float, float]], float]:
+    """(start, end) of every (operation, slot, stage, replica), one operation after the other, and
     the step's time.
 
     `fetch` says when a replica that asks for a slot's data has them.
     """
-    slots, stages, _ = pipeline.forward_s.shape
+    stages = len(pipeline.replicas)
     ranks = [
         (stage, replica) for stage in range(stages) for replica in range(pipeline.replicas[stage])
     ]
-    todo = {rank: operations(slots, int(pipeline.to_end[rank[0]])) for rank in ranks}
+    order = orders(pipeline)
+    todo = {rank: list(order[rank[0]]) for rank in ranks}
     cuts_of = {
-        (stage, forward): [
-            (*pair, cut) for cut, pair in enumerate(pipeline.cuts) if pair[forward] == stage
+        (stage, what): [
+            (*pair, cut)
+            for cut, pair in enumerate(pipeline.cuts)
+            if what != WEIGHTS and pair[what == FORWARD] == stage
         ]
         for stage in range(stages)
-        for forward in (False, True)
+        for what in (FORWARD, BACKWARD, WEIGHTS)
     }
     free = dict.fromkeys(ranks, 0.0)
-    times: dict[tuple[bool, int, int, int], tuple[float, float]] = {}
+    times: dict[tuple[int, int, int, int], tuple[float, float]] = {}
     while any(todo.values()):
         for stage, replica in ranks:
             if not todo[stage, replica]:
                 continue
-            forward, slot = todo[stage, replica][0]
-            arrivals, cuts = [0.0], cuts_of[stage, forward]
+            what, slot = todo[stage, replica][0]
+            forward = what == FORWARD
+            arrivals, cuts = [0.0], cuts_of[stage, what]
             for before, after, cut in cuts:
                 other = before if forward else after
                 senders = range(pipeline.replicas[other]) if pipeline.entry[after] else [replica]
-                if any((forward, slot, other, sender) not in times for sender in senders):
+                if any((what, slot, other, sender) not in times for sender in senders):
                     break
-                last = max(times[forward, slot, other, sender][1] for sender in senders)
+                last = max(times[what, slot, other, sender][1] for sender in senders)
                 arrivals.append(last + float(pipeline.transfer_s[cut]))
             if len(arrivals) <= len(cuts):
                 continue
             arrival = max(arrivals)
-            durations = pipeline.forward_s if forward else pipeline.backward_s
+            durations = (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)[what]
             asked = max(free[stage, replica], arrival)
             start = fetch(stage, replica, slot, asked) if forward else asked
             free[stage, replica] = start + float(durations[slot, stage, replica])
-            times[forward, slot, stage, replica] = (start, free[stage, replica])
+            times[what, slot, stage, replica] = (start, free[stage, replica])
             todo[stage, replica].pop(0)
     return times, max(
         free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks
@@ -236,15 +267,14 @@ def by_events(
 def test_simulation_is_the_event_by_event_one_to_the_bit(pipeline: Pipeline) -> None:
     timeline = simulate(pipeline)
     times, iteration_s = by_events(pipeline)
-    assert timeline.iteration_s == iteration_s
-    for (forward, *place), (start, end) in times.items():
-        starts, ends = (
-            (timeline.forward_start, timeline.forward_end)
-            if forward
-            else (timeline.backward_start, timeline.backward_end)
-        )
-        assert (starts[tuple(place)], ends[tuple(place)]) == (start, end)
-    assert np.isfinite(timeline.forward_end).sum() == sum(forward for forward, *_ in times)
+    # several weights' parts at the end are added up before they are added
+    close = 0.0 if pipeline.weight_s is None else 1e-12
+    assert timeline.iteration_s == pytest.approx(iteration_s, rel=close, abs=0.0)
+    for (what, *place), (start, end) in times.items():
+        starts, ends = when(timeline)[what]
+        found = (starts[tuple(place)], ends[tuple(place)])
+        assert found == pytest.approx((start, end), rel=close, abs=0.0)
+    assert np.isfinite(timeline.forward_end).sum() == sum(what == FORWARD for what, *_ in times)
 
 
 @settings(max_examples=60, deadline=None)
@@ -274,9 +304,7 @@ def test_sharing_keeps_the_order_and_the_cores_full_at_most(
     timeline = simulate_shared(pipeline, cores, shared_by)
     check_order(pipeline, timeline)
     present = pipeline.present
-    core_seconds = min(1.0, cores / shared_by) * float(
-        (pipeline.forward_s + pipeline.backward_s)[:, present].sum()
-    )
+    core_seconds = min(1.0, cores / shared_by) * float(pipeline.computing_s[:, present].sum())
     assert timeline.iteration_s >= core_seconds / cores - 1e-9
 
 
@@ -306,4 +334,37 @@ def test_order_is_deepspeeds(stages: int, slots: int) -> None:
     for stage in range(stages):
         train = schedule.TrainSchedule(slots, stages, stage)
         steps = [train._step_to_micro_batch(step) for step in range(2 * (slots + stages - 1))]
-        assert [(f, s) for s, f in steps if 0 <= s < slots] == operations(slots, stages - stage)
+        kinds = [(FORWARD if f else BACKWARD, s) for s, f in steps if 0 <= s < slots]
+        assert kinds == operations(slots, stages - stage)
+
+
+@pytest.mark.parametrize(("stages", "slots", "delay"), [(1, 1, 3), (3, 2, 0), (3, 7, 1), (4, 4, 9)])
+def test_order_of_weights_is_the_engines(stages: int, slots: int, delay: int) -> None:
+    from deepspeed.runtime.pipe import schedule
+
+    from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
+
+    kinds = {schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD, WeightPass: WEIGHTS}
+    for stage in range(stages):
+        count, found = [0, 0, 0], []
+        for commands in SplitSchedule(delay, slots, stages, stage):
+            for what in (kinds[type(c)] for c in commands if type(c) in kinds):
+                found.append((what, count[what]))
+                count[what] += 1
+        assert found == operations(slots, stages - stage, delay)
+
+
+def test_weights_fill_the_wait_for_a_gradient_by_hand() -> None:
+    """Two stages, two slots, F = B = W = 1 s: the first stage's last wait is half as long."""
+    pipeline = equal(2, 2, 1.0, 1.0)
+    ones, now = np.ones((2, 2, 1)), np.zeros(2, np.int64)
+    timeline = simulate(dataclasses.replace(pipeline, weight_s=ones, weight_delay=now))
+    assert timeline.backward_start[:, 1, 0].tolist() == [2.0, 5.0]
+    assert timeline.backward_start[:, 0, 0].tolist() == [3.0, 6.0]
+    assert timeline.weight_start is not None
+    assert timeline.weight_start[:, 0, 0].tolist() == [4.0, 7.0] and timeline.iteration_s == 8.0
+    later = simulate(dataclasses.replace(pipeline, weight_s=ones, weight_delay=np.array([0, 1])))
+    assert later.weight_start is not None
+    assert later.weight_start[:, 1, 0].tolist() == [5.0, 6.0] and later.iteration_s == 7.0
+    whole = simulate(equal(2, 2, 1.0, 2.0))
+    assert whole.iteration_s == 9.0

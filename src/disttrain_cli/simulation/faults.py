@@ -54,6 +54,7 @@ def inject(
     forward_s, backward_s = pipeline.forward_s.copy(), pipeline.backward_s.copy()
     transfer_s = pipeline.transfer_s.copy()
     load_s = None if pipeline.load_s is None else pipeline.load_s.copy()
+    weight_s = None if pipeline.weight_s is None else pipeline.weight_s.copy()
     for number, fault in enumerate(faults):
         numbers = _numbers(stages, number, fault)
         replicas = slice(None) if fault.replica is None else fault.replica
@@ -71,10 +72,15 @@ def inject(
             for cut, (sender, _) in enumerate(pipeline.cuts):
                 transfer_s[cut] *= fault.factor if sender in numbers else 1.0
         else:
-            for times_s in (forward_s, backward_s):
+            for times_s in (forward_s, backward_s, *([] if weight_s is None else [weight_s])):
                 times_s[:, numbers, replicas] *= fault.factor
     return dataclasses.replace(
-        pipeline, forward_s=forward_s, backward_s=backward_s, transfer_s=transfer_s, load_s=load_s
+        pipeline,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        transfer_s=transfer_s,
+        load_s=load_s,
     )
 
 

@@ -39,6 +39,7 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
         replicas=np.array([len(share) for share in shares]),
         forward_s=slowest(pipeline.forward_s),
         backward_s=slowest(pipeline.backward_s),
+        weight_s=None if pipeline.weight_s is None else slowest(pipeline.weight_s),
         load_s=None if pipeline.load_s is None else slowest(pipeline.load_s),
     )
 

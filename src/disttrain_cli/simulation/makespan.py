@@ -20,7 +20,9 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
 
 
-def iterations_s(pipeline: Pipeline, forward_s: Floats, backward_s: Floats) -> Floats:
+def iterations_s(
+    pipeline: Pipeline, forward_s: Floats, backward_s: Floats, weight_s: Floats | None = None
+) -> Floats:
     """[K] times of the pipeline with other durations [n, S, R, K]; data are always there.
 
     Args:
@@ -38,15 +40,22 @@ def iterations_s(pipeline: Pipeline, forward_s: Floats, backward_s: Floats) -> F
         program.table(backward_s[..., chunk], False, spent_s)
         clock = np.zeros((ranks + stages + 1, count))  # as in `pipeline._step`
         arrived, latest = clock[:ranks], clock[ranks:-1]
+        free, follow_s = arrived, None
+        if weight_s is not None:
+            free, follow_s = np.zeros_like(arrived), program.follow(pipeline, weight_s[..., chunk])
         start = np.empty((ranks, count))
         for step in range(program.steps):
             np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
             start += hold_s[step]
             for ranks_of, other, transfer_s in program.joins:
                 np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
-            np.maximum(start, arrived, out=start)
+            np.maximum(start, free, out=start)
             np.add(start, spent_s[step], out=arrived)
             np.maximum.reduceat(arrived, program.first[:-1], axis=0, out=latest)
+            if follow_s is not None:
+                np.add(arrived, follow_s[step], out=free)
+        if follow_s is not None:
+            np.maximum.reduceat(free, program.first[:-1], axis=0, out=latest)
         times_s[chunk] = (latest + pipeline.reduce_s[:, None]).max(axis=0) + pipeline.step_s
     return times_s
 
@@ -57,7 +66,8 @@ def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
         pipeline,
         *(
             np.moveaxis(times_s[orders], 0, -1)
-            for times_s in (pipeline.forward_s, pipeline.backward_s)
+            for times_s in (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)
+            if times_s is not None
         ),
     )
 
@@ -71,4 +81,5 @@ def of_replica(pipeline: Pipeline, replica: int) -> Pipeline:
         load_s=None,
         forward_s=pipeline.forward_s[..., replicas_of],
         backward_s=pipeline.backward_s[..., replicas_of],
+        weight_s=None if pipeline.weight_s is None else pipeline.weight_s[..., replicas_of],
     )

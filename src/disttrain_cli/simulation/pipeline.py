@@ -11,7 +11,9 @@ hand over to one, it waits for the others of them too, and one that hands over t
 backwards of all of them (of lines behind it that are not as long the last stage has time to spare
 between a slot's two passes). Sends do not hold up the sender. A slot enters a unit when all
 replicas of the unit before have finished it, because images are split over replicas one by one.
-Where the data of a slot have to be prepared, its forward waits for them too (`feeding`).
+Where the data of a slot have to be prepared, its forward waits for them too (`feeding`). Weights'
+parts hold up nobody but their own rank, which computes them between a backward and what it does
+next (Qi et al. 2024, arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.simulation.feeding import Feed, feeds_of, load_waits_s
-from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
+from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline, weights_after
 
 Ints = NDArray[np.int64]
 
@@ -73,6 +75,25 @@ class Program:
                     :, stage, : self.first[stage + 1] - self.first[stage]
                 ]
 
+    def follow(self, pipeline: Pipeline, weight_s: Floats) -> Floats:
+        """[steps, ranks, ...] weights' parts [n, S, R, ...] that follow each step's operations."""
+        slots, spent = (
+            len(weight_s),
+            np.zeros((self.steps, len(self.stage_of), *weight_s.shape[3:])),
+        )
+        for stage, is_forward, steps_of in _operations(slots, self.depth):
+            if not is_forward:
+                ranks_of = slice(self.first[stage], self.first[stage + 1])
+                own_s = weight_s[:, stage, : pipeline.replicas[stage]]
+                for slot in range(slots):
+                    later = weights_after(slot, slots, _delay(pipeline, stage))
+                    spent[steps_of, ranks_of][slot] = own_s[later.start : later.stop].sum(axis=0)
+        return spent
+
+
+def _delay(pipeline: Pipeline, stage: int) -> int:
+    return 0 if pipeline.weight_delay is None else int(pipeline.weight_delay[stage])
+
 
 def program_of(pipeline: Pipeline) -> Program:
     """The schedule of a pipeline without its durations."""
@@ -106,6 +127,8 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     # end of every rank's last operation, the latest of every stage, and 0
     clock = np.zeros(ranks + stages + 1)
     arrived, latest = clock[:ranks], clock[ranks:-1]
+    follow_s = None if pipeline.weight_s is None else program.follow(pipeline, pipeline.weight_s)
+    free = arrived if follow_s is None else np.zeros(ranks)  # when each rank can go on
     held = np.empty(ranks)
     fed = [
         (feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1]))
@@ -120,13 +143,15 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         start += held
         for ranks_of, other, transfer_s in program.joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
-        np.maximum(start, arrived, out=start)
+        np.maximum(start, free, out=start)
         for feed, begins, ranks_of in fed:
             slot, between = divmod(step - begins, 2)
             if 0 <= slot < slots and not between:
                 start[ranks_of] = feed.fetch(slot, start[ranks_of])
         np.add(start, spent_s[step], out=arrived)
         np.maximum.reduceat(arrived, first[:-1], out=latest)
+        if follow_s is not None:
+            np.add(arrived, follow_s[step], out=free)
     ends = spent_s
     ends += starts
     # [start or end, n, S, R]
@@ -136,14 +161,33 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
             table[:, stage, : pipeline.replicas[stage]] = values[
                 steps_of, first[stage] : first[stage + 1]
             ]
+    over = latest if follow_s is None else np.maximum.reduceat(free, first[:-1])
     return Timeline(
         forward[0],
         forward[1],
         backward[0],
         backward[1],
-        float((latest + pipeline.reduce_s).max()) + pipeline.step_s,
+        float((over + pipeline.reduce_s).max()) + pipeline.step_s,
         None if pipeline.load_s is None else load_waits_s(pipeline, feeds),
+        *weight_times(pipeline, backward[1]),
     )
+
+
+def weight_times(
+    pipeline: Pipeline, backward_end: Floats
+) -> tuple[Floats, Floats] | tuple[None, None]:
+    """Start and end of every weights' part, [n, S, R], from the ends of the backwards."""
+    if pipeline.weight_s is None:
+        return None, None
+    slots = len(backward_end)
+    starts = np.empty_like(backward_end)
+    for stage in range(backward_end.shape[1]):
+        for slot in range(slots):
+            begin_s = backward_end[slot, stage]
+            for later in weights_after(slot, slots, _delay(pipeline, stage)):
+                starts[later, stage] = begin_s
+                begin_s = begin_s + pipeline.weight_s[later, stage]
+    return starts, starts + pipeline.weight_s
 
 
 def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
+from disttrain_cli.spec.trace import COMPUTE, FORWARD, WEIGHTS
+
+KINDS = range(len(COMPUTE))
 
 
 def speed(busy: int, cores: int, shared_by: int) -> float:
@@ -23,16 +26,20 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     there."""
     assert pipeline.load_s is None
     slots, stages, _ = pipeline.forward_s.shape
-    replicas = pipeline.replicas.tolist()
-    orders = [operations(slots, to_end) for to_end in pipeline.to_end.tolist()]
-    inputs = [
-        [_inputs(pipeline, stage, forward) for forward in (False, True)] for stage in range(stages)
+    replicas, later = pipeline.replicas.tolist(), pipeline.weight_delay
+    delays = [None] * stages if pipeline.weight_s is None or later is None else later.tolist()
+    orders = [
+        operations(slots, to_end, delay)
+        for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
     ]
-    durations = [pipeline.backward_s.tolist(), pipeline.forward_s.tolist()]
-    # by [is forward][slot][stage]: when it began and ended on each replica, and on all of them
-    starts, ends = (np.full((2, *pipeline.forward_s.shape), np.nan).tolist() for _ in range(2))
-    complete = np.full((2, slots, stages), np.inf).tolist()
-    missing = np.broadcast_to(pipeline.replicas, (2, slots, stages)).tolist()
+    inputs = [[_inputs(pipeline, stage, what) for what in KINDS] for stage in range(stages)]
+    times_s = (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)
+    durations = [[] if table is None else table.tolist() for table in times_s]
+    # by [operation][slot][stage]: when it began and ended on each replica, and on all of them
+    shape = (len(KINDS), *pipeline.forward_s.shape)
+    starts, ends = (np.full(shape, np.nan).tolist() for _ in range(2))
+    complete = np.full(shape[:-1], np.inf).tolist()
+    missing = np.broadcast_to(pipeline.replicas, shape[:-1]).tolist()
     position = {
         (stage, replica): 0 for stage in range(stages) for replica in range(replicas[stage])
     }
@@ -43,18 +50,14 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
         for (stage, replica), index in position.items():
             if (stage, replica) in running:
                 continue
-            forward, slot = orders[stage][index]
+            what, slot = orders[stage][index]
             ready = 0.0
-            for other, transfer_s, crosses in inputs[stage][forward]:
-                end = (
-                    complete[forward][slot][other]
-                    if crosses
-                    else ends[forward][slot][other][replica]
-                )
+            for other, transfer_s, crosses in inputs[stage][what]:
+                end = complete[what][slot][other] if crosses else ends[what][slot][other][replica]
                 ready = max(ready, np.inf if end != end else end + transfer_s)
             if ready <= now:
-                running[stage, replica] = durations[forward][slot][stage][replica]
-                starts[forward][slot][stage][replica] = now
+                running[stage, replica] = durations[what][slot][stage][replica]
+                starts[what][slot][stage][replica] = now
             elif ready < np.inf:
                 arrivals.append(ready)
         assert running or arrivals, "the schedule waits for itself"
@@ -69,27 +72,30 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
                 continue
             del running[rank]
             stage, replica = rank
-            forward, slot = orders[stage][position[rank]]
-            ends[forward][slot][stage][replica] = now
-            missing[forward][slot][stage] -= 1
-            if not missing[forward][slot][stage]:
-                complete[forward][slot][stage] = now
+            what, slot = orders[stage][position[rank]]
+            ends[what][slot][stage][replica] = now
+            missing[what][slot][stage] -= 1
+            if not missing[what][slot][stage]:
+                complete[what][slot][stage] = now
             position[rank] += 1
             if position[rank] == len(orders[stage]):
                 del position[rank]
-    backward_start, forward_start, backward_end, forward_end = map(np.array, (*starts, *ends))
-    last = np.nanmax(backward_end, axis=(0, 2))
+    (forward, backward, weights) = zip(map(np.array, starts), map(np.array, ends), strict=True)
+    last = np.nanmax([backward[1], weights[1]], axis=(0, 1, 3))
     finish = float((last + pipeline.reduce_s).max()) + pipeline.step_s
-    return Timeline(forward_start, forward_end, backward_start, backward_end, finish)
+    split = weights if pipeline.weight_s is not None else (None, None)
+    return Timeline(*forward, *backward, finish, None, *split)
 
 
-def _inputs(pipeline: Pipeline, stage: int, is_forward: bool) -> list[tuple[int, float, bool]]:
+def _inputs(pipeline: Pipeline, stage: int, what: int) -> list[tuple[int, float, bool]]:
     """Where an operation's inputs come from: stage, transfer in s, and whether another unit is
     entered."""
-    cuts = pipeline.before(stage) if is_forward else pipeline.after(stage)
+    if what == WEIGHTS:
+        return []
+    cuts = pipeline.before(stage) if what == FORWARD else pipeline.after(stage)
     return [
         (
-            pipeline.cuts[cut][0 if is_forward else 1],
+            pipeline.cuts[cut][0 if what == FORWARD else 1],
             float(pipeline.transfer_s[cut]),
             bool(pipeline.entry[pipeline.cuts[cut][1]]),
         )

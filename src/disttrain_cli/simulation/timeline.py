@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.spec.stage_graph import stages_to_end
+from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 
 Floats = NDArray[np.float64]
 
@@ -38,11 +39,21 @@ class Pipeline:
     # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
     load_s: Floats | None = None
     prefetch: int = 1  # slots that are prepared ahead of the one that a replica asks for
+    # [n, S, R] the weights' parts of backwards in two parts, which `backward_s` are without then,
+    # and [S] how many slots later they are computed; None: all backwards are whole
+    weight_s: Floats | None = None
+    weight_delay: NDArray[np.int64] | None = None
 
     @property
     def present(self) -> NDArray[np.bool_]:
         """[S, R] which replicas exist."""
         return np.arange(self.forward_s.shape[2])[None, :] < self.replicas[:, None]
+
+    @property
+    def computing_s(self) -> Floats:
+        """[n, S, R] all parts of a slot together."""
+        whole_s = self.forward_s + self.backward_s
+        return whole_s if self.weight_s is None else whole_s + self.weight_s
 
     @property
     def to_end(self) -> NDArray[np.int64]:
@@ -69,12 +80,17 @@ class Timeline:
     iteration_s: float
     # [n, S, R] from asking for a slot's data to having them, where they are prepared
     load_wait_s: Floats | None = None
+    # of weights' parts, where backwards have two
+    weight_start: Floats | None = None
+    weight_end: Floats | None = None
 
     @property
     def busy_s(self) -> Floats:
         """[S, R] time that every rank computes; NaN for replicas that do not exist."""
-        forward = (self.forward_end - self.forward_start).sum(axis=0)
-        return forward + (self.backward_end - self.backward_start).sum(axis=0)
+        busy = self.forward_end - self.forward_start + self.backward_end - self.backward_start
+        if self.weight_start is not None and self.weight_end is not None:
+            busy += self.weight_end - self.weight_start
+        return busy.sum(axis=0)
 
     @property
     def bubble_fraction(self) -> float:
@@ -86,16 +102,27 @@ class Timeline:
         )
 
 
-def operations(slots: int, to_end: int) -> list[tuple[bool, int]]:
-    """Order of a stage's operations as (is forward, slot): DeepSpeed's TrainSchedule (1F1B).
+def operations(slots: int, to_end: int, delay: int | None = None) -> list[tuple[int, int]]:
+    """Order of a stage's operations as (its place in `COMPUTE`, slot): DeepSpeed's TrainSchedule
+    (1F1B).
 
     With `to_end` stages from it to the end, the backward of slot k comes after the forward of slot
-    k + to_end - 1, or of the last slot.
+    k + to_end - 1, or of the last slot. Weights' parts come `delay` slots later, the last of them
+    at the end; None: backwards have one part.
     """
     ahead = to_end - 1
-    order = [(True, slot) for slot in range(min(ahead, slots))]
+    order = [(FORWARD, slot) for slot in range(min(ahead, slots))]
     for slot in range(slots):
         if slot + ahead < slots:
-            order.append((True, slot + ahead))
-        order.append((False, slot))
+            order.append((FORWARD, slot + ahead))
+        order.append((BACKWARD, slot))
+        order.extend((WEIGHTS, later) for later in weights_after(slot, slots, delay))
     return order
+
+
+def weights_after(slot: int, slots: int, delay: int | None) -> range:
+    """Slots whose weights' parts follow the backward of a slot."""
+    if delay is None:
+        return range(0)
+    first = max(0, slot - delay)
+    return range(first, max(first, slot - delay + 1) if slot + 1 < slots else slots)
