@@ -170,7 +170,7 @@ def time_parts(
     even_s = run(even).iteration_s
     instant = run(replace(even, transfer_s=np.zeros_like(even.transfer_s)))
     computed_s = float(np.nanmax(instant.backward_end))
-    steady_s = float((even.forward_s + even.backward_s)[0].max()) * (layout.microbatches - 1)
+    steady_s = float(even.computing_s[0].max()) * (layout.microbatches - 1)
     parts = [
         ("steady", steady_s),
         ("warm-up and cool-down", computed_s - steady_s),

@@ -64,11 +64,7 @@ def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
     """[K] times of the pipeline with its slots in other orders [K, n]."""
     return iterations_s(
         pipeline,
-        *(
-            np.moveaxis(times_s[orders], 0, -1)
-            for times_s in (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)
-            if times_s is not None
-        ),
+        *(np.moveaxis(times_s[orders], 0, -1) for times_s in pipeline.parts_s),
     )
 
 

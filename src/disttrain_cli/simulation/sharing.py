@@ -33,8 +33,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
         for to_end, delay in zip(pipeline.to_end.tolist(), delays, strict=True)
     ]
     inputs = [[_inputs(pipeline, stage, what) for what in KINDS] for stage in range(stages)]
-    times_s = (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)
-    durations = [[] if table is None else table.tolist() for table in times_s]
+    durations = [times_s.tolist() for times_s in pipeline.parts_s]
     # by [operation][slot][stage]: when it began and ended on each replica, and on all of them
     shape = (len(KINDS), *pipeline.forward_s.shape)
     starts, ends = (np.full(shape, np.nan).tolist() for _ in range(2))

@@ -50,10 +50,15 @@ class Pipeline:
         return np.arange(self.forward_s.shape[2])[None, :] < self.replicas[:, None]
 
     @property
+    def parts_s(self) -> list[Floats]:
+        """[n, S, R] each: forwards, backwards and, where these have two parts, weights' parts."""
+        parts = [self.forward_s, self.backward_s]
+        return parts if self.weight_s is None else [*parts, self.weight_s]
+
+    @property
     def computing_s(self) -> Floats:
         """[n, S, R] all parts of a slot together."""
-        whole_s = self.forward_s + self.backward_s
-        return whole_s if self.weight_s is None else whole_s + self.weight_s
+        return sum(self.parts_s[1:], self.parts_s[0])
 
     @property
     def to_end(self) -> NDArray[np.int64]:

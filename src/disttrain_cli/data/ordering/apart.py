@@ -31,8 +31,8 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
     exchanged."""
     slots, replicas, _ = positions.shape
     base = of_replica(pipeline, 0)
-    # [R, n, 2, S]
-    times = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()
+    # [R, n, parts, S]
+    times = np.stack(pipeline.parts_s).transpose(3, 1, 0, 2).copy()
     orders = np.array([_start(base, of_one) for of_one in times])
     times_s = np.array(
         [
@@ -107,21 +107,21 @@ def _exchange(
 
 def _replaced_s(base: Pipeline, times: Floats, order: Ints, away: Ints, others: Floats) -> Floats:
     """[K] times of a replica's order [n] with microbatch away[k] replaced by one that takes
-    others[k] [2, S]."""
-    cases = np.repeat(times[None], len(away), axis=0)  # [K, n, 2, S]
+    others[k] [parts, S]."""
+    cases = np.repeat(times[None], len(away), axis=0)  # [K, n, parts, S]
     cases[np.arange(len(away)), away] = others
     return _times_s(base, cases[:, order])
 
 
 def _times_s(base: Pipeline, times: Floats) -> Floats:
-    """[K] times of one replica whose microbatches take times [..., n, 2, S]."""
-    # [n, S, 2, 1, K]
+    """[K] times of one replica whose microbatches take times [..., n, parts, S]."""
+    # [n, S, parts, 1, K]
     cases = times.reshape(-1, *times.shape[-3:]).transpose(1, 3, 2, 0)[:, :, :, None]
-    return iterations_s(base, cases[:, :, 0], cases[:, :, 1])
+    return iterations_s(base, *(cases[:, :, part] for part in range(cases.shape[2])))
 
 
 def _with(base: Pipeline, times: Floats) -> Pipeline:
-    """One replica's pipeline with its own times [n, 2, S]."""
-    return dataclasses.replace(
-        base, forward_s=times[:, 0, :, None], backward_s=times[:, 1, :, None]
-    )
+    """One replica's pipeline with its own times [n, parts, S]."""
+    names = ("forward_s", "backward_s", "weight_s")
+    parts = np.moveaxis(times[..., None], 1, 0)  # [parts, n, S, 1]
+    return dataclasses.replace(base, **dict(zip(names, parts, strict=False)))

@@ -207,9 +207,7 @@ class Best:
         replica."""
         pipeline = self.pipeline(sizes, assignment)
         pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])
-        costs_ns = np.rint(1e9 * (pipeline.forward_s + pipeline.backward_s)[..., 0]).astype(
-            np.int64
-        )
+        costs_ns = np.rint(1e9 * pipeline.computing_s[..., 0]).astype(np.int64)
         order, _ = search_order(pipeline, [np.arange(len(costs_ns)), interval_order(costs_ns)])
         return Assignment(assignment.positions[order], assignment.carry)
 

@@ -103,8 +103,7 @@ def _possible(weights: Floats, unit: Shaped) -> NDArray[np.bool_]:
 def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
     """[K] simulated times of the steps with these weights [K, n, units]."""
     durations = [
-        np.repeat(times_s[..., None], len(weights), axis=-1)
-        for times_s in (pipeline.forward_s, pipeline.backward_s)
+        np.repeat(times_s[..., None], len(weights), axis=-1) for times_s in pipeline.parts_s
     ]
     for number, unit in enumerate(units):
         weight = weights[:, :, number].T[:, None, :]  # [n, 1, K]
@@ -112,4 +111,4 @@ def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Fl
             times_s[:, unit.stages, 0] = np.where(weight > 0, unit.base_s[part][:, None], 0.0) + (
                 unit.work_s[part][:, None] * weight
             )
-    return iterations_s(pipeline, durations[0], durations[1])
+    return iterations_s(pipeline, *durations)
