@@ -33,9 +33,22 @@ class Cost:
 
     module: str
     forward_ms: Floats
-    backward_ms: Floats
+    backward_ms: Floats  # without the weights' part, where it has two
+    weight_ms: Floats  # the weights' part; zero where backwards are whole
     flops: Floats  # forward and backward of all ranks of the TP group
     forward_flops: Floats  # the forward's part of them
+    weight_flops: Floats  # the weights' part
+
+    @property
+    def parts_ms(self) -> tuple[Floats, Floats, Floats]:
+        """By operation (`spec.trace.COMPUTE`)."""
+        return self.forward_ms, self.backward_ms, self.weight_ms
+
+    @property
+    def parts_flops(self) -> tuple[Floats, Floats, Floats]:
+        """By operation (`spec.trace.COMPUTE`)."""
+        backward = self.flops - self.forward_flops - self.weight_flops
+        return self.forward_flops, backward, self.weight_flops
 
 
 @dataclass(frozen=True)
@@ -111,19 +124,24 @@ def _costs(
     """Costs of each module on a stage, from (module, kind of layer, what its backward does) of
     every layer."""
     for name in dict.fromkeys(module for module, _, _ in kinds):
-        rows = np.zeros((4, 4))
+        rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
             shard = shard_of(profile.modules[name], kind, unit.tp)
-            counted = flops_parts(profile.modules[name].costs[kind], does)
+            layer = profile.modules[name].costs[kind]
+            counted = flops_parts(layer, does)
+            later = does == "trained" and unit.weight_delay is not None
             parts = (
                 [shard.forward_ms],
                 backward_parts(shard, does, unit.checkpointing),
+                [shard.weight_ms] * later,
                 counted,
                 counted[:1],
+                [layer.weight_flops] * later,
             )
             rows += kinds.count((name, kind, does)) * np.array(
                 [_sum(polynomials) for polynomials in parts]
             )
+        rows[1] -= rows[2]
         yield Cost(name, *rows)
 
 

@@ -111,16 +111,32 @@ def working_terms(
     tp: int,
     trained: Sequence[str] | None = None,
     checkpointing: bool = False,
+    later: bool = False,
 ) -> Floats:
     """The most bytes of a slot that a layer holds while it runs, what it then keeps among them;
-    terms as above."""
+    terms as above. `later`: gradients of weights are computed after the backward."""
 
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
         shard = cost.tp[str(tp)]
         again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
-        return [_kept(cost, tp, does, False), shard.transient_bytes, *again]
+        split = later and does == "trained"
+        transient = shard.split_transient_bytes if split else shard.transient_bytes
+        return [_kept(cost, tp, does, False), transient, *again]
 
     return _terms(profile, modules, trained, amounts)
+
+
+def deferred_terms(
+    profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None
+) -> Floats:
+    """Bytes that a layer keeps of a slot from its backward to the gradients of its weights, where
+    these are computed later; terms as above."""
+    return _terms(
+        profile,
+        modules,
+        trained,
+        lambda cost, does: [cost.tp[str(tp)].deferred_bytes] if does == "trained" else [],
+    )
 
 
 def _terms(
@@ -271,11 +287,12 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         activations = weights @ activation_terms(
             profile, unit.modules, unit.tp, layout.trained, unit.checkpointing
         )
+        known = (profile, unit.modules, unit.tp, layout.trained)
+        later = unit.weight_delay is not None
         working = np.maximum(
-            activations,
-            weights
-            @ working_terms(profile, unit.modules, unit.tp, layout.trained, unit.checkpointing),
+            activations, weights @ working_terms(*known, unit.checkpointing, later)
         )
+        deferred = weights @ deferred_terms(*known) * later
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
         mine = share_of_states(profile.precision, dp)
@@ -296,7 +313,12 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             )
             appear = profile.precision == "fp32" and flight == layout.microbatches
             keeps, transient, absent = _fullest_moment(
-                activations[span], working[span], states[1][span] * appear, flight
+                activations[span],
+                working[span],
+                states[1][span] * appear,
+                flight,
+                deferred[span],
+                min(layout.microbatches - 1, (unit.weight_delay or [0] * unit.pp)[stage.index]),
             )
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
             moving = keeps + transient + messages
@@ -330,7 +352,12 @@ def fits(profile: Profile, layout: Layout, limit_gib: float) -> bool:
 
 
 def _fullest_moment(
-    activations: Floats, working: Floats, appearing: Floats, flight: int
+    activations: Floats,
+    working: Floats,
+    appearing: Floats,
+    flight: int,
+    deferred: Floats,
+    delay: int,
 ) -> tuple[float, float, float]:
     """Bytes of kept activations, of what the running layer holds beside, and of gradients that do
     not exist yet, when a stage holds most.
@@ -338,9 +365,19 @@ def _fullest_moment(
     `activations`, `working` and `appearing` (gradients that the first backward brings) are by layer
     [L]. While layer i of the first backward runs, the layers after it have given back their
     activations and have gradients. The second backward has all gradients, and a slot less.
+
+    Where gradients of weights wait for `delay` backwards more, a stage keeps the `deferred` bytes
+    [L] of so many slots before, and in a backward of the layers after i of this slot; then no
+    gradient is taken to be absent.
     """
     kept, done = np.cumsum(activations), np.cumsum(appearing)
     held = kept - activations + working
+    if deferred.any():
+        done_with = deferred.sum() - np.cumsum(deferred)  # by layers after each
+        layer = int((held + done_with).argmax())
+        waiting = delay * deferred.sum() + done_with[layer]
+        keeps = (flight - 1) * kept[-1] + kept[layer] + waiting
+        return float(keeps), float(held[layer] - kept[layer]), 0.0
     moments = [(flight, done - appearing)]
     if flight > 1 and appearing.any():
         moments.append((flight - 1, np.zeros_like(done)))

@@ -22,6 +22,7 @@ from torch import Tensor
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred, split
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.runfile import Run
@@ -36,6 +37,7 @@ class LayerFlops:
     forward: Polynomial
     backward: Polynomial
     backward_input: Polynomial
+    weights: Polynomial  # of the backward, what the weights' part of one in two parts has
 
 
 class Counts(NamedTuple):
@@ -73,6 +75,22 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
     return Counts(*(counter.get_total_flops() for counter in (forward, backward, backward_input)))
 
 
+def weight_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
+    """FLOPs of a layer's backward that its weights' part has (`weight_parts`); the layer is split
+    afterwards."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    split(layer)
+    parts: list[WeightPart] = []
+    roots = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
+    if roots:
+        with deferred(parts):
+            torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+    with FlopCounterMode(display=False) as counter:
+        add_weight_gradients(parts)
+    return int(counter.get_total_flops())
+
+
 def _without_scores(operator: Any) -> Callable[..., int]:
     """FLOPs of attention's backward without the scores that a kernel computes again: four products
     of five."""
@@ -99,16 +117,18 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
             continue
         head = inputs.head(info.module)
         layer = build_layers(run, index, index + 1, device="meta")[0]
-        works, counts = [], []
+        works, given = [], []
         for sizes in _sizes(head):
             batch = probe_batch(inputs, device="meta", **sizes)
-            counts.append(layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch))
+            given.append((state_at(table, index, inputs, batch, "meta"), batch))
             sizes.pop("length", None)
             works.append(probe_work(inputs, info.module, windows=False, **sizes))
-        forward, backward, backward_input = (
-            _exact(works, column, head) for column in zip(*counts, strict=True)
-        )
-        kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
+        counts = [layer_flops(layer, *one) for one in given]
+        later = [weight_flops(layer, *one) for one in given]
+        polynomials = [
+            _exact(works, column, head) for column in (*zip(*counts, strict=True), later)
+        ]
+        kinds[info.kind] = LayerFlops(info.parameters, *polynomials)
     return counted
 
 

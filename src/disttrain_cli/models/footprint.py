@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import Group
+from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 from disttrain_cli.models.workspaces import workspace_bytes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -43,6 +44,7 @@ class Footprint(NamedTuple):
     transient_bytes: int  # the most that the forward or the backward holds beyond that at a time
     forward: list[Message]
     backward: list[Message]  # where it recomputes, those of the second forward first
+    deferred_bytes: int = 0  # from the backward to the weights' part, where it has two parts
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,19 @@ class Noted(Group):
 
 
 def footprint(
-    layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, recompute: bool = False
+    layer: PipelineLayer,
+    state: Mapping[str, Tensor],
+    batch: Batch,
+    recompute: bool = False,
+    deferring: bool = False,
 ) -> Footprint:
     """Run a layer on the meta device, in the TP group that it has joined, if any.
 
     Args:
         state: what it reads, of this rank; gradients are asked for where its tensors ask for them.
         recompute: keep its inputs only and run the forward again in the backward.
+        deferring: compute the gradients of weights afterwards; the layer is split
+            (`weight_parts`).
     """
     prepared, group = len(batch.tensors()), layer.group
     sent = group.sent if isinstance(group, Noted) else []
@@ -93,13 +101,17 @@ def footprint(
         del made
         kept, forward = follow.alive, list(sent)
         sent.clear()
+        parts: list[WeightPart] = []
         if roots:
-            torch.autograd.backward(roots)
+            with deferred(parts) if deferring else nullcontext():
+                torch.autograd.backward(roots)
         del roots
+        waiting = follow.alive if deferring else 0
+        add_weight_gradients(parts)
     # what a stage makes of the batch, once for all layers, does not count
     if len(batch.tensors()) > prepared:
-        return footprint(layer, state, batch, recompute)
-    return Footprint(kept, follow.most - kept, forward, list(sent))
+        return footprint(layer, state, batch, recompute, deferring)
+    return Footprint(kept, follow.most - kept, forward, list(sent), waiting)
 
 
 def _forget(weight: Tensor) -> None:

@@ -27,6 +27,7 @@ from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, UnitTime
 from disttrain_cli.spec.profile import DeviceProfile, Profile
+from disttrain_cli.spec.trace import COMPUTE
 
 Floats = NDArray[np.float64]
 BATCHES, SEQUENCES = (
@@ -175,10 +176,7 @@ def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
         (number, cost.module): float(
             np.mean(
                 [
-                    (
-                        amount(cost.forward_ms, step.loads[cost.module])
-                        + amount(cost.backward_ms, step.loads[cost.module])
-                    ).sum()
+                    sum(amount(part, step.loads[cost.module]).sum() for part in cost.parts_ms)
                     for step in steps
                 ]
             )
@@ -265,17 +263,20 @@ def _unit_times(
     for unit in layout.units:
         stages = slice(first, first + unit.pp)
         times = [_own(step.pipeline, stages, unit.dp) for step in steps]
-        forward, backward = np.mean(
-            [[part.sum(axis=1).mean() for part in pair] for pair in times], axis=0
+        forward, backward, weights = np.mean(
+            [[part.sum(axis=1).mean() for part in parts] for parts in times], axis=0
         )
-        slowest = np.mean([np.add(*pair).max(axis=2).mean(axis=0) for pair in times], axis=0).max()
-        alone = sum(float(np.add(*pair).sum()) for pair in times)
+        slowest = np.mean(
+            [parts.sum(axis=0).max(axis=2).mean(axis=0) for parts in times], axis=0
+        ).max()
+        alone = sum(float(parts.sum()) for parts in times)
         busy = sum(float(step.timeline.busy_s[stages, : unit.dp].sum()) for step in steps)
         rows.append(
             UnitTime(
                 unit=unit.name,
                 forward_ms=1e3 * float(forward),
                 backward_ms=1e3 * float(backward),
+                weights_ms=1e3 * float(weights),
                 stage_ms=1e3 * float(slowest),
                 sharing=busy / alone if alone else 1.0,
                 mfu=_mfu(profile.device, layout, flops[stages], unit.gpus, iteration_s),
@@ -295,7 +296,7 @@ def _stage_times(
     rows = []
     for number, stage in enumerate(steps[0].stages):
         stages = slice(number, number + 1)
-        forward, backward = np.mean(
+        forward, backward, weights = np.mean(
             [
                 [part.mean() for part in _own(step.pipeline, stages, stage.unit.dp)]
                 for step in steps
@@ -308,12 +309,14 @@ def _stage_times(
                 stage=stage.index,
                 forward_ms=1e3 * float(forward),
                 backward_ms=1e3 * float(backward),
+                weights_ms=1e3 * float(weights),
                 mfu=_mfu(profile.device, layout, flops[stages], len(stage.ranks), iteration_s),
             )
         )
     return rows
 
 
-def _own(pipeline: Pipeline, stages: slice, dp: int) -> tuple[Floats, Floats]:
-    """Forward and backward times [n, PP, DP] of some stages of one unit."""
-    return pipeline.forward_s[:, stages, :dp], pipeline.backward_s[:, stages, :dp]
+def _own(pipeline: Pipeline, stages: slice, dp: int) -> Floats:
+    """Times by operation (`COMPUTE`) of some stages of one unit, [3, n, PP, DP]."""
+    parts = [*pipeline.parts_s, np.zeros_like(pipeline.forward_s)]
+    return np.stack(parts[: len(COMPUTE)])[:, :, stages, :dp]

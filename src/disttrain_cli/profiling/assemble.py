@@ -120,12 +120,14 @@ def module_profile(
                     ),
                     batch_bytes(first[part], setting.table, setting.inputs, value_bytes),
                     kind != "generator" and not setting.grouped,
+                    _later_share(counts.flops, data.mean[name]),
                 )
                 for tp in trained
             },
             forward_flops=counts.flops.forward,
             backward_flops=counts.flops.backward,
             backward_input_flops=counts.flops.backward_input,
+            weight_flops=counts.flops.weights,
         )
         for part, counts in known.items()
     }
@@ -179,6 +181,7 @@ def _shard(
     input_size: Polynomial,
     batch_size: Polynomial,
     divides: bool,
+    later: float,
 ) -> LayerShard:
     """One rank's part of a kind of layer.
 
@@ -188,6 +191,7 @@ def _shard(
         divides: take it that a TP group divides all that the whole layer keeps: inside attention
             and MLP by heads and width, between them by rows (Korthikanti et al. 2022, arXiv
             2205.05198, section 4.2). A part measured alone keeps whole rows.
+        later: share of what gradients of weights take that the weights' part of a backward has.
     """
     running = known.running[tp]
     passes: dict[Pass, Messages] = {
@@ -206,6 +210,7 @@ def _shard(
         parameters=known.shard_parameters[tp],
         forward_ms=_time(works, forward_ms, messages["forward"]),
         backward_ms=_time(works, backward_ms, messages["backward"]),
+        weight_ms=combine((later, fit(works, backward_ms)), (-later, fit(input_works, input_ms))),
         backward_input_ms=_time(input_works, input_ms, messages["backward_input"]),
         recomputing_ms=combine(
             (1.0, messages["recomputing"]),
@@ -214,6 +219,8 @@ def _shard(
         ),
         sent_bytes={name: sent_bytes(sent, tp) for name, sent in passes.items() if sent.counts},
         transient_bytes=running.transient_bytes,
+        deferred_bytes=running.deferred_bytes,
+        split_transient_bytes=running.split_transient_bytes,
         recomputing_bytes=running.recomputing_bytes,
         activation_bytes=combine((share, _kept(trained[measured], part))),
         frozen_activation_bytes=combine((share, _kept(frozen[measured], part))),
@@ -222,6 +229,12 @@ def _shard(
         fit_error_pct=held_out_error_pct(works, [forward_ms, backward_ms]),
         frozen_fit_error_pct=held_out_error_pct(input_works, [input_ms]),
     )
+
+
+def _later_share(flops: LayerFlops, work: Work) -> float:
+    """Of the FLOPs of all gradients of weights, those that may be computed later."""
+    all_of_weights = flops.backward(work) - flops.backward_input(work)
+    return flops.weights(work) / all_of_weights if all_of_weights else 0.0
 
 
 def _kept(series: Series, part: str) -> Polynomial:

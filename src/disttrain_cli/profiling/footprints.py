@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join, pieces
+from disttrain_cli.models.weight_parts import split
 from disttrain_cli.profiling.fitting import fit
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.inputs import ModelInputs
@@ -45,7 +46,11 @@ class Running:
 
     # the most beyond what it keeps, in either pass
     transient_bytes: Polynomial = field(default_factory=Polynomial)
-    # the same beyond that, where it recomputes
+    # where its weights' part is computed later: what it keeps for that, and the most beyond what it
+    # keeps from the forward until then
+    deferred_bytes: Polynomial = field(default_factory=Polynomial)
+    split_transient_bytes: Polynomial = field(default_factory=Polynomial)
+    # the most beyond `transient_bytes`, where it recomputes
     recomputing_bytes: Polynomial = field(default_factory=Polynomial)
     forward: Messages = field(default_factory=Messages)
     backward: Messages = field(default_factory=Messages)
@@ -98,6 +103,23 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
 
 
 def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Running:
+    whole = _running_whole(layer, index, probes, tp)
+    layer.requires_grad_(not layer.frozen)
+    split(layer)
+    later = [
+        footprint(layer, _own_state(layer, index, probes, batch, tp), batch, deferring=True)
+        for batch in probes.batches
+    ]
+    return replace(
+        whole,
+        deferred_bytes=fit(probes.works, [float(one.deferred_bytes) for one in later]),
+        split_transient_bytes=fit(probes.works, [float(one.transient_bytes) for one in later]),
+    )
+
+
+def _running_whole(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Running:
+    """As it runs with backwards in one part."""
+
     def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
         layer.requires_grad_(not frozen and not layer.frozen)
         return [
@@ -113,7 +135,9 @@ def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Runn
     backward = _messages(probes.works, [one.backward for one in trained])
     if not layer.by_rows:  # its sums are the same whatever is trained or kept
         both = _messages(probes.works, [one.forward + one.backward for one in trained])
-        return Running(transient, Polynomial(), forward, backward, backward, both)
+        return Running(
+            transient, forward=forward, backward=backward, backward_input=backward, recomputing=both
+        )
     frozen, again = runs(frozen=True), runs(recompute=True)
     more = [
         max(0.0, float(two.kept_bytes + two.transient_bytes - one.kept_bytes - one.transient_bytes))
@@ -121,10 +145,11 @@ def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Runn
     ]
     return Running(
         transient,
-        fit(probes.works, more),
-        forward,
-        backward,
-        *(_messages(probes.works, [one.backward for one in made]) for made in (frozen, again)),
+        recomputing_bytes=fit(probes.works, more),
+        forward=forward,
+        backward=backward,
+        backward_input=_messages(probes.works, [one.backward for one in frozen]),
+        recomputing=_messages(probes.works, [one.backward for one in again]),
     )
 
 

@@ -201,7 +201,7 @@ def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
                     if there.module == module:
                         adds["forward"][number], adds["backward"][number] = (
                             there.forward_ms,
-                            there.backward_ms,
+                            there.backward_ms + there.weight_ms,
                         )
             columns.append(_Column(kind, time, adds))
     return columns
@@ -223,6 +223,7 @@ def _retimed(profile: Profile, change: Change) -> Profile:
                     update={
                         time: change(name, kind, tp, time, getattr(shard, time)) for time in TIMES
                     }
+                    | {"weight_ms": change(name, kind, tp, "backward_ms", shard.weight_ms)}
                 )
                 for tp, shard in cost.tp.items()
             }

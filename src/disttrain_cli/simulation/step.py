@@ -15,6 +15,7 @@ from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.stage_graph import cuts_of
+from disttrain_cli.spec.trace import BACKWARD, COMPUTE, FORWARD, WEIGHTS
 
 Floats = NDArray[np.float64]
 
@@ -28,25 +29,28 @@ def pipeline_of(
 ) -> Pipeline:
     """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3]."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
-    forward_s, backward_s = np.zeros(shape), np.zeros(shape)
+    times_s = np.zeros((len(COMPUTE), *shape))
     for number, stage in enumerate(stages):
         for cost in stage.costs:
-            forward_s[:, number, : stage.unit.dp] += (
-                amount(cost.forward_ms, loads[cost.module]) / 1e3
-            )
-            backward_s[:, number, : stage.unit.dp] += (
-                amount(cost.backward_ms, loads[cost.module]) / 1e3
-            )
+            for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
+                part_s[:, number, : stage.unit.dp] += amount(part_ms, loads[cost.module]) / 1e3
+    split = any(unit.weight_delay is not None for unit in layout.units)
     return Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]),
         entry=np.array([stage.index == 0 for stage in stages]),
         cuts=tuple(cuts_of(stages)),
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=times_s[FORWARD],
+        backward_s=times_s[BACKWARD],
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
+        weight_s=times_s[WEIGHTS] if split else None,
+        weight_delay=np.array([_delay(stage) for stage in stages]) if split else None,
     )
+
+
+def _delay(stage: CostedStage) -> int:
+    return 0 if stage.unit.weight_delay is None else stage.unit.weight_delay[stage.index]
 
 
 def fed(

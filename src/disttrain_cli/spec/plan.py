@@ -186,7 +186,8 @@ class StageTime(Strict):
     unit: str
     stage: int
     forward_ms: float
-    backward_ms: float
+    backward_ms: float = Field(description="Without the weights' part, where it has two parts.")
+    weights_ms: float = 0.0
     mfu: float = Field(
         description="FLOPs of the stage over its devices' peak for the whole iteration."
     )
@@ -197,9 +198,10 @@ class UnitTime(Strict):
 
     unit: str
     forward_ms: float
-    backward_ms: float
+    backward_ms: float = Field(description="Without the weights' part, where it has two parts.")
+    weights_ms: float = 0.0
     stage_ms: float = Field(
-        description="Slowest stage, forward + backward: what one more slot costs."
+        description="Slowest stage, forward + backward (both parts): what one more slot costs."
     )
     sharing: float = Field(
         1.0,

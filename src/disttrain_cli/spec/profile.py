@@ -44,6 +44,13 @@ class LayerShard(Strict):
     backward_input_ms: Polynomial = Field(
         description="Gradients of inputs only: the weights are frozen."
     )
+    weight_ms: Polynomial = Field(
+        default_factory=Polynomial,
+        description=(
+            "Of `backward_ms`, the gradients of linear and convolution weights, which may be"
+            " computed later (`weight_delay` of a plan)."
+        ),
+    )
     activation_bytes: Polynomial = Field(description="Bytes kept from forward to backward.")
     frozen_activation_bytes: Polynomial = Field(
         description="The same where the weights are frozen."
@@ -61,6 +68,17 @@ class LayerShard(Strict):
     transient_bytes: Polynomial = Field(
         default_factory=Polynomial,
         description="The most bytes that a pass holds beyond those at a time.",
+    )
+    deferred_bytes: Polynomial = Field(
+        default_factory=Polynomial,
+        description="Bytes kept for those from the backward on, where they are computed later.",
+    )
+    split_transient_bytes: Polynomial = Field(
+        default_factory=Polynomial,
+        description=(
+            "The most bytes held beyond those kept from the forward, from there to the gradients of"
+            " weights, where they are computed later."
+        ),
     )
     recomputing_bytes: Polynomial = Field(
         default_factory=Polynomial,
@@ -99,6 +117,10 @@ class LayerCost(Strict):
     forward_flops: Polynomial = Field(description="Of the whole layer, counted from the operators.")
     backward_flops: Polynomial
     backward_input_flops: Polynomial = Field(description="Gradients of inputs only.")
+    weight_flops: Polynomial = Field(
+        default_factory=Polynomial,
+        description="Of `backward_flops`, what may be computed later.",
+    )
 
 
 class ModuleTime(Strict):

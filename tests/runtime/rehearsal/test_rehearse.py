@@ -24,7 +24,7 @@ from disttrain_cli.runtime.rehearsal.setting import setting_of
 from disttrain_cli.spec.plan import Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
-from disttrain_cli.spec.trace import read_job
+from disttrain_cli.spec.trace import COMPUTE, WEIGHTS, read_job
 from tests.runtime.factory import MODEL, plan_of
 
 PROFILES: list[Profile] = []
@@ -98,9 +98,14 @@ def took_s(row: dict[str, Any]) -> float:
 @pytest.mark.slow
 def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path) -> None:
     """Six replicas of the encoder and eight GPUs more in seven processes, a slow rank among
-    them."""
+    them; weights' gradients of the first two units come later."""
     fault = {"slow": "rank", "unit": "llm", "stage": 1, "replica": 1, "factor": 3.0}
     run, plan, profile = job(tmp_path, (3, 4, 2), pp=2, faults=[fault])
+    delays = {"image_encoder": [1], "llm": [0, 1]}
+    units = [
+        unit.model_copy(update={"weight_delay": delays.get(unit.name)}) for unit in plan.plan.units
+    ]
+    plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"units": units})})
     result = rehearse(run, plan, profile)
     assert (result.processes, result.gpus) == (2 + 4 + 1, 13)
     assert read_job(Path(result.trace) / "job.json").rehearsed.processes == 7
@@ -112,11 +117,12 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     stages = launcher.stages_of(profile, plan.plan)
     orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs))
     for number, stage in enumerate(stages):
-        forward, backward = (
-            rows(result.trace, part, stage.unit.name, stage.index)
-            for part in ("forward", "backward")
-        )
-        assert set(forward) == set(backward) == set(range(stage.unit.dp))
+        parts = COMPUTE if stage.unit.weight_delay is not None else COMPUTE[:WEIGHTS]
+        recorded_of = {
+            part: rows(result.trace, part, stage.unit.name, stage.index) for part in COMPUTE
+        }
+        assert not any(recorded_of.pop(part) for part in COMPUTE[len(parts) :])
+        assert all(set(of) == set(range(stage.unit.dp)) for of in recorded_of.values())
         for step in (0, 1):
             loads = launcher.order_loads(orders.of(step)[0], plan.plan)
             pipeline = launcher.inject(
@@ -124,7 +130,7 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
                 stages,
                 run.file.rehearse.faults,
             )
-            for recorded, times in ((forward, pipeline.forward_s), (backward, pipeline.backward_s)):
+            for recorded, times in zip(recorded_of.values(), pipeline.parts_s, strict=False):
                 for replica in range(stage.unit.dp):
                     own = [
                         took_s(recorded[replica][step, slot])
@@ -134,7 +140,7 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     busiest_s = max(
         sum(
             took_s(row)
-            for part in ("forward", "backward")
+            for part in COMPUTE
             for (step, _), row in rows(result.trace, part, "llm", 1)[1].items()
             if step == 1
         ),

@@ -43,7 +43,7 @@ from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.plan import Prediction
-from disttrain_cli.spec.trace import COMPUTE, Job
+from disttrain_cli.spec.trace import COMPUTE, WEIGHTS, Job
 
 
 def analyze_database(database: Database) -> Analysis:
@@ -232,7 +232,8 @@ def _comparisons(
     sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
     for unit in job.layout.units:
         of_unit = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
-        for what in (*COMPUTE, "stage") if of_unit else ():
+        computed = COMPUTE if unit.weight_delay is not None else COMPUTE[:WEIGHTS]
+        for what in (*computed, "stage") if of_unit else ():
             if unit.name in sharing:
                 planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
                 add(
@@ -272,7 +273,7 @@ def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
     if operation != "stage":
         return float(getattr(time, f"{operation}_ms"))
     return max(
-        (s.forward_ms + s.backward_ms for s in predicted.stages if s.unit == unit),
+        (s.forward_ms + s.backward_ms + s.weights_ms for s in predicted.stages if s.unit == unit),
         default=time.stage_ms,
     )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from disttrain_cli.costs.flops import peak_tflops
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.trace import Job
+from disttrain_cli.spec.trace import COMPUTE, Job
 
 
 class StageCost(NamedTuple):
@@ -57,14 +57,11 @@ def known_stages(job: Job, warnings: list[str]) -> list[CostedStage]:
 
 
 def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
-    """A row per (unit, stage, module, forward or backward)."""
+    """A row per (unit, stage, module, operation)."""
     rows = []
     for stage in stages:
         for cost in stage.costs:
-            directions = (
-                ("forward", cost.forward_flops, cost.forward_ms),
-                ("backward", cost.flops - cost.forward_flops, cost.backward_ms),
-            )
+            operations = zip(COMPUTE, cost.parts_flops, cost.parts_ms, strict=True)
             rows += [
                 StageCost(
                     stage.unit.name,
@@ -75,7 +72,7 @@ def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
                     *(flops / stage.unit.tp).tolist(),
                     *times.tolist(),
                 )
-                for operation, flops, times in directions
+                for operation, flops, times in operations
             ]
     return rows
 

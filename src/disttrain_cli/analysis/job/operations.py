@@ -78,7 +78,7 @@ def _passes(database: Database, job: Job) -> list[dict[str, Any]]:
     should take no time."""
     alone = {(stage.unit.name, stage.index): len(stage.costs) == 1 for stage in database.stages}
     planned = {
-        (time.unit, time.stage): {"forward": time.forward_ms, "backward": time.backward_ms}
+        (time.unit, time.stage): {what: getattr(time, f"{what}_ms") for what in COMPUTE}
         for time in job.predicted.stages
     }
     sharing = {time.unit: time.sharing for time in job.predicted.units} if shares_cores(job) else {}

@@ -88,7 +88,7 @@ class Best:
         work = sizes.work(self._inputs)
         costs: dict[str, Ints] = {}
         for cost in (cost for stage in self._stages for cost in stage.costs):
-            rates = (1e6 * (cost.forward_ms + cost.backward_ms)).tolist()[1:]
+            rates = (1e6 * np.sum(cost.parts_ms, axis=0)).tolist()[1:]
             items, tokens, length_sq = work[cost.module].T
             own_ns = rates[0] * items + rates[1] * tokens + rates[2] * length_sq
             costs[cost.module] = costs.get(cost.module, 0) + np.rint(own_ns).astype(np.int64)
@@ -156,15 +156,13 @@ class Best:
             base_s = np.array(
                 [
                     [
-                        sum(getattr(cost, part).tolist()[0] for cost in stage.costs) / 1e3
+                        sum(cost.parts_ms[part].tolist()[0] for cost in stage.costs) / 1e3
                         for stage in self._stages[columns]
                     ]
-                    for part in ("forward_ms", "backward_ms")
+                    for part in range(len(pipeline.parts_s))
                 ]
             )
-            even_s = np.stack(
-                [pipeline.forward_s[0, columns, 0], pipeline.backward_s[0, columns, 0]]
-            )
+            even_s = np.stack([part[0, columns, 0] for part in pipeline.parts_s])
             ascending = starts_of(np.sort(_total(costs, unit)))
             parts = len(sizes) * np.arange(1, n + 1) / n
             room = min(

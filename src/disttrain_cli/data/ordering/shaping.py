@@ -37,8 +37,8 @@ class Shaped:
     """A unit whose slots need not be alike."""
 
     stages: slice
-    base_s: Floats  # [2, stages] forward and backward of any work, on the mean replica
-    work_s: Floats  # [2, stages] and of the mean slot's work
+    base_s: Floats  # [parts, stages] of any work, on the mean replica
+    work_s: Floats  # [parts, stages] and of the mean slot's work
     # [n] least sum of weights that any 1, 2, ... n slots can have: those of the lightest sequences
     lightest: Floats
     window: int  # consecutive slots whose activations are kept at once

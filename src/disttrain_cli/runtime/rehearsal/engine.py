@@ -16,6 +16,7 @@ from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder
 from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.spec.trace import WEIGHTS
 
 #: Between the last host that is ready and the step, so that all hosts have given their devices the
 #: first operation.
@@ -83,6 +84,14 @@ class EmulatedEngine(UnitEngine):
         """One optimizer step."""
         super().run_step(order, fetch, told)
         self.clock.end()
+
+    def _weights(self, slot: int) -> None:
+        timed = self._timed("weights", slot)
+        waits = self.feeder.work(self.order.step).waits[slot]
+        for module in reversed([module for module, times in waits.items() if times[WEIGHTS]]):
+            done = timed(module)
+            self.clock.run(waits[module][WEIGHTS])
+            done()
 
     def _reduce_gradients(self) -> None:
         super()._reduce_gradients()

@@ -33,6 +33,7 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.stage_graph import RankCoords
+from disttrain_cli.spec.trace import COMPUTE
 
 Floats = NDArray[np.float64]
 
@@ -62,10 +63,10 @@ class StepWork:
     order: StepOrder  # of the plan's layout
     joined: StepOrder  # of the processes
     batch: Packing
-    # "forward" or "backward" → by module [n, k], faults and noise included
+    # operation of `COMPUTE` → by module [n, k], faults and noise included
     seconds: dict[str, dict[str, Floats]]
     # by slot and module: forward and backward of the slowest replica
-    waits: list[dict[str, tuple[float, float]]]
+    waits: list[dict[str, tuple[float, ...]]]
     prepare_s: Floats  # [n] until the slot's data are prepared, from when the cores begin with it
 
 
@@ -142,14 +143,13 @@ class Feeder:
             [cost.module for cost in self._stage.costs],
         )
         noise = _noise(
-            self._run, step, self._coords.rank, (2, len(order.slots), len(self.replicas))
+            self._run, step, self._coords.rank, (len(COMPUTE), len(order.slots), len(self.replicas))
         )
-        parts = {"forward": noise[0], "backward": noise[1]}
         seconds = {
             part: {
                 cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs
             }
-            for part, factor in parts.items()
+            for part, factor in zip(COMPUTE, noise, strict=True)
         }
         slowest = {
             part: sum(by_module.values(), np.zeros(noise.shape[1:])).argmax(axis=1)
@@ -157,9 +157,8 @@ class Feeder:
         }
         waits = [
             {
-                cost.module: (
-                    float(seconds["forward"][cost.module][slot, slowest["forward"][slot]]),
-                    float(seconds["backward"][cost.module][slot, slowest["backward"][slot]]),
+                cost.module: tuple(
+                    float(seconds[part][cost.module][slot, slowest[part][slot]]) for part in COMPUTE
                 )
                 for cost in self._stage.costs
             }
@@ -176,13 +175,14 @@ class Feeder:
         )
 
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
-        return (
-            amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3 * self._slowdown("stage")
-        )
+        part_ms = cost.parts_ms[COMPUTE.index(part)]
+        return amount(part_ms, loads[cost.module]) / 1e3 * self._slowdown("stage")
 
     def pause_s(self, step: int, slot: int, part: str) -> float:
-        """Seconds for which a busy host holds up a slot's "forward" or "backward"."""
-        longest_s = sum(times[part == "backward"] for times in self.work(step).waits[slot].values())
+        """Seconds for which a busy host holds up an operation of a slot."""
+        longest_s = sum(
+            times[COMPUTE.index(part)] for times in self.work(step).waits[slot].values()
+        )
         return longest_s * float(self._slowdown("host").max() - 1.0)
 
     def _slowdown(self, what: str) -> Floats:

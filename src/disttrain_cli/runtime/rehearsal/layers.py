@@ -27,7 +27,7 @@ class EmulatedBatch(Batch):
     # rows of a state tensor on this process
     rows: Callable[[TensorSpec], int] = field(default=lambda spec: 0)
     # by module: forward, backward
-    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 class EmulatedLayer(PipelineLayer):
@@ -93,7 +93,7 @@ class _Wait(torch.autograd.Function):
     def forward(
         ctx: Any,
         device: Device,
-        seconds: tuple[float, float],
+        seconds: tuple[float, ...],
         shapes: list[tuple[int, ...]],
         dtype: torch.dtype,
         *inputs: Tensor,

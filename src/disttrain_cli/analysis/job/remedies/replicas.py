@@ -178,7 +178,8 @@ def _times(record: Record, layout: Layout) -> Floats:
             [
                 sum(float(times[0]) for times in pair)
                 for pair in zip(
-                    *((cost.forward_ms, cost.backward_ms) for cost in stage.costs), strict=True
+                    *((cost.forward_ms, cost.backward_ms + cost.weight_ms) for cost in stage.costs),
+                    strict=True,
                 )
             ]
             for stage in record.stages
