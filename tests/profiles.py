@@ -46,10 +46,13 @@ def cost(
             forward_ms=forward,
             backward_ms=scaled(forward, 2),
             backward_input_ms=forward,
+            weight_ms=scaled(forward, 0.8),
             activation_bytes=scaled(kept, 1 / tp),
             frozen_activation_bytes=scaled(kept, 0.5 / tp),
             input_bytes=scaled(kept, 0.1 / tp),
             transient_bytes=scaled(kept, 0.4 / tp),
+            deferred_bytes=scaled(kept, 0.9 / tp),
+            split_transient_bytes=scaled(kept, 0.95 / tp),
             fit_error_pct=2.0,
         )
 
@@ -59,6 +62,7 @@ def cost(
         forward_flops=counted,
         backward_flops=scaled(counted, 2),
         backward_input_flops=counted,
+        weight_flops=scaled(counted, 0.8),
     )
 
 

@@ -74,6 +74,32 @@ def test_llm_stage_by_hand() -> None:
     )
 
 
+def test_weights_that_wait_by_hand() -> None:
+    """An LLM stage of an embedding and two blocks, which keeps two slots more for their weights."""
+    profile, given = synthetic.tiny(synthetic.run_file()), layout(8)
+    units = [
+        unit.model_copy(update={"weight_delay": [2, 0]}) if unit.name == "l" else unit
+        for unit in given.units
+    ]
+    whole, split = (
+        layout_memory(profile, one, 4.0)
+        for one in (given, given.model_copy(update={"units": units}))
+    )
+    tokens = 2 * 256
+    activations, deferred = tokens * (500 + 2 * 8e3), 0.9 * tokens * (500 + 2 * 8e3)
+    embed, block = 500 * tokens, 8e3 * tokens
+    moments = [  # of the slot in its backward, by the layer that runs
+        embed + block + 1.95 * block,
+        embed + 1.95 * block + 0.9 * block,
+        1.95 * embed + 2 * 0.9 * block,
+    ]
+    assert (split[1].activations_gib + split[1].transient_gib) * GIB == pytest.approx(
+        2 * activations + 2 * deferred + max(moments)
+    )
+    assert split[1].weights_gib == whole[1].weights_gib
+    assert [split[n].peak_gib for n in (0, 3)] == [whole[n].peak_gib for n in (0, 3)]
+
+
 def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     module = profile.modules["image_encoder"]

@@ -83,7 +83,7 @@ def _anchor(part: nn.Module) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`functional.linear` with the same kernels."""
+    """`functional.linear` with the same kernels; what is put aside holds no other layer's graph."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (given,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        given, wanted = ctx.saved_tensors[0].detach(), ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
         of_given = gradient @ ctx.weight if wanted[0] else None
         of_bias = rows.sum(0) if wanted[1] else None
@@ -129,7 +129,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (given,), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        given, wanted = ctx.saved_tensors[0].detach(), ctx.needs_input_grad
         weight, how, sizes = ctx.weight, ctx.how, ctx.bias_sizes
 
         def gradients(*of: bool) -> Any:

@@ -1,0 +1,53 @@
+"""Stages whose backwards have two parts cost what whole ones cost."""
+
+import numpy as np
+
+from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.planning.predict import loads_of
+from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.spec.plan import Layout
+from tests.costs.test_memory import layout
+from tests.planning import synthetic
+
+PROFILE = synthetic.tiny(synthetic.run_file())
+
+
+def split(given: Layout, delays: dict[str, list[int]], **changes: object) -> Layout:
+    """The layout with weights' gradients of some units computed later."""
+    units = [
+        unit.model_copy(update={"weight_delay": delays.get(unit.name)}) for unit in given.units
+    ]
+    return given.model_copy(update={"units": units, **changes})
+
+
+def test_the_two_parts_add_up() -> None:
+    whole = stages_of(PROFILE, layout(4))
+    parts = stages_of(PROFILE, split(layout(4), {"e": [1], "l": [0, 2]}))
+    for before, after in zip(whole, parts, strict=True):
+        for one, two in zip(before.costs, after.costs, strict=True):
+            np.testing.assert_allclose(one.backward_ms, two.backward_ms + two.weight_ms)
+            np.testing.assert_allclose(sum(one.parts_ms), sum(two.parts_ms))
+            np.testing.assert_allclose(sum(one.parts_flops), sum(two.parts_flops))
+            np.testing.assert_array_equal(one.forward_ms, two.forward_ms)
+            assert not one.weight_ms.any() and two.weight_ms.any() == (before.unit.name != "g")
+            np.testing.assert_allclose(two.weight_ms, two.weight_ms.any() * 0.8 * two.forward_ms)
+
+
+def test_frozen_layers_have_no_weights_part() -> None:
+    given = split(layout(4), {"e": [1], "l": [0, 2]}, trained=["image_encoder"])
+    assert {
+        cost.module: bool(cost.weight_ms.any())
+        for stage in stages_of(PROFILE, given)
+        for cost in stage.costs
+    } == {"image_encoder": True, "llm": False, "image_generator": False}
+
+
+def test_a_simulated_step_has_delays_by_stage() -> None:
+    given = split(layout(4), {"e": [1], "l": [0, 2]})
+    loads = loads_of(PROFILE, given, synthetic.paper_policy(PROFILE, given), 0)
+    whole = pipeline_of(PROFILE, layout(4), stages_of(PROFILE, layout(4)), loads, 8)
+    parts = pipeline_of(PROFILE, given, stages_of(PROFILE, given), loads, 8)
+    assert whole.weight_s is None and parts.weight_s is not None and parts.weight_delay is not None
+    assert parts.weight_delay.tolist() == [1, 0, 2, 0]
+    np.testing.assert_allclose(parts.backward_s + parts.weight_s, whole.backward_s)
+    assert not parts.weight_s[:, 3].any() and parts.weight_s[:, :3].any(axis=(0, 2)).all()
