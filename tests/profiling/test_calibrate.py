@@ -261,3 +261,12 @@ def test_traces_of_something_else_are_refused(recording, run, tmp_path):
         calibrate([folder.parent], run)
     with pytest.raises(DataError):
         calibrate([tmp_path / "none"], run)
+
+
+def test_a_run_with_later_weights_is_refused(recording, run, tmp_path):
+    units = [
+        unit.model_copy(update={"weight_delay": [0] * unit.pp}) for unit in recording.layout.units
+    ]
+    later = replace(recording, layout=recording.layout.model_copy(update={"units": units}))
+    with pytest.raises(DataError, match="gradients of weights"):
+        calibrate([later.write(tmp_path / "later")], run)

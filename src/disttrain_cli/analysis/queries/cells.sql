@@ -3,7 +3,7 @@
 WITH passes AS (
     SELECT step, slot, unit, stage, replica, depth, sum(duration_ns) / 1e6 / count(DISTINCT rank) AS ms,
            sum(predicted_ms) / count(DISTINCT rank) AS predicted_ms
-    FROM operations WHERE measured AND operation IN ('forward', 'backward') GROUP BY ALL
+    FROM operations WHERE measured AND operation IN ('forward', 'backward', 'weights') GROUP BY ALL
 ), cells AS (
     SELECT unit, stage, replica, depth, avg(ms) AS mean_ms, max(ms) AS max_ms, avg(predicted_ms) AS predicted_ms
     FROM passes GROUP BY unit, stage, replica, depth

@@ -18,8 +18,8 @@ WITH rows AS (
     WHERE r.operation LIKE 'receive%' AND s.operation LIKE 'send%' AND s.start_ns <= r.end_ns
     QUALIFY row_number() OVER (PARTITION BY r.number, cuts.before, cuts.after ORDER BY s.start_ns DESC, s.rank) = 1
 ), ends AS (
-    SELECT place, start_ns AS at_ns, 1 AS change FROM rows WHERE operation IN ('forward', 'backward')
-    UNION ALL SELECT place, end_ns, -1 FROM rows WHERE operation IN ('forward', 'backward')
+    SELECT place, start_ns AS at_ns, 1 AS change FROM rows WHERE operation IN ('forward', 'backward', 'weights')
+    UNION ALL SELECT place, end_ns, -1 FROM rows WHERE operation IN ('forward', 'backward', 'weights')
 ), counts AS (
     SELECT place, at_ns, sum(sum(change)) OVER (PARTITION BY place ORDER BY at_ns) AS computing FROM ends
     GROUP BY place, at_ns

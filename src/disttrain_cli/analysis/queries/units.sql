@@ -4,7 +4,7 @@ WITH steps AS (SELECT count(*) AS steps, sum(window_s) AS window_s FROM windows 
 work AS (
     SELECT unit, sum(flops) AS flops, sum(duration_ns) / 1e9 AS compute_s,
            count(DISTINCT rank) AS ranks
-    FROM operations WHERE measured AND operation IN ('forward', 'backward') GROUP BY unit
+    FROM operations WHERE measured AND operation IN ('forward', 'backward', 'weights') GROUP BY unit
 ), waits AS (
     SELECT unit, avg(data_wait_s) AS data_wait_s, avg(warmup_s + drain_s) AS warmup_drain_s,
            avg(other_unit_s) AS other_unit_s, avg(other_stage_s) AS other_stage_s, avg(transfer_s) AS transfer_s,

@@ -10,10 +10,10 @@ WITH edges AS (
     SELECT step, rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage,
            any_value(replica) AS replica, min(start_ns) AS first_ns,
            min(start_ns) FILTER (operation = 'backward') AS first_backward_ns, max(end_ns) AS last_ns
-    FROM operations WHERE measured AND operation IN ('forward', 'backward') GROUP BY step, rank
+    FROM operations WHERE measured AND operation IN ('forward', 'backward', 'weights') GROUP BY step, rank
 ), parts AS (
     SELECT o.step, o.rank, o.duration_ns, CASE
-        WHEN o.operation IN ('forward', 'backward') THEN 'compute'
+        WHEN o.operation IN ('forward', 'backward', 'weights') THEN 'compute'
         WHEN o.start_ns >= e.last_ns THEN 'after'
         WHEN o.operation = 'load' AND o.start_ns < e.first_ns THEN 'early_load'
         WHEN o.start_ns < e.first_ns THEN 'before'
