@@ -553,6 +553,7 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
     run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker goes no further until someone reads or leaves."""
+    monkeypatch.setattr(permits, "STALL_S", 3600.0)  # no place is lent on, however slow this is
     gauge = Gauge(monkeypatch)
     with serving(run, index) as worker:
         streams = asked(worker, run, index, gauge, 3 * AT_ONCE)
