@@ -318,7 +318,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 states[1][span] * appear,
                 flight,
                 deferred[span],
-                min(layout.microbatches - 1, (unit.weight_delay or [0] * unit.pp)[stage.index]),
+                min(layout.microbatches - 1, stage.weight_delay or 0),
             )
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
             moving = keeps + transient + messages

@@ -45,12 +45,8 @@ def pipeline_of(
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
         weight_s=times_s[WEIGHTS] if split else None,
-        weight_delay=np.array([_delay(stage) for stage in stages]) if split else None,
+        weight_delay=np.array([stage.weight_delay or 0 for stage in stages]) if split else None,
     )
-
-
-def _delay(stage: CostedStage) -> int:
-    return 0 if stage.unit.weight_delay is None else stage.unit.weight_delay[stage.index]
 
 
 def fed(

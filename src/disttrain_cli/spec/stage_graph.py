@@ -40,6 +40,12 @@ class Stage:
     parallel: frozenset[int]  # layers of parallel branches: their tensors never come here
 
     @property
+    def weight_delay(self) -> int | None:
+        """Slots after a backward until the gradients of its weights; None: in the backward."""
+        delays = self.unit.weight_delay
+        return None if delays is None else delays[self.index]
+
+    @property
     def name(self) -> str:
         return f"{self.unit.name} stage {self.index}"
 

@@ -88,7 +88,7 @@ def _build_engine(
         join(layer, grid.tp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
-    deferring = coords.unit.weight_delay is not None
+    deferring = stage.weight_delay is not None
     if deferring:
         for layer in layers:
             split(layer)

@@ -162,15 +162,15 @@ class UnitEngine:
         return self._norm
 
     def _schedule(self, slots: int) -> schedule.TrainSchedule:
-        stage, delays = self.coords.stage, self.coords.unit.weight_delay
+        stage = self.coords.stage
         line = {
             "micro_batches": slots,
             "stages": stage.depth + stage.to_end,
             "stage_id": stage.depth,
         }
-        if delays is None:
+        if stage.weight_delay is None:
             return schedule.TrainSchedule(**line)
-        return SplitSchedule(delays[stage.index], **line)
+        return SplitSchedule(stage.weight_delay, **line)
 
     def _execute(self, pipe_schedule: schedule.PipeSchedule) -> None:
         """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction
