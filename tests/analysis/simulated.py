@@ -26,7 +26,16 @@ from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Layout, Prediction, StageTime, UnitPlan
 from disttrain_cli.spec.profile import Profile, SizeSample
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
-from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
+from disttrain_cli.spec.trace import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+    Job,
+    Rehearsed,
+)
 from tests.analysis.synthetic import table
 
 Floats = NDArray[np.float64]
@@ -209,7 +218,8 @@ def _rows(
     rank, whole_ns = 0, round(1e9 * timeline.iteration_s)
     for number, stage in enumerate(stages):
         optimizer_ns = round(1e9 * optimizer_s(profile, layout, stage, GPUS_PER_NODE))
-        done_ns = round(1e9 * (np.nanmax(timeline.backward_end[:, number]) + reduce_s[number]))
+        last_s = max(np.nanmax(ends[:, number]) for _, ends in _computed(timeline, stage))
+        done_ns = round(1e9 * (last_s + reduce_s[number]))
         for replica in range(stage.unit.dp):
             place = {
                 "run": "demo",
@@ -241,22 +251,19 @@ def _rows(
                 (
                     round(1e9 * starts[slot, number, replica]),
                     round(1e9 * ends[slot, number, replica]),
-                    not forward,
+                    operation,
                     slot,
                 )
-                for forward, starts, ends in (
-                    (True, timeline.forward_start, timeline.forward_end),
-                    (False, timeline.backward_start, timeline.backward_end),
-                )
+                for operation, (starts, ends) in enumerate(_computed(timeline, stage))
                 for slot in range(layout.microbatches)
             )
             free = 0
-            for start, end, backward, slot in passes:
-                forward = not backward
+            for start, end, operation, slot in passes:
+                forward = operation == FORWARD
                 waited = 0
                 if forward and timeline.load_wait_s is not None:
                     waited = round(1e9 * timeline.load_wait_s[slot, number, replica])
-                if number > 0 if forward else number < len(stages) - 1:
+                if {FORWARD: number > 0, BACKWARD: number < len(stages) - 1}.get(operation):
                     yield (
                         rank,
                         row(
@@ -272,7 +279,7 @@ def _rows(
                 yield from (
                     (rank, row(*one, slot=slot, **more))
                     for *one, more in _modules(
-                        profile, stage, loads, slot, replica, forward, start, end
+                        profile, stage, loads, slot, replica, operation, start, end
                     )
                 )
                 free = end
@@ -288,6 +295,18 @@ def _rows(
             rank += 1
 
 
+def _computed(timeline: Timeline, stage: CostedStage) -> list[tuple[Floats, Floats]]:
+    """Start and end of a stage's passes, by operation."""
+    passes = [
+        (timeline.forward_start, timeline.forward_end),
+        (timeline.backward_start, timeline.backward_end),
+    ]
+    if stage.weight_delay is not None:
+        assert timeline.weight_start is not None and timeline.weight_end is not None
+        passes.append((timeline.weight_start, timeline.weight_end))
+    return passes
+
+
 def _longest(profile: Profile, layout: Layout, stages: list[CostedStage]) -> int:
     return max(round(1e9 * optimizer_s(profile, layout, stage, GPUS_PER_NODE)) for stage in stages)
 
@@ -298,17 +317,13 @@ def _modules(
     loads: dict[str, Floats],
     slot: int,
     replica: int,
-    forward: bool,
+    operation: int,
     start: int,
     end: int,
 ) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
     """A pass divided over its modules in proportion to what each costs."""
     times = [
-        float(
-            amount(
-                cost.forward_ms if forward else cost.backward_ms, loads[cost.module][slot, replica]
-            )
-        )
+        float(amount(cost.parts_ms[operation], loads[cost.module][slot, replica]))
         for cost in stage.costs
     ]
     share = np.concatenate([[0.0], np.cumsum(times)]) / (sum(times) or 1.0)
@@ -316,7 +331,7 @@ def _modules(
         items, tokens, length_sq = (int(value) for value in loads[cost.module][slot, replica])
         counted = "sequences" if profile.modules[cost.module].kind == "llm" else "images"
         yield (
-            "forward" if forward else "backward",
+            COMPUTE[operation],
             round(start + before * (end - start)),
             round(start + after * (end - start)),
             {"module": cost.module, counted: items, "tokens": tokens, "sum_length_sq": length_sq},

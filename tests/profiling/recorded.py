@@ -22,7 +22,7 @@ from disttrain_cli.simulation.timeline import Timeline
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
 from disttrain_cli.spec.profile import Polynomial, Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.trace import SIZE_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
+from disttrain_cli.spec.trace import COMPUTE, SIZE_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
 
 TYPES = {
     "string": pa.string(),
@@ -106,16 +106,12 @@ class Recording:
         pipeline = pipeline_of(self.true, self.layout, stages, loads, self.gpus_per_node)
         parts = {}
         for number, stage in enumerate(stages):
-            for direction, total in (
-                ("forward", pipeline.forward_s),
-                ("backward", pipeline.backward_s),
-            ):
+            for operation, total in enumerate(pipeline.parts_s):
+                direction = COMPUTE[operation]
                 total[:, number] = 0.0
                 for cost in stage.costs:
                     seconds = (
-                        amount(getattr(cost, f"{direction}_ms"), loads[cost.module])
-                        / 1e3
-                        * self.sharing
+                        amount(cost.parts_ms[operation], loads[cost.module]) / 1e3 * self.sharing
                     )
                     seconds = seconds * (1.0 + self.noise * random.standard_normal(seconds.shape))
                     seconds = seconds * np.where(
@@ -141,7 +137,7 @@ class Recording:
         pipeline = pipeline_of(self.true, self.layout, stages, loads, self.gpus_per_node)
         rows: list[dict[str, Any]] = []
         last_s = max(
-            float(np.nanmax(timeline.backward_end[:, number])) + float(pipeline.reduce_s[number])
+            float(np.nanmax(_ends(timeline)[:, number])) + float(pipeline.reduce_s[number])
             for number in range(len(stages))
         )
         for number, stage in enumerate(stages):
@@ -183,6 +179,8 @@ class Recording:
                     )
 
                 starts = {"forward": timeline.forward_start, "backward": timeline.backward_start}
+                if stage.weight_delay is not None:
+                    starts["weights"] = timeline.weight_start
                 passes = sorted(
                     (float(starts[direction][slot, number, replica]), slot, direction)
                     for direction in starts
@@ -190,12 +188,8 @@ class Recording:
                 )
                 free_s = 0.0
                 for start_s, slot, direction in passes:
-                    receives = (
-                        pipeline.before(number)
-                        if direction == "forward"
-                        else pipeline.after(number)
-                    )
-                    if receives:
+                    sides = {"forward": pipeline.before, "backward": pipeline.after}
+                    if direction in sides and sides[direction](number):
                         emit(
                             "receive_activation" if direction == "forward" else "receive_gradient",
                             free_s,
@@ -255,6 +249,11 @@ class Recording:
             gpus_per_node=self.gpus_per_node,
             rehearsed=how,
         )
+
+
+def _ends(timeline: Timeline) -> Any:
+    """When the gradients of every slot are there, those of the weights too."""
+    return timeline.backward_end if timeline.weight_end is None else timeline.weight_end
 
 
 def layout(

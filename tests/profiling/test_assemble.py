@@ -7,9 +7,9 @@ import pytest
 
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s
 from disttrain_cli.profiling.assemble import NOTHING, message_ms, sent_bytes
-from disttrain_cli.profiling.fitting import combine, fit
+from disttrain_cli.profiling.fitting import fit
 from disttrain_cli.profiling.footprints import Messages
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.profile import Polynomial, combine
 from disttrain_cli.spec.work import Work
 from tests.profiles import links
 

@@ -11,6 +11,7 @@ from disttrain_cli.costs.layout import reduce_s, stages_of, transfers_s
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.calibrate import calibrate
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import combine
 from disttrain_cli.spec.runfile import Run
 from tests import profiles
 from tests.planning.synthetic import run_file, tiny
@@ -42,11 +43,32 @@ def worst_error(profile, true, plan, works=WORKS):
         abs(getattr(mine, time) @ work / (getattr(theirs, time) @ work) - 1.0)
         for stage, right in zip(stages_of(profile, plan), stages_of(true, plan), strict=True)
         for mine, theirs in zip(stage.costs, right.costs, strict=True)
-        for time in ("forward_ms", "backward_ms")
+        for time in ("forward_ms", "backward_ms", "weight_ms")
         for work in works
         if getattr(theirs, time).any()
     ]
     return max(errors)
+
+
+def with_weights(profile, share):
+    """The profile with a part of every backward that may be computed later."""
+    modules = {}
+    for name, module in profile.modules.items():
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "tp": {
+                        tp: shard.model_copy(
+                            update={"weight_ms": combine((share, shard.backward_ms))}
+                        )
+                        for tp, shard in cost.tp.items()
+                    }
+                }
+            )
+            for kind, cost in module.costs.items()
+        }
+        modules[name] = module.model_copy(update={"costs": costs})
+    return profile.model_copy(update={"modules": modules})
 
 
 def by_module(module, kind, tp, time, term):
@@ -263,10 +285,20 @@ def test_traces_of_something_else_are_refused(recording, run, tmp_path):
         calibrate([tmp_path / "none"], run)
 
 
-def test_a_run_with_later_weights_is_refused(recording, run, tmp_path):
+def test_a_run_with_later_weights_gives_both_parts_of_its_backwards_back(recording, run, tmp_path):
+    planned = with_weights(recording.planned, 0.4)
     units = [
         unit.model_copy(update={"weight_delay": [0] * unit.pp}) for unit in recording.layout.units
     ]
-    later = replace(recording, layout=recording.layout.model_copy(update={"units": units}))
-    with pytest.raises(DataError, match="gradients of weights"):
-        calibrate([later.write(tmp_path / "later")], run)
+    later = recording.layout.model_copy(update={"units": units})
+    # the weights' part takes a fifth longer, the rest of the backward as long as planned
+    slower = retimed(
+        planned, lambda module, kind, tp, time, term: 1.08 if time == "backward_ms" else 1.0
+    )
+    true = with_weights(slower, 0.48 / 1.08)
+    found = calibrated(
+        replace(recording, planned=planned, true=true, layout=later), run, tmp_path
+    ).profile
+    for where in (later, recording.layout):
+        assert worst_error(planned, true, where) > 0.07
+        assert worst_error(found, true, where) < 0.01

@@ -1,7 +1,7 @@
 """Playing recorded steps again with delays removed: what a step would take if…
 
-A step is a graph: every pass (forward or backward of one rank in one slot) starts after the
-previous pass of its rank and after the passes it receives from:
+A step is a graph: every pass (forward, backward or weights' part of one rank in one slot) starts
+after the previous pass of its rank and after the passes it receives from:
 
     start = max(end of previous pass + handover, ends of sources) + transfer + load + gap
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from disttrain_cli.analysis.walk import Floats, Ints, Walk
+from disttrain_cli.spec.trace import FORWARD
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Delays:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes of a step: where and for which slot each is done."""
+    """Passes of a step: what each computes, where and for which slot."""
 
     rank: Ints
     slot: Ints
-    backward: NDArray[np.bool_]
+    operation: Ints  # place in `COMPUTE`
     unit: list[str]
     stage: Ints
     replica: Ints
@@ -85,11 +85,11 @@ class Graph(Passes):
     def without_delays(self) -> Delays:
         """As recorded, but transfers as they should be, and no waits for data or host.
 
-        A transfer takes the median of its unit and direction, or what the profile expects of its
+        A transfer takes the median of its unit and operation, or what the profile expects of its
         link, if that is less; so does the end of the step.
         """
         recorded = self.recorded
-        groups = self.groups("unit", "backward")
+        groups = self.groups("unit", "operation")
         none = np.zeros_like(recorded.load)
         return replace(
             recorded,
@@ -110,7 +110,7 @@ class Graph(Passes):
         """
         cuts: dict[tuple[str, int], list[int]] = {}
         for index, feeding in enumerate(self.walk.sources):
-            before = int(feeding[0]) if len(feeding) and not self.backward[index] else index
+            before = int(feeding[0]) if len(feeding) and self.operation[index] == FORWARD else index
             cuts.setdefault((self.unit[before], int(self.stage[before])), []).append(index)
         return cuts
 

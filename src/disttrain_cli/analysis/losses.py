@@ -1,6 +1,6 @@
 """How much of a step each cause costs: successive replays as the delays return, in a fixed order.
 
-The ideal: every pass takes its unit's mean time for its direction (slow ranks left out), the units
+The ideal: every pass takes its unit's mean time for its operation (slow ranks left out), the units
 share the GPUs so that all are equally busy, transfers take the median (or what the profile expects,
 if less), nothing waits for data or the host. Then return, one after another: `unit` the real share
 of the GPUs · `intra_microbatch` uneven work over the replicas of a slot · `inter_microbatch` uneven
@@ -25,6 +25,7 @@ import numpy as np
 from disttrain_cli.analysis.graph import Delays, Graph, Passes, group_mean
 from disttrain_cli.analysis.result.verdicts import StepLosses, Stragglers
 from disttrain_cli.analysis.walk import Floats, Ints
+from disttrain_cli.spec.trace import FORWARD
 
 CAUSES = (
     "unit",
@@ -75,7 +76,7 @@ class Losses:
 class Explained:
     """How long passes take as what makes them differ returns, [passes, steps], and the factors."""
 
-    mean: Floats  # of the unit and direction, slow ranks left out
+    mean: Floats  # of the unit and operation, slow ranks left out
     uneven: Floats  # with the replicas' work
     worked: Floats  # and the slots'
     staged: Floats  # and the stages' own times
@@ -92,21 +93,21 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         compute: seconds of every pass, [passes, steps].
         predicted: work of every pass in any measure, the same shape; 0 where it is not known.
     """
-    directions = passes.groups("unit", "backward")
-    mean = group_mean(compute, directions)
-    work, slot = _work(passes, predicted, directions)
+    operations = passes.groups("unit", "operation")
+    mean = group_mean(compute, operations)
+    work, slot = _work(passes, predicted, operations)
     with np.errstate(divide="ignore", invalid="ignore"):
         intra = np.where(slot > 0, work / slot, 1.0)
         worked = mean * work
-        ranks = passes.groups("rank", "depth", "backward")
+        ranks = passes.groups("rank", "depth", "operation")
         compute_ms = group_mean(compute, ranks)
         staged = worked * _shared(ratio(compute_ms, group_mean(worked, ranks)), passes)
         ranked = staged * ratio(compute_ms, group_mean(staged, ranks))
         stages_at, ranks_at = _at_times(
-            ratio(compute, ranked), ranks, passes.groups("unit", "backward", "depth"), directions
+            ratio(compute, ranked), ranks, passes.groups("unit", "operation", "depth"), operations
         )
         staged, ranked = staged * stages_at, ranked * stages_at * ranks_at
-        usual = ratio(group_mean(staged, directions), group_mean(worked, directions))
+        usual = ratio(group_mean(staged, operations), group_mean(worked, operations))
     return Explained(
         mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot
     )
@@ -262,7 +263,9 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
     several have."""
     heaviest: dict[tuple[str, int], float] = {}
     for unit in dict.fromkeys(passes.unit):
-        passes_of = np.flatnonzero((np.asarray(passes.unit) == unit) & ~passes.backward)
+        passes_of = np.flatnonzero(
+            (np.asarray(passes.unit) == unit) & (passes.operation == FORWARD)
+        )
         _, first = np.unique(
             np.stack([passes.slot[passes_of], passes.replica[passes_of]]), axis=1, return_index=True
         )
@@ -280,20 +283,20 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
     return heaviest
 
 
-def _work(passes: Passes, predicted: Floats, directions: Ints) -> tuple[Floats, Floats]:
+def _work(passes: Passes, predicted: Floats, operations: Ints) -> tuple[Floats, Floats]:
     """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where
     nothing is predicted.
 
     Of a replica counts what its stages have over what they usually have: some of them may have no
     trace.
     """
-    replicas = passes.groups("unit", "backward", "slot", "replica")
-    usual = group_mean(predicted, passes.groups("unit", "stage", "backward"))
+    replicas = passes.groups("unit", "operation", "slot", "replica")
+    usual = group_mean(predicted, passes.groups("unit", "stage", "operation"))
     by_replica = ratio(_sum(predicted, replicas), _sum(usual, replicas)) * (
-        _sum(predicted, directions) > 0
+        _sum(predicted, operations) > 0
     )
-    by_slot = _mean_rows(by_replica, passes.groups("unit", "backward", "slot"))
-    mean = group_mean(by_replica, directions)
+    by_slot = _mean_rows(by_replica, passes.groups("unit", "operation", "slot"))
+    mean = group_mean(by_replica, operations)
     with np.errstate(divide="ignore", invalid="ignore"):
         return (np.where(mean > 0, by_replica / mean, 1.0), np.where(mean > 0, by_slot / mean, 1.0))
 
@@ -304,15 +307,15 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
     So one slow rank makes no slow stage, also where a stage has two.
     """
     out = np.empty_like(factor)
-    ranks, directions = passes.groups("rank"), passes.groups("unit", "backward", "depth")
-    for group in np.unique(directions):
-        pick = directions == group
+    ranks, operations = passes.groups("rank"), passes.groups("unit", "operation", "depth")
+    for group in np.unique(operations):
+        pick = operations == group
         _, first = np.unique(ranks[pick], return_index=True)
         out[pick] = np.quantile(factor[pick][first, 0], 0.5, method="lower")
     return out
 
 
-def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tuple[Floats, Floats]:
+def _at_times(factor: Floats, ranks: Ints, stages: Ints, operations: Ints) -> tuple[Floats, Floats]:
     """By how much a stage, and a rank, is slower or faster in a step than mostly, while others are
     not.
 
@@ -321,9 +324,9 @@ def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tu
 
     Args:
         factor: time of every pass over what its rank mostly takes for the work, [passes, steps].
-        ranks: a number per pass, of its rank, stage and direction.
-        stages: of its stage and direction.
-        directions: of its unit and direction.
+        ranks: a number per pass, of its rank, stage and operation.
+        stages: of its stage and operation.
+        operations: of its unit and operation.
     """
     order = np.argsort(ranks, kind="stable")
     firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
@@ -335,7 +338,7 @@ def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tu
     error[[len(indices) < FEWEST_PASSES for indices in members]] = np.inf
     of_stage = _usual_of(median, stages[order[firsts]])
     intervals = [
-        ratio(of_stage, _usual_of(of_stage, directions[order[firsts]])),
+        ratio(of_stage, _usual_of(of_stage, operations[order[firsts]])),
         ratio(median, of_stage),
     ]
     back = np.repeat(np.arange(len(members)), [len(indices) for indices in members])[

@@ -38,7 +38,7 @@ def of_passes(
     units = np.asarray(passes.unit)
 
     none, ones = np.zeros_like(why.worked), np.ones_like(why.worked)
-    ranks = passes.groups("rank", "backward")
+    ranks = passes.groups("rank", "operation")
     level = why.mean * why.slot  # of replicas that have nothing in a slot, which would get some
     missing = np.where(
         why.worked > 0,

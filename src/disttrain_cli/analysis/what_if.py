@@ -16,6 +16,7 @@ import numpy as np
 
 from disttrain_cli.analysis.graph import Delays, Graph, group_mean
 from disttrain_cli.analysis.result.verdicts import WhatIf
+from disttrain_cli.spec.trace import COMPUTE
 
 
 def what_if(graph: Graph) -> WhatIf:
@@ -29,7 +30,7 @@ def what_if(graph: Graph) -> WhatIf:
     )
     ideal = replace(
         base,
-        compute=group_mean(recorded.compute, graph.groups("backward")),
+        compute=group_mean(recorded.compute, graph.groups("operation")),
         transfer=transfer,
         handover=np.full_like(none, np.median(recorded.handover)),
     )
@@ -58,7 +59,10 @@ def what_if(graph: Graph) -> WhatIf:
             for unit in dict.fromkeys(graph.unit)
             for r in np.unique(graph.replica[units == unit])
         },
-        by_operation={"forward": restored(~graph.backward), "backward": restored(graph.backward)},
+        by_operation={
+            COMPUTE[place]: restored(graph.operation == place)
+            for place in np.unique(graph.operation)
+        },
         worst_workers_share=regained(np.isin(graph.rank, worst)),
         last_stage_share=regained(graph.depth == graph.depth.max()),
     )

@@ -12,7 +12,7 @@ from disttrain_cli.models.flops import LayerFlops
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.profiling.dataset import Dataset
-from disttrain_cli.profiling.fitting import Floats, combine, fit, held_out_error_pct
+from disttrain_cli.profiling.fitting import Floats, fit, held_out_error_pct
 from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
@@ -24,6 +24,7 @@ from disttrain_cli.spec.profile import (
     ModuleTime,
     Pass,
     Polynomial,
+    combine,
 )
 from disttrain_cli.spec.runfile.model import Kind
 from disttrain_cli.spec.work import Work

@@ -118,13 +118,6 @@ def _job(database: Database, paths: list[Path], run: Run) -> Job:
             f"model of the run: {have}; here: {wanted}",
             f"Calibrate with a run of this model, or name its run file. {RECORD}",
         )
-    split = [unit.name for unit in database.job.layout.units if unit.weight_delay is not None]
-    if split:
-        raise DataError(
-            f"The run in {paths[0]} computed gradients of weights after its backwards",
-            f"units with weight_delay: {', '.join(split)}; their backwards are not whole",
-            "Calibrate with a run of a plan without weight_delay.",
-        )
     return database.job
 
 

@@ -54,14 +54,6 @@ def fit(works: Sequence[Work], values: Sequence[float] | Floats) -> Polynomial:
     )
 
 
-def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
-    """Σ factor · polynomial."""
-    names = Polynomial.model_fields
-    return Polynomial(
-        **{name: sum(factor * getattr(term, name) for factor, term in terms) for name in names}
-    )
-
-
 def predict(polynomial: Polynomial, works: Sequence[Work]) -> Floats:
     """The polynomial at every work."""
     return np.array([polynomial(work) for work in works])

@@ -1,8 +1,9 @@
 """Times of layers corrected by the rows of a trace: factors on the terms that the profile has.
 
-A row is a module on one stage in one slot, forward or backward. Its time is linear in the profile's
-coefficients, so a column of the equations is what `costs.layout.stages_of` makes of a profile whose
-other times are all 0: what is frozen, recomputed or divided over a TP group needs no rules here.
+A row is a module on one stage in one slot: forward, backward or weights' part. Its time is linear
+in the profile's coefficients, so a column of the equations is what `costs.layout.stages_of` makes
+of a profile whose other times are all 0: what is frozen, recomputed or divided over a TP group
+needs no rules here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.profiling.factors import Floats, error_pct, fit_factors
-from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.profile import LayerShard, Polynomial, Profile, combine
 from disttrain_cli.spec.trace import COMPUTE, Job
 
 #: Rows of one module and direction that are read, spread over steps, ranks and slots.
@@ -26,7 +27,13 @@ MOST_ROWS = 20_000
 #: its stage takes.
 SLOW = 1.1
 TERMS = tuple(Polynomial.model_fields)
-TIMES = {"forward_ms": "forward", "backward_ms": "backward", "backward_input_ms": "backward"}
+#: By operation; a backward with a weights' part of its own is without it.
+TIMES = {
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+    "backward_input_ms": "backward",
+    "weight_ms": "weights",
+}
 NOTHING = Polynomial()
 # module, kind, TP, time, polynomial → polynomial
 Change = Callable[[str, str, str, str, Polynomial], Polynomial]
@@ -69,7 +76,7 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Computing of one module in one direction, as recorded."""
+    """Computing of one module in one operation, as recorded."""
 
     stage: NDArray[np.int64]  # [N] number through the whole pipeline
     rank: NDArray[np.int64]
@@ -110,8 +117,13 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
         known |= {(module, kind, tp, time): factors for (kind, time), factors in by_kind.items()}
 
     def corrected(module: str, kind: str, tp: str, time: str, polynomial: Polynomial) -> Polynomial:
-        mean = means.get((module, TIMES[time]), means.get((module, "forward"), 1.0))
-        factors = known.get((module, kind, tp, time), np.full(len(TERMS), mean))
+        alike = (TIMES[time], "backward", "forward")
+        mean = next((means[module, one] for one in alike if (module, one) in means), 1.0)
+        whole = "backward_ms" if time == "weight_ms" else time
+        factors = known.get(
+            (module, kind, tp, time),
+            known.get((module, kind, tp, whole), np.full(len(TERMS), mean)),
+        )
         return Polynomial(
             **{
                 term: float(factor) * getattr(polynomial, term)
@@ -189,22 +201,31 @@ def _slow_ranks(rows: _Rows, expected_ms: Floats) -> list[int]:
 
 def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
     """One for every time of every kind of a module's layers at the TP size of its unit."""
-    tp = str(job.layout.unit_of(module).tp)
-    columns = []
+    unit = job.layout.unit_of(module)
+    tp, columns = str(unit.tp), []
     for kind, cost in job.profile.modules[module].costs.items():
-        for time in TIMES if tp in cost.tp else ():
-            key, alone = (module, kind, tp, time), getattr(cost.tp[tp], time)
+        times = _times(cost.tp[tp], unit.weight_delay is not None) if tp in cost.tp else {}
+        for time, alone in times.items():
+            key = (module, kind, tp, time)
             stages = stages_of(_retimed(bare, _only_at(key, alone)), job.layout)
             adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
             for number, stage in enumerate(stages):
                 for there in stage.costs:
                     if there.module == module:
-                        adds["forward"][number], adds["backward"][number] = (
-                            there.forward_ms,
-                            there.backward_ms + there.weight_ms,
-                        )
+                        for operation, part_ms in zip(COMPUTE, there.parts_ms, strict=True):
+                            adds[operation][number] = part_ms
             columns.append(_Column(kind, time, adds))
     return columns
+
+
+def _times(shard: LayerShard, split: bool) -> dict[str, Polynomial]:
+    """The times of a layer by name, the weights' part in `backward_ms` or apart."""
+    whole = {time: getattr(shard, time) for time in TIMES}
+    weight_ms = whole.pop("weight_ms")
+    if not split:
+        return whole
+    rest_ms = combine((1.0, shard.backward_ms), (-1.0, weight_ms))
+    return whole | {"backward_ms": rest_ms, "weight_ms": weight_ms}
 
 
 def _only_at(key: tuple[str, str, str, str], polynomial: Polynomial) -> Change:
@@ -212,21 +233,22 @@ def _only_at(key: tuple[str, str, str, str], polynomial: Polynomial) -> Change:
 
 
 def _retimed(profile: Profile, change: Change) -> Profile:
-    """The profile with each time of a layer replaced: change(module, kind, TP, time,
-    polynomial)."""
+    """The profile with each time of a layer, the weights' part apart, replaced: change(module,
+    kind, TP, time, polynomial)."""
     modules = {}
     for name, module in profile.modules.items():
         costs = {}
         for kind, cost in module.costs.items():
-            shards = {
-                tp: shard.model_copy(
-                    update={
-                        time: change(name, kind, tp, time, getattr(shard, time)) for time in TIMES
-                    }
-                    | {"weight_ms": change(name, kind, tp, "backward_ms", shard.weight_ms)}
+            shards = {}
+            for tp, shard in cost.tp.items():
+                times = {
+                    time: change(name, kind, tp, time, polynomial)
+                    for time, polynomial in _times(shard, split=True).items()
+                }
+                times["backward_ms"] = combine(
+                    (1.0, times["backward_ms"]), (1.0, times["weight_ms"])
                 )
-                for tp, shard in cost.tp.items()
-            }
+                shards[tp] = shard.model_copy(update=times)
             costs[kind] = cost.model_copy(update={"tp": shards})
         modules[name] = module.model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})

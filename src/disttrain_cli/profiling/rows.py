@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 from disttrain_cli.models.graph import LayerInfo, live_tensors, parallel_layers
 from disttrain_cli.models.layer import TensorSpec
-from disttrain_cli.profiling.fitting import combine
 from disttrain_cli.spec.heads import number_of
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.profile import Polynomial, combine
 from disttrain_cli.spec.work import Work
 
 

@@ -31,6 +31,14 @@ class Polynomial(Strict):
         )
 
 
+def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
+    """Σ factor · polynomial."""
+    names = Polynomial.model_fields
+    return Polynomial(
+        **{name: sum(factor * getattr(term, name) for factor, term in terms) for name in names}
+    )
+
+
 Pass = Literal["forward", "backward", "backward_input", "recomputing"]
 
 

@@ -12,7 +12,7 @@
   const canvas = $("timeline"), strip = $("strip");
   if (!canvas || !data.timelines.length) return;
   const pen = canvas.getContext("2d"), lanes = $("lanes"), tip = $("tip"), axis = 24, stripHeight = 34;
-  const kinds = ["forward", "backward", "load", "receive", "send", "reduce", "step", "compute", "communication", "memory", "host", "other"];
+  const kinds = ["forward", "backward", "weights", "load", "receive", "send", "reduce", "step", "compute", "communication", "memory", "host", "other"];
   let step, bars, count, from, to, laneHeight, drag = null, chosen = -1, lane = 0, busy = [], waiting = 0;
 
   const colours = () => {
@@ -51,7 +51,7 @@
   function share() {
     const parts = new Array(480).fill(0), width = step.length_us / parts.length;
     for (let bar = 0; bar < count; bar++) {
-      if (!["forward", "backward", "compute"].includes(kindAt(bar))) continue;
+      if (!["forward", "backward", "weights", "compute"].includes(kindAt(bar))) continue;
       const start = bars.start[bar], end = start + bars.length[bar];
       for (let part = Math.max(0, Math.floor(start / width)); part < parts.length && part * width < end; part++)
         parts[part] += Math.max(0, Math.min(end, (part + 1) * width) - Math.max(start, part * width)) / width;

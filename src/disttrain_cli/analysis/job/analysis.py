@@ -311,11 +311,6 @@ def _straggle(
         float(losses.measured.mean()),
         min(1.0, len(ranks) / expected_ranks(database)),
     )
-    if job is not None and any(unit.weight_delay is not None for unit in job.layout.units):
-        database.warnings.append(
-            "gradients of weights were computed later than those of inputs (weight_delay); replays"
-            " leave them out, so that losses and gains are rough"
-        )
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(

@@ -17,7 +17,7 @@ from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
 from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import cuts_of
-from disttrain_cli.spec.trace import Job
+from disttrain_cli.spec.trace import BACKWARD, COMPUTE, FORWARD, Job
 
 #: Of every pass, what came before it and what went on.
 _MESSAGES = ("received_bytes", "received_peer", "sent_bytes", "sent_peer")
@@ -34,9 +34,9 @@ def build_graph(database: Database) -> Graph | None:
     )
     by_step = {int(row["step"]): row for row in windows}
 
-    backward = np.asarray(columns["operation"] == "backward", dtype=bool)
+    columns["operation"] = _numbered(columns["operation"])
     rank, slot = (np.asarray(columns[name], dtype=np.int64) for name in ("rank", "slot"))
-    keys = (rank * (slot.max() + 2) + slot + 1) * 2 + backward
+    keys = (rank * (slot.max() + 2) + slot + 1) * len(COMPUTE) + columns["operation"]
     _, first, passes = np.unique(keys, return_index=True, return_inverse=True)
     steps, step = np.unique(np.asarray(columns["step"], dtype=np.int64), return_inverse=True)
 
@@ -66,7 +66,7 @@ def build_graph(database: Database) -> Graph | None:
     }
     columns = {name: np.asarray(values)[first] for name, values in columns.items()}
     cuts = [(row["before"], row["after"]) for row in database.sql("SELECT before, after FROM cuts")]
-    walk = _walk(columns, backward[first], table, cuts)
+    walk = _walk(columns, table, cuts)
     if walk is None:
         database.warnings.append(
             "the recorded order of passes contradicts itself (clocks apart?): steps cannot be"
@@ -87,9 +87,7 @@ def build_graph(database: Database) -> Graph | None:
             transfer[index] = np.maximum(0.0, until - ready)
         else:
             transfer[index] = table["received_s"][index]
-    unheard, lost = _unheard(
-        database.stages, columns, columns["operation"] == "backward", table["received_peer"]
-    )
+    unheard, lost = _unheard(database.stages, columns, table["received_peer"])
     kept = steps[whole]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
     # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds
@@ -101,7 +99,7 @@ def build_graph(database: Database) -> Graph | None:
         steps=kept,
         rank=columns["rank"].astype(np.int64),
         slot=columns["slot"].astype(np.int64),
-        backward=columns["operation"] == "backward",
+        operation=columns["operation"],
         unit=[str(unit) for unit in columns["unit"]],
         stage=columns["stage"].astype(np.int64),
         replica=columns["replica"].astype(np.int64),
@@ -127,7 +125,7 @@ def build_graph(database: Database) -> Graph | None:
                 database.job,
                 database.job.layout,
                 database.stages,
-                columns["operation"] == "backward",
+                columns["operation"],
                 columns["depth"],
             )
         ),
@@ -138,10 +136,19 @@ def build_graph(database: Database) -> Graph | None:
     )
 
 
+def _numbered(operations: NDArray[Any]) -> Ints:
+    """By row, the place of its operation in `COMPUTE`."""
+    return np.argmax(operations[:, None] == np.array(COMPUTE)[None, :], axis=1)
+
+
+def _feeding(stage: CostedStage, operation: int) -> tuple[int, ...]:
+    """Stages whose tensors a pass of a stage waits for."""
+    return {FORWARD: stage.before, BACKWARD: stage.after}.get(operation, ())
+
+
 def _unheard(
     stages: list[CostedStage],
     columns: dict[str, Any],
-    backward: NDArray[np.bool_],
     received_peer: Floats,
 ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
     """`Graph.unheard` and `Graph.lost`; of stages of one unit only the same replica sends.
@@ -156,7 +163,7 @@ def _unheard(
     unheard = np.full(len(depth), -1, dtype=np.int64)
     for index in np.flatnonzero(~told).tolist() if stages else ():
         stage = stages[depth[index]]
-        senders = stage.after if backward[index] else stage.before
+        senders = _feeding(stage, int(columns["operation"][index]))
         lost = tuple(
             (stages[number].unit.name, stages[number].index, copy)
             for number in senders
@@ -189,7 +196,7 @@ def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
 
 
 def expected_transfers(
-    job: Job, layout: Layout, stages: list[CostedStage], backward: NDArray[np.bool_], depth: Ints
+    job: Job, layout: Layout, stages: list[CostedStage], operation: Ints, depth: Ints
 ) -> Floats:
     """Seconds that the profile expects of the transfer before each pass, of mean data; infinite
     where it has none.
@@ -197,20 +204,20 @@ def expected_transfers(
     Args:
         layout: the job's, or another one with `stages`.
     """
-    transfer_s = np.full(len(backward), np.inf)
+    transfer_s = np.full(len(operation), np.inf)
     if shares_cores(job):
         return transfer_s
     cuts = cuts_of(stages)
     seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
-    for back in (False, True):
+    for way in (FORWARD, BACKWARD):
         for index in range(len(stages)):
             times_s = [
                 second
                 for cut, second in zip(cuts, seconds, strict=True)
-                if cut[0 if back else 1] == index
+                if cut[0 if way == BACKWARD else 1] == index
             ]
             if times_s:
-                transfer_s[(backward == back) & (depth == index)] = max(times_s)
+                transfer_s[(operation == way) & (depth == index)] = max(times_s)
     return transfer_s
 
 
@@ -254,7 +261,6 @@ def _messages(
 
 def _walk(
     columns: dict[str, Any],
-    backward: NDArray[np.bool_],
     table: dict[str, Floats],
     cuts: list[tuple[int, int]],
 ) -> Walk | None:
@@ -265,35 +271,38 @@ def _walk(
     feed it, nor did what sent nothing or to another one.
     """
     met = _messages(columns, table)
-    start, count = table["start_s"], len(backward)
+    start, count = table["start_s"], len(columns["operation"])
     end = start + table["duration_s"]
     previous = np.full(count, -1, dtype=np.int64)
     by_rank = np.lexsort((end[:, 0], start[:, 0], columns["rank"]))
     for one, following in itertools.pairwise(by_rank):
         if columns["rank"][one] == columns["rank"][following]:
             previous[following] = one
-    gathered: dict[tuple[bool, int, int], list[int]] = {}
-    for index in range(count):
-        gathered.setdefault(
-            (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
-        ).append(index)
-    at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    # by direction and depth, the depths that feed it
-    near_by: dict[tuple[bool, int], list[int]] = {}
-    for before, after in cuts:
-        near_by.setdefault((False, after), []).append(before)
-        near_by.setdefault((True, before), []).append(after)
-    sources: list[Ints] = []
-    feeds: list[Feeds] = []
-    for index in range(count):
-        back, slot, depth = (
-            bool(backward[index]),
+
+    def key(index: int) -> tuple[int, int, int]:
+        return (
+            int(columns["operation"][index]),
             int(columns["slot"][index]),
             int(columns["depth"][index]),
         )
-        depths = near_by.get((back, depth), [])
+
+    gathered: dict[tuple[int, int, int], list[int]] = {}
+    for index in range(count):
+        gathered.setdefault(key(index), []).append(index)
+    at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
+    # by operation and depth, the depths that feed it; weights' parts need no tensors of others
+    near_by: dict[tuple[int, int], list[int]] = {}
+    for before, after in cuts:
+        near_by.setdefault((FORWARD, after), []).append(before)
+        near_by.setdefault((BACKWARD, before), []).append(after)
+    sources: list[Ints] = []
+    feeds: list[Feeds] = []
+    for index in range(count):
+        operation, slot, depth = key(index)
+        depths = near_by.get((operation, depth), [])
+        feeding = [(operation, slot, d) for d in depths]
         near = np.concatenate(
-            [np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)]
+            [np.empty(0, np.int64), *(at[pass_] for pass_ in feeding if pass_ in at)]
         )
         if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
             near = near[columns["replica"][near] == columns["replica"][index]]

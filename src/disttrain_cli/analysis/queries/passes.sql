@@ -1,4 +1,4 @@
--- What a replay needs: every forward and backward of the chosen steps with what preceded it on its rank since the
+-- What a replay needs: every forward, backward and weights' part of the chosen steps with what preceded it on its rank since the
 -- previous one (waiting for data, handing over tensors, receiving, and time covered by no row). Seconds from the
 -- start of the step; `received_from_s` is when the rank began to wait for this pass's tensors. Of what it received and
 -- sent on: the bytes, and the one rank it came from or went to, -1 for several; null where that was not recorded.
@@ -7,15 +7,15 @@ summed AS (
     SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, any_value(o.stage) AS stage,
            any_value(o.replica) AS replica, any_value(o.depth) AS depth, min(o.start_ns) AS start_ns,
            max(o.end_ns) AS end_ns, sum(coalesce(o.predicted_ms, 0)) / 1e3 AS predicted_s
-    FROM operations o JOIN chosen USING (step) WHERE o.operation IN ('forward', 'backward')
+    FROM operations o JOIN chosen USING (step) WHERE o.operation IN ('forward', 'backward', 'weights')
     GROUP BY o.step, o.rank, o.slot, o.operation
 ), passes AS (  -- passes without work take no time: of those that start at once, place says which comes first
     SELECT *, start_ns::HUGEINT * 16 + row_number() OVER (
-        PARTITION BY step, rank, start_ns ORDER BY end_ns, operation DESC) - 1 AS place FROM summed
+        PARTITION BY step, rank, start_ns ORDER BY end_ns, list_position(['forward', 'backward', 'weights'], operation)) - 1 AS place FROM summed
 ), others AS (
     SELECT o.step, o.rank, o.slot, o.operation, o.start_ns, o.end_ns, o.bytes, o.peer
     FROM operations o JOIN chosen USING (step)
-    WHERE o.operation NOT IN ('forward', 'backward', 'evaluation', 'checkpoint')
+    WHERE o.operation NOT IN ('forward', 'backward', 'weights', 'evaluation', 'checkpoint')
 ), preceding AS (
     SELECT p.step, p.rank, p.slot, p.operation,
            sum(o.end_ns - o.start_ns) AS covered_ns,

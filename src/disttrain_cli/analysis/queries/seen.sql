@@ -6,6 +6,6 @@ SELECT run, step, rank, any_value(host) AS host, any_value(unit) AS unit, any_va
        min(start_ns) AS first_ns, max(start_ns) AS latest_ns,
        min(start_ns) FILTER (operation NOT IN ('evaluation', 'checkpoint')) AS start_ns,
        max(end_ns) FILTER (operation NOT IN ('evaluation', 'checkpoint')) AS end_ns,
-       max(end_ns) FILTER (operation IN ('forward', 'backward')) AS compute_end_ns,
-       count(*) FILTER (operation IN ('forward', 'backward')) AS computed, count(*) AS rows
+       max(end_ns) FILTER (operation IN ('forward', 'backward', 'weights')) AS compute_end_ns,
+       count(*) FILTER (operation IN ('forward', 'backward', 'weights')) AS computed, count(*) AS rows
 FROM segments GROUP BY run, step, rank;

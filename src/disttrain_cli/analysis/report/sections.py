@@ -48,6 +48,7 @@ _SHARES = (
 _KINDS = {
     "forward": "forward",
     "backward": "backward",
+    "weights": "gradients of weights",
     "receive": "receive (waiting included)",
     "load": "load",
     "send": "send",
@@ -288,7 +289,7 @@ def heat(pictures: Pictures) -> str:
     return (
         section(
             "Stage × replica",
-            "Forward and backward of a slot, mean over the measured steps. Red is slower "
+            "All passes of a slot, mean over the measured steps. Red is slower "
             f"than the unit’s mean, striped blue faster.{both}",
             drawn,
             "heat",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.spec.trace import COMPUTE
+
 if TYPE_CHECKING:
     from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
@@ -20,7 +22,8 @@ def kind_of(operation: str) -> str:
         return "receive"
     if operation.startswith("send") or operation == "wait":
         return "send"
-    return operation if operation in ("forward", "backward", "load", "reduce", "step") else "other"
+    known = (*COMPUTE, "load", "reduce", "step")
+    return operation if operation in known else "other"
 
 
 def representative_steps(database: Database) -> list[tuple[int, str]]:

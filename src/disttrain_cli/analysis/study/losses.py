@@ -80,7 +80,7 @@ def passes_of(graph: StudyGraph) -> Passes:
     return Passes(
         rank=graph.rank[mask],
         slot=graph.slot[mask],
-        backward=graph.optype[mask] == BACKWARD,
+        operation=(graph.optype[mask] == BACKWARD).astype(np.int64),
         unit=[UNIT] * int(mask.sum()),
         stage=graph.stage[mask],
         replica=graph.replica[mask],
@@ -99,7 +99,7 @@ def _work(passes: Passes, compute: Floats) -> Floats:
     """Work of every pass over the mean, [passes, steps], from what the passes of a microbatch have
     in common."""
     ratio = compute / np.maximum(
-        group_mean(compute, passes.groups("rank", "depth", "backward")), 1e-12
+        group_mean(compute, passes.groups("rank", "depth", "operation")), 1e-12
     )
     work = np.empty_like(ratio)
     microbatches = passes.groups("replica", "slot")

@@ -72,15 +72,15 @@ def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
         return
     for stage in stages.tolist():
         factor = np.ones_like(why.staged)
-        for backward in (False, True):
+        for operation in np.unique(passes.operation):
             masks = {
                 int(one): float(
-                    why.staged[(passes.stage == one) & (passes.backward == backward)].mean()
+                    why.staged[(passes.stage == one) & (passes.operation == operation)].mean()
                 )
                 for one in stages
             }
             others = float(np.median([ms for one, ms in masks.items() if one != stage]))
-            factor[(passes.stage == stage) & (passes.backward == backward)] = min(
+            factor[(passes.stage == stage) & (passes.operation == operation)] = min(
                 1.0, others / masks[stage]
             )
         yield Suspect(

@@ -26,8 +26,8 @@ def reordered_s(graph: Graph) -> Floats | None:
     slots = int(graph.slot.max()) + 1
     if not 2 < slots <= MOST_SLOTS:
         return None
-    compute, lanes = graph.recorded.compute, graph.groups("rank", "backward")
-    at = np.full((lanes.max() + 1, slots), -1, dtype=np.int64)  # by rank and direction, and slot
+    compute, lanes = graph.recorded.compute, graph.groups("rank", "operation")
+    at = np.full((lanes.max() + 1, slots), -1, dtype=np.int64)  # by rank and operation, and slot
     at[lanes, graph.slot] = np.arange(len(lanes))
     if (at < 0).any():
         return None
@@ -40,7 +40,7 @@ def reordered_s(graph: Graph) -> Floats | None:
 
 
 def _stage_costs_ns(graph: Graph, slots: int) -> Ints:
-    """What every slot takes on every stage, forward and backward, of its slowest replica [steps,
+    """What every slot takes on every stage, all passes, of its slowest replica [steps,
     slots, stages]."""
     both = np.zeros((int(graph.rank.max()) + 1, slots, len(graph.steps)))
     np.add.at(both, (graph.rank, graph.slot), graph.recorded.compute)

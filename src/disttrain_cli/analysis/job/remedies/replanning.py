@@ -1,7 +1,7 @@
 """A new plan for the recorded job on as many devices, from costs corrected by what was recorded.
 
 What `disttrain profile --calibrate RUN && disttrain plan` would gain: the profile's times are
-scaled, unit by unit and direction by direction, to what usual ranks took for the recorded work, and
+scaled, unit by unit, forward and backward, to what usual ranks took for the recorded work, and
 the planner's best layouts are simulated beside the present one on the same global batch, drawn from
 the profile's sizes and ordered as training would.
 
@@ -21,15 +21,14 @@ from disttrain_cli.analysis.job.remedies.replicas import Record, memory_gib
 from disttrain_cli.analysis.losses import Explained
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import LayerShard, Polynomial, Profile
-from disttrain_cli.spec.trace import Job
+from disttrain_cli.spec.profile import LayerShard, Profile, combine
+from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS, Job
 
 if TYPE_CHECKING:
     from disttrain_cli.planning.units import Cluster
 
 # of the formula's best, with any number of the LLM's replicas, and with no more than there are
 TRIED = 3
-_TIMES = {"forward_ms": False, "backward_ms": True, "backward_input_ms": True}
 
 
 class Replanned(NamedTuple):
@@ -111,11 +110,12 @@ def corrected(record: Record, why: Explained) -> Profile:
     graph, profile = record.graph, record.job.profile
     modules = dict(profile.modules)
     for unit in record.job.layout.units:
-        factors = {}
-        for backward in (False, True):
-            mask = (np.asarray(graph.unit) == unit.name) & (graph.backward == backward)
+        factors: list[float] = []
+        for operation in (FORWARD, BACKWARD, WEIGHTS):
+            mask = (np.asarray(graph.unit) == unit.name) & (graph.operation == operation)
             expected = float(graph.predicted[mask].sum())
-            factors[backward] = float(why.staged[mask].sum()) / expected if expected else 1.0
+            usual = factors[-1] if operation == WEIGHTS else 1.0
+            factors.append(float(why.staged[mask].sum()) / expected if expected else usual)
         for name in unit.modules:
             costs = {
                 kind: cost.model_copy(
@@ -127,15 +127,17 @@ def corrected(record: Record, why: Explained) -> Profile:
     return profile.model_copy(update={"modules": modules})
 
 
-def _scaled(shard: LayerShard, factors: dict[bool, float]) -> LayerShard:
-    def times(polynomial: Polynomial, factor: float) -> Polynomial:
-        return polynomial.model_copy(
-            update={
-                term: factor * getattr(polynomial, term)
-                for term in ("base", "per_item", "per_token", "per_length_sq")
-            }
-        )
-
+def _scaled(shard: LayerShard, factors: list[float]) -> LayerShard:
+    """The times of a layer times a factor for each operation; `backward_ms` holds the weights'
+    part."""
+    forward, backward, weights = factors
     return shard.model_copy(
-        update={name: times(getattr(shard, name), factors[back]) for name, back in _TIMES.items()}
+        update={
+            "forward_ms": combine((forward, shard.forward_ms)),
+            "backward_ms": combine(
+                (backward, shard.backward_ms), (weights - backward, shard.weight_ms)
+            ),
+            "backward_input_ms": combine((backward, shard.backward_input_ms)),
+            "weight_ms": combine((weights, shard.weight_ms)),
+        }
     )

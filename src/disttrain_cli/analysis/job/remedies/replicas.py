@@ -153,7 +153,7 @@ def seconds_with(record: Record, layout: Layout) -> Floats:
     recorded."""
     graph, job, recorded = record.graph, record.job, record.graph.recorded
     stages = stages_of(job.profile, layout)
-    then = expected_transfers(job, layout, stages, graph.backward, graph.depth)
+    then = expected_transfers(job, layout, stages, graph.operation, graph.depth)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(
             (graph.expected > 0) & np.isfinite(graph.expected), then / graph.expected, 1.0
@@ -176,18 +176,16 @@ def _times(record: Record, layout: Layout) -> Floats:
     fixed_ms = np.array(
         [
             [
-                sum(float(times[0]) for times in pair)
-                for pair in zip(
-                    *((cost.forward_ms, cost.backward_ms + cost.weight_ms) for cost in stage.costs),
+                sum(float(times[0]) for times in part)
+                for part in zip(
+                    *(cost.parts_ms for cost in stage.costs),
                     strict=True,
                 )
             ]
             for stage in record.stages
         ]
     )
-    fixed = np.clip(
-        fixed_ms[graph.depth, graph.backward.astype(int)][:, None] / 1e3, 0.0, graph.predicted
-    )
+    fixed = np.clip(fixed_ms[graph.depth, graph.operation][:, None] / 1e3, 0.0, graph.predicted)
     share, names = np.ones_like(graph.predicted), np.asarray(graph.unit)
     merged = job.layout.microbatches / layout.microbatches
     for before, after in zip(job.layout.units, layout.units, strict=True):
@@ -245,7 +243,7 @@ def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delay
         walk=walk,
         rank=graph.rank[nodes],
         slot=graph.slot[nodes],
-        backward=graph.backward[nodes],
+        operation=graph.operation[nodes],
         unit=[graph.unit[node] for node in nodes],
         stage=graph.stage[nodes],
         replica=graph.replica[nodes],
@@ -270,8 +268,8 @@ def _at(delays: Delays, nodes: Ints) -> Delays:
 
 
 def _mean_over_slots(graph: Graph, values: Floats, pick: np.ndarray) -> Floats:
-    """Of every pass, the mean in each step over the picked passes of its rank and direction."""
-    groups = graph.groups("rank", "backward")
+    """Of every pass, the mean in each step over the picked passes of its rank and operation."""
+    groups = graph.groups("rank", "operation")
     sums = np.zeros((groups.max() + 1, values.shape[1]))
     np.add.at(sums, groups[pick], values[pick])
     return (sums / np.bincount(groups[pick], minlength=len(sums))[:, None])[groups]
