@@ -2,7 +2,8 @@
 A800.
 
 `benchmarks/costs/` holds run file and profile of each model as `disttrain init --preset` and
-`disttrain profile` wrote them on 2026-11-23. They stay as they are, so that every change of this
+`disttrain profile` wrote them on 2026-11-23, and `weights.json.gz` what a profile of 2026-11-24, of
+the same costs, says of backwards in two parts. They stay as they are, so that every change of this
 table is one of planner and schedule. "No waiting" is the step that the plan's own kernels would
 take if no device ever waited: compute time of all devices over their number. Simulated; nothing
 here was measured on a GPU. Deterministic but for the seconds of planning.
@@ -26,8 +27,18 @@ CASES = (("mllm-9b", 1296), ("mllm-15b", 1296), ("mllm-72b", 1296), ("mllm-72b",
 
 def costs(name: str) -> tuple[RunFile, Profile]:
     """Run file and profile of a model as they were frozen."""
-    frozen = json.loads(gzip.decompress((COSTS / f"{name}.json.gz").read_bytes()))
+    frozen = _read(name)
+    for module, kinds in _read("weights")[name].items():
+        for kind, parts in kinds.items():
+            cost = frozen["profile"]["modules"][module]["costs"][kind]
+            cost["weight_flops"] = parts["weight_flops"]
+            for tp, shard in parts["tp"].items():
+                cost["tp"][tp] |= shard
     return RunFile.model_validate(frozen["run"]), Profile.model_validate(frozen["profile"])
+
+
+def _read(name: str) -> Any:
+    return json.loads(gzip.decompress((COSTS / f"{name}.json.gz").read_bytes()))
 
 
 def planned(name: str, gpus: int) -> dict[str, Any]:

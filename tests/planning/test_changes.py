@@ -20,7 +20,7 @@ Made = tuple[RunFile, Profile, Plan]
 
 @pytest.fixture(scope="module")
 def made() -> Made:
-    run = synthetic.run_file(batch=24, gpus=12)
+    run = synthetic.run_file(batch=24, gpus=16)
     profile = synthetic.tiny(run, kind="cuda")
     return run, profile, solve(run, profile, top=0)
 
@@ -39,7 +39,12 @@ def slower(profile: Profile, name: str, factor: float) -> Profile:
                     tp: shard.model_copy(
                         update={
                             times: scaled(getattr(shard, times))
-                            for times in ("forward_ms", "backward_ms", "backward_input_ms")
+                            for times in (
+                                "forward_ms",
+                                "backward_ms",
+                                "backward_input_ms",
+                                "weight_ms",
+                            )
                         }
                     )
                     for tp, shard in cost.tp.items()
@@ -120,7 +125,7 @@ def test_a_gain_below_one_percent_keeps_the_plan_in_place(made: Made) -> None:
 def test_a_plan_in_place_that_fits_no_more_says_why(made: Made) -> None:
     run, profile, old = made
     for what, found in {
-        "needs 12 devices (there are 6)": compared(old, run, profile, gpus=6)[1],
+        "needs 16 devices (there are 6)": compared(old, run, profile, gpus=6)[1],
         "GiB (a device has": compared(old, *_less_memory(run, profile, old))[1],
         "TP 2 of unit llm was not profiled": changes(
             edited(old, 1, tp=2), old, run, profile, cluster_of(run, profile)

@@ -440,6 +440,7 @@ def test_a_plan_of_two_generators_is_found_and_no_worse_than_megatron(
 ) -> None:
     profile, _, cluster = case
     profile = synthetic.with_refiner(profile, share)
+    cluster = dataclasses.replace(cluster, splits=False)
     units, found = candidates(profile, cluster, "disaggregated", 1)
     plan = layout_of(units, cluster, found.best[0], "disaggregated")
     assert [one.name for one in plan.units] == [

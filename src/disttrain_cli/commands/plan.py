@@ -126,7 +126,11 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
     show_strategies(console, chosen, why, run_file)
     show_runners_up(console, chosen, why)
     show_sensitivity(console, chosen, result.sensitivity)
-    console.say("\nThe step (F forward, B backward, R reduction and optimizer, . waiting)")
+    later = any(unit.weight_delay for unit in chosen.plan.units)
+    weights = ", W gradients of weights" if later else ""
+    console.say(
+        f"\nThe step (F forward, B backward{weights}, R reduction and optimizer, . waiting)"
+    )
     for line in gantt(result.step.pipeline, result.step.timeline, chosen.plan, columns):
         console.say(line)
     if result.not_run:

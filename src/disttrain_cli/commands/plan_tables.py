@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def show_layout(console: Console, plan: Plan, explanation: Explanation, given: int) -> None:
     """What runs where: one row per unit."""
-    from disttrain_cli.planning.explain import layers
+    from disttrain_cli.planning.explain import delays, layers
 
     layout, predicted = plan.plan, plan.predicted
     used = (
@@ -47,6 +47,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         console.say(f"{left} left over: no layout found that uses more is faster.")
     several = any(unit.modules != [unit.name] for unit in layout.units)
     recomputes = any(unit.checkpointing for unit in layout.units)
+    splits = any(unit.weight_delay for unit in layout.units)
     times = {time.unit: time for time in predicted.units}
     rows: list[list[object]] = []
     for unit, share in zip(layout.units, explanation.units, strict=True):
@@ -60,6 +61,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
                 f"{unit.gpus:,}",
                 layers(unit),
                 *([_yes(unit.checkpointing)] if recomputes else []),
+                *([delays(unit)] if splits else []),
                 f"{share.stage_ms:.1f}",
                 percent(times[unit.name].mfu or None),
                 f"{_gib(share.peak_gib)} / {_gib(share.limit_gib)}",
@@ -76,6 +78,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
             "devices",
             "layers per stage",
             *(["recomputes"] if recomputes else []),
+            *(["weights after"] if splits else []),
             "ms per slot",
             "MFU",
             "peak / limit GiB",

@@ -86,7 +86,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         stages.append(
             CostedStage(
                 **vars(stage),
-                costs=list(_costs(profile, unit, kinds)),
+                costs=list(_costs(profile, stage, kinds)),
                 trained=float(sum(parameters)),
                 cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
                 gradients_back=bool(parameters)
@@ -119,20 +119,20 @@ def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, laye
 
 
 def _costs(
-    profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]
+    profile: Profile, stage: Stage, kinds: Sequence[tuple[str, str, Backward]]
 ) -> Iterator[Cost]:
     """Costs of each module on a stage, from (module, kind of layer, what its backward does) of
     every layer."""
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
-            shard = shard_of(profile.modules[name], kind, unit.tp)
+            shard = shard_of(profile.modules[name], kind, stage.tp)
             layer = profile.modules[name].costs[kind]
             counted = flops_parts(layer, does)
-            later = does == "trained" and unit.weight_delay is not None
+            later = does == "trained" and stage.weight_delay is not None
             parts = (
                 [shard.forward_ms],
-                backward_parts(shard, does, unit.checkpointing),
+                backward_parts(shard, does, stage.unit.checkpointing),
                 [shard.weight_ms] * later,
                 counted,
                 counted[:1],

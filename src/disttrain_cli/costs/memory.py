@@ -288,11 +288,11 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             profile, unit.modules, unit.tp, layout.trained, unit.checkpointing
         )
         known = (profile, unit.modules, unit.tp, layout.trained)
-        later = unit.weight_delay is not None
-        working = np.maximum(
-            activations, weights @ working_terms(*known, unit.checkpointing, later)
+        whole, split = (
+            np.maximum(activations, weights @ working_terms(*known, unit.checkpointing, later))
+            for later in (False, True)
         )
-        deferred = weights @ deferred_terms(*known) * later
+        deferred = weights @ deferred_terms(*known)
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
         mine = share_of_states(profile.precision, dp)
@@ -312,12 +312,13 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 float(values[span].sum()) for values in states
             )
             appear = profile.precision == "fp32" and flight == layout.microbatches
+            later = stage.weight_delay is not None
             keeps, transient, absent = _fullest_moment(
                 activations[span],
-                working[span],
+                (split if later else whole)[span],
                 states[1][span] * appear,
                 flight,
-                deferred[span],
+                deferred[span] * later,
                 min(layout.microbatches - 1, stage.weight_delay or 0),
             )
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])

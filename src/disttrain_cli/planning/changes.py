@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.planning.check import check_layout
+from disttrain_cli.planning.explain import delays
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.units import Cluster, units_of
 from disttrain_cli.spec.plan import Layout, Plan, Prediction
@@ -119,6 +120,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 (mine.name, "PP", mine.pp, theirs.pp),
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
                 (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
+                (mine.name, "weights after", delays(mine), delays(theirs)),
             ]
     differing += [
         (None, "microbatch", old.microbatch_size, new.microbatch_size),

@@ -35,14 +35,14 @@ def climb(
     start_s: float,
     build: Build,
     fits: Callable[[Layout], bool],
-    time_s: Callable[[Layout], float],
+    timed: Callable[[Layout], tuple[Layout, float]],
 ) -> list[tuple[Layout, float]]:
     """The layouts on the way up from `start`, each with its simulated time, the best last.
 
     Args:
         start_s: its simulated time.
         fits: whether a layout has room in memory.
-        time_s: simulated, of a layout.
+        timed: a layout as it is best run, and its simulated time.
     """
     way: list[tuple[Layout, float]] = []
     layout, best_s = start, start_s
@@ -52,13 +52,12 @@ def climb(
         new = [other for name, other in found.items() if name not in seen]
         seen |= found.keys()
         new.sort(key=lambda other: _estimate_s(cluster, units, other))
-        tried = list(itertools.islice(filter(fits, new), TRIED))
-        times_s = [time_s(other) for other in tried]
-        if min(times_s, default=best_s) > best_s * (1 - LEAST_GAIN):
+        tried = map(timed, itertools.islice(filter(fits, new), TRIED))
+        fastest = min(tried, key=lambda one: one[1], default=(layout, best_s))
+        if fastest[1] > best_s * (1 - LEAST_GAIN):
             break
-        best_s = min(times_s)
-        layout = tried[times_s.index(best_s)]
-        way.append((layout, best_s))
+        layout, best_s = fastest
+        way.append(fastest)
     return way
 
 

@@ -7,6 +7,7 @@ sentences are for rendering.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -331,6 +332,8 @@ def differences(layout: Layout, other: Layout) -> str:
             changed.append("recomputes" if theirs.checkpointing else "does not recompute")
         if not changed and mine.layers_per_stage != theirs.layers_per_stage:
             changed.append(f"layers {layers(theirs)}")
+        if not changed and mine.weight_delay != theirs.weight_delay:
+            changed.append(f"weights after {delays(theirs)}")
         if changed:
             words.append(f"{mine.name} {' '.join(changed)}")
     if layout.microbatch_size != other.microbatch_size:
@@ -345,10 +348,16 @@ def layers(unit: UnitPlan) -> str:
     return runs(unit.layers_per_stage)
 
 
-def runs(counts: list[int]) -> str:
+def delays(unit: UnitPlan) -> str:
+    """Slots that gradients of weights of a unit's stages wait, runs together; "-": none do."""
+    return runs(unit.weight_delay or [None])
+
+
+def runs(counts: Sequence[int | None]) -> str:
     """Numbers with equal neighbours together: [8, 8, 8, 6] as "8×3, 6"."""
     lengths = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
-    return ", ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in lengths)
+    words = [("-" if count is None else str(count), times) for count, times in lengths]
+    return ", ".join(f"{word}×{times}" if times > 1 else word for word, times in words)
 
 
 def _ratio(name: str, plan: Plan, other: Baseline | None) -> Ratio:

@@ -25,6 +25,7 @@ from disttrain_cli.costs.layout import optimizer_s, stages_of
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult
+from disttrain_cli.planning.splitting import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -89,7 +90,7 @@ def rounds(
         }
         for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
-            finalists.append(Ranked(layout, one_batch_s(profile, layout, cluster)))
+            finalists.append(Ranked(*timed(profile, cluster, layout)))
         return result.best[0].shapes[holder][1]
 
     most: int | None = None
@@ -101,8 +102,8 @@ def rounds(
         if not most:
             break
     for layout in others:
-        if layout not in (one.layout for one in finalists):
-            finalists.append(Ranked(layout, one_batch_s(profile, layout, cluster)))
+        if layout not in (whole(one.layout) for one in finalists):
+            finalists.append(Ranked(*timed(profile, cluster, layout)))
     for _ in range(near if finalists else 0):
         llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
         best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
@@ -142,6 +143,7 @@ def rank(
 ) -> list[Ranked]:
     """The best `wanted` finalists (`SURE` at least) by their times over all batches, best first.
 
+    Where backwards may have two parts, the delays of these are searched for thoroughly first.
     Those with other slots or another shape of the LLM's unit come before more of the same; equal
     times go to the simpler layout.
 
@@ -155,13 +157,8 @@ def rank(
 
     best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
     numbers = batches(cluster)
-    others = [simulated_s(profile, one.layout, cluster, numbers[1:], shared=False) for one in best]
     return sorted(
-        (
-            Ranked(one.layout, (one.iteration_s + (len(numbers) - 1) * other_s) / len(numbers))
-            for one, other_s in zip(best, others, strict=True)
-        ),
-        key=_order,
+        (Ranked(*timed(profile, cluster, whole(one.layout), numbers)) for one in best), key=_order
     )
 
 

@@ -23,18 +23,20 @@ WIDTH, ROW, GAP, TOP, LEFT = 1200, 18, 8, 62, 190  # px
 KINDS = (
     ("f", "forward"),
     ("b", "backward"),
+    ("g", "gradients of weights"),
     ("r", "gradient reduction"),
     ("o", "optimizer"),
     ("w", "waiting"),
 )
 STYLE = """<style>
 text{font:12px system-ui,sans-serif;fill:#24292f}.page{fill:#fff}
-.w{fill:#e4e8ec}.f{fill:#2f81d8}.b{fill:#e0882e}
+.w{fill:#e4e8ec}.f{fill:#2f81d8}.b{fill:#e0882e}.g{fill:#bf5a8e}
 .r{fill:#8250df}.o{fill:#1a7f5a}.line{stroke:#8c959f;stroke-width:1}.dim{fill:#57606a}.head{font-weight:600}
 @media (prefers-color-scheme:dark){text{fill:#e6edf3}
 .page{fill:#0d1117}.w{fill:#262c34}.f{fill:#58a6ff}
-.b{fill:#f0a04b}.r{fill:#a98cf0}.o{fill:#3fb98a}.dim{fill:#9198a1}}
+.b{fill:#f0a04b}.g{fill:#d97fae}.r{fill:#a98cf0}.o{fill:#3fb98a}.dim{fill:#9198a1}}
 </style>"""
+LETTERS = {"f": "F", "b": "B", "g": "W", "r": "R", "o": "R"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Row:
     unit: str
     forward: Floats  # [n, 2] start and end in s
     backward: Floats  # [n, 2]
+    weights: Floats  # [n, 2] gradients of weights, where they are computed later; else [0, 2]
     reduction: Floats  # [1, 2] after the last backward
     optimizer: Floats  # [1, 2] after every stage's reduction
 
@@ -53,6 +56,7 @@ class Row:
         return [
             ("f", self.forward),
             ("b", self.backward),
+            ("g", self.weights),
             ("r", self.reduction),
             ("o", self.optimizer),
         ]
@@ -76,10 +80,13 @@ def rows_of(
             which = f" {index + 1}/{unit.pp}" if unit.pp > 1 else ""
             copies = f" ×{unit.dp}" if unit.dp > 1 else ""
             index_of = (slice(None), stage, replica)
-            backward = np.stack(
-                [timeline.backward_start[index_of], timeline.backward_end[index_of]], axis=1
+            passes = [(timeline.backward_start, timeline.backward_end)]
+            if timeline.weight_start is not None and timeline.weight_end is not None:
+                passes.append((timeline.weight_start, timeline.weight_end))
+            backward, *weights = (
+                np.stack([start[index_of], end[index_of]], axis=1) for start, end in passes
             )
-            done = float(backward[:, 1].max())
+            done = float(max(spans[:, 1].max() for spans in (backward, *weights)))
             rows.append(
                 Row(
                     f"{unit.name}{which}{copies}",
@@ -88,6 +95,7 @@ def rows_of(
                         [timeline.forward_start[index_of], timeline.forward_end[index_of]], axis=1
                     ),
                     backward,
+                    weights[0] if weights else np.empty((0, 2)),
                     np.array([[done, done + float(pipeline.reduce_s[stage])]]),
                     np.array([[updates_at, updates_at + float(step_s[stage])]]),
                 )
@@ -107,7 +115,7 @@ def _shares(stages: list[int], most: int) -> list[int]:
 def stretches(rows: Sequence[Row], iteration_s: float, most_bars: int) -> list[tuple[float, float]]:
     """What of the step is drawn, as (start, end) in s: all of it, or its first, middle and last
     part."""
-    count = sum(len(row.forward) + len(row.backward) for row in rows)
+    count = sum(len(row.forward) + len(row.backward) + len(row.weights) for row in rows)
     if count <= most_bars:
         return [(0.0, iteration_s)]
     part = iteration_s * most_bars / count / 3
@@ -170,6 +178,8 @@ def _heading(layout: Layout, timeline: Timeline) -> list[str]:
     parts = [f'<text class="head" x="{LEFT}" y="20">{escape(words)}</text>']
     x = LEFT
     for kind, name in KINDS:
+        if kind == "g" and timeline.weight_start is None:
+            continue
         parts.append(
             f'<path class="{kind}" d="M{x} 32h12v12h-12z"/><text x="{x + 17}" y="42">{name}</text>'
         )
@@ -226,8 +236,8 @@ def seconds(value: float, step: float | None = None) -> str:
 def gantt(
     pipeline: Pipeline, timeline: Timeline, layout: Layout, columns: int, most_rows: int = 8
 ) -> list[str]:
-    """Lines of letters for a terminal: F forward, B backward, R reduction and optimizer, dots where
-    a stage waits.
+    """Lines of letters for a terminal: F forward, B backward, W gradients of weights computed
+    later, R reduction and optimizer, dots where a stage waits.
 
     Each letter is what the stage does for most of its time. A step of too many slots is its
     beginning and its end.
@@ -258,7 +268,7 @@ def _letters(row: Row, start: float, end: float, cells: int) -> str:
         covered = np.zeros(cells + 1)
         for left, right in spans[(spans[:, 1] > start) & (spans[:, 0] < end)]:
             covered += np.clip(edges, left, right) - left
-        letter = "R" if kind in "ro" else kind.upper()
+        letter = LETTERS[kind]
         shares[letter] = shares.get(letter, 0.0) + np.diff(covered)
     letters = list(shares)
     return "".join(letters[index] for index in np.stack(list(shares.values())).argmax(axis=0))

@@ -22,7 +22,6 @@ from disttrain_cli.planning.finalists import (
     Ranked,
     diverse,
     faster_zero,
-    one_batch_s,
     rank,
     rounds,
 )
@@ -31,6 +30,7 @@ from disttrain_cli.planning.layouts import UnitShape, apart, layout_of, layout_w
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult, search
+from disttrain_cli.planning.splitting import timed
 from disttrain_cli.planning.units import Cluster, Unit, group, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
@@ -55,8 +55,8 @@ NEAR = 2  # finalists with another shape of the LLM near the best one's
 def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Cluster:
     """What the layout must fit into: the profile's devices, or `gpus` of them.
 
-    Ranks that share the cores of a CPU do not split layers, and recompute only where the run file
-    says so: they would gain nothing from it.
+    Ranks that share the cores of a CPU split neither layers nor backwards, and recompute only where
+    the run file says so: they would gain nothing from it.
     """
     count = profile.device.count if gpus is None else gpus
     if count < 1:
@@ -71,6 +71,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
         trained=None if run.model.trained is None else tuple(run.model.trained),
         checkpointing="none" if cpu and recompute == "auto" else recompute,
         most_tp=1 if cpu else None,
+        splits=not cpu,
         ordering=run.train.ordering,
         cpu_node_cores=run.cluster.cpu_node_cores,
     )
@@ -111,6 +112,8 @@ def solve(
 ) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
+    Only `disaggregated` has backwards in two parts, where they gain (`splitting`).
+
     The formula's best layouts are simulated, and for `disaggregated` the other strategies' own
     choices with them, as far as its units may have their shapes (`apart`): a plan is never slower
     than a baseline that it could have chosen.
@@ -122,12 +125,13 @@ def solve(
     """
     check_profile(run, profile)
     cluster = cluster_of(run, profile, gpus)
+    whole = replace(cluster, splits=False)
+    if strategy != "disaggregated":
+        cluster = whole
     started = time.perf_counter()
     either_zero = run.train.zero_stage == "auto"
     baselines = {
-        name: baseline(profile, cluster, name, either_zero)
-        for name in BASELINES
-        if name != strategy
+        name: baseline(profile, whole, name, either_zero) for name in BASELINES if name != strategy
     }
     rivals = _rivals(profile, cluster, baselines) if strategy == "disaggregated" else []
     ranked, combinations, simulated = ranking(
@@ -252,8 +256,8 @@ def _climbed(
     def has_room(layout: Layout) -> bool:
         return fits(profile, layout, cluster.memory_gib)
 
-    def time_s(layout: Layout) -> float:
-        return one_batch_s(profile, layout, cluster)
+    def as_run(layout: Layout) -> tuple[Layout, float]:
+        return timed(profile, cluster, layout)
 
     best = sorted(finalists, key=lambda one: one.iteration_s)
     starts = diverse(best, lambda one: _shape(one.layout.unit_of(profile.inputs.llm)), CLIMBED)
@@ -261,7 +265,7 @@ def _climbed(
         Ranked(*one)
         for start in starts
         if len(start.layout.units) == len(units)
-        for one in climb(units, cluster, start.layout, start.iteration_s, build, has_room, time_s)
+        for one in climb(units, cluster, start.layout, start.iteration_s, build, has_room, as_run)
     ]
 
 

@@ -37,6 +37,7 @@ class Cluster:
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
+    splits: bool = False  # whether backwards may have two parts (`planning.splitting`)
 
 
 @dataclass(frozen=True)

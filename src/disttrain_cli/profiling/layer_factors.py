@@ -204,7 +204,11 @@ def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
     unit = job.layout.unit_of(module)
     tp, columns = str(unit.tp), []
     for kind, cost in job.profile.modules[module].costs.items():
-        times = _times(cost.tp[tp], unit.weight_delay is not None) if tp in cost.tp else {}
+        times = (
+            _times(cost.tp[tp], any(d is not None for d in unit.weight_delay or ()))
+            if tp in cost.tp
+            else {}
+        )
         for time, alone in times.items():
             key = (module, kind, tp, time)
             stages = stages_of(_retimed(bare, _only_at(key, alone)), job.layout)

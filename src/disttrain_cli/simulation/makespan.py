@@ -1,20 +1,21 @@
-"""Iteration times of many steps at once, nothing else: what a search over orderings asks of the
-simulator.
+"""Iteration times of many steps at once, nothing else: what searches over orderings and over delays
+of weights' gradients ask of the simulator.
 
-The steps share stages, transfers and replicas and differ in durations only. The very numbers of
-`simulate`, which keeps when everything happened; here one vectorised update per schedule step
-serves all K steps, so that one costs microseconds. Only additions and maxima: the same on every
-machine.
+The steps share stages, transfers and replicas and differ in durations or delays only. The very
+numbers of `simulate`, which keeps when everything happened; here one vectorised update per schedule
+step serves all K steps, so that one costs microseconds. Only additions and maxima: the same on
+every machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.simulation.pipeline import program_of
+from disttrain_cli.simulation.pipeline import Program, following, program_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
@@ -29,34 +30,67 @@ def iterations_s(
         pipeline: its own durations count for nothing.
     """
     program, steps = program_of(pipeline), forward_s.shape[-1]
-    ranks, stages = len(program.stage_of), len(program.depth)
-    hold_s = program.hold_s[:, program.stage_of, None]
-    times_s, size = np.empty(steps), max(1, NUMBERS // ranks)
-    for begin in range(0, steps, size):
-        chunk = slice(begin, min(steps, begin + size))
-        count = chunk.stop - begin
-        spent_s = np.zeros((program.steps, ranks, count))
+    times_s = np.empty(steps)
+    for chunk in _chunks(program, steps):
+        spent_s = np.zeros((program.steps, len(program.stage_of), chunk.stop - chunk.start))
         program.table(forward_s[..., chunk], True, spent_s)
         program.table(backward_s[..., chunk], False, spent_s)
-        clock = np.zeros((ranks + stages + 1, count))  # as in `pipeline._step`
-        arrived, latest = clock[:ranks], clock[ranks:-1]
-        free, follow_s = arrived, None
-        if weight_s is not None:
-            free, follow_s = np.zeros_like(arrived), program.follow(pipeline, weight_s[..., chunk])
-        start = np.empty((ranks, count))
-        for step in range(program.steps):
-            np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
-            start += hold_s[step]
-            for ranks_of, other, transfer_s in program.joins:
-                np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
-            np.maximum(start, free, out=start)
-            np.add(start, spent_s[step], out=arrived)
-            np.maximum.reduceat(arrived, program.first[:-1], axis=0, out=latest)
-            if follow_s is not None:
-                np.add(arrived, follow_s[step], out=free)
+        follow_s = None if weight_s is None else program.follow(pipeline, weight_s[..., chunk])
+        times_s[chunk] = _run(pipeline, program, spent_s, follow_s)
+    return times_s
+
+
+def delays_s(pipeline: Pipeline, delays: NDArray[np.int64]) -> Floats:
+    """[K] times of a pipeline with backwards in two parts, for other delays [K, S] of the weights'
+    parts; data are always there."""
+    assert pipeline.weight_s is not None
+    program, times_s = program_of(pipeline), np.empty(len(delays))
+    ranks = len(program.stage_of)
+    spent_s = np.zeros((program.steps, ranks))
+    program.table(pipeline.forward_s, True, spent_s)
+    program.table(pipeline.backward_s, False, spent_s)
+    for chunk in _chunks(program, len(delays)):
+        mine = delays[chunk]
+        follow_s = np.zeros((program.steps, ranks, len(mine)))
+        for stage, replicas in enumerate(pipeline.replicas.tolist()):
+            table = follow_s[program.backwards_of(stage)]
+            for delay in np.unique(mine[:, stage]).tolist():
+                after_s = following(pipeline.weight_s[:, stage, :replicas], delay)
+                table[..., mine[:, stage] == delay] = after_s[..., None]
+        times_s[chunk] = _run(pipeline, program, spent_s[..., None], follow_s)
+    return times_s
+
+
+def _chunks(program: Program, count: int) -> Iterator[slice]:
+    """So many steps in as many as one update handles."""
+    size = max(1, NUMBERS // len(program.stage_of))
+    for begin in range(0, count, size):
+        yield slice(begin, min(count, begin + size))
+
+
+def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats | None) -> Floats:
+    """[K] times of steps with operations of these durations [steps, ranks, K], and weights' parts
+    after them; as in `pipeline._step`."""
+    count = (spent_s if follow_s is None else follow_s).shape[-1]
+    ranks, stages = len(program.stage_of), len(program.depth)
+    hold_s = program.hold_s[:, program.stage_of, None]
+    clock = np.zeros((ranks + stages + 1, count))
+    arrived, latest = clock[:ranks], clock[ranks:-1]
+    free = arrived if follow_s is None else np.zeros_like(arrived)
+    start = np.empty((ranks, count))
+    for step in range(program.steps):
+        np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
+        start += hold_s[step]
+        for ranks_of, other, transfer_s in program.joins:
+            np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
+        np.maximum(start, free, out=start)
+        np.add(start, spent_s[step], out=arrived)
+        np.maximum.reduceat(arrived, program.first[:-1], axis=0, out=latest)
         if follow_s is not None:
-            np.maximum.reduceat(free, program.first[:-1], axis=0, out=latest)
-        times_s[chunk] = (latest + pipeline.reduce_s[:, None]).max(axis=0) + pipeline.step_s
+            np.add(arrived, follow_s[step], out=free)
+    if follow_s is not None:
+        np.maximum.reduceat(free, program.first[:-1], axis=0, out=latest)
+    times_s: Floats = (latest + pipeline.reduce_s[:, None]).max(axis=0) + pipeline.step_s
     return times_s
 
 

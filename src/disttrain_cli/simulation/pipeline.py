@@ -77,18 +77,30 @@ class Program:
 
     def follow(self, pipeline: Pipeline, weight_s: Floats) -> Floats:
         """[steps, ranks, ...] weights' parts [n, S, R, ...] that follow each step's operations."""
-        slots, spent = (
-            len(weight_s),
-            np.zeros((self.steps, len(self.stage_of), *weight_s.shape[3:])),
-        )
-        for stage, is_forward, steps_of in _operations(slots, self.depth):
-            if not is_forward:
-                ranks_of = slice(self.first[stage], self.first[stage + 1])
-                own_s = weight_s[:, stage, : pipeline.replicas[stage]]
-                for slot in range(slots):
-                    later = weights_after(slot, slots, _delay(pipeline, stage))
-                    spent[steps_of, ranks_of][slot] = own_s[later.start : later.stop].sum(axis=0)
+        spent = np.zeros((self.steps, len(self.stage_of), *weight_s.shape[3:]))
+        for stage in range(len(self.depth)):
+            own_s = weight_s[:, stage, : pipeline.replicas[stage]]
+            spent[self.backwards_of(stage)] = following(own_s, _delay(pipeline, stage))
         return spent
+
+    def backwards_of(self, stage: int) -> tuple[slice, slice]:
+        """Where a table [steps, ranks] has the backwards of a stage."""
+        slots = self.steps // 2 - int(self.depth.max())
+        begin = 2 * int(self.depth.max()) + 1 - int(self.depth[stage])
+        return slice(begin, begin + 2 * slots - 1, 2), slice(
+            self.first[stage], self.first[stage + 1]
+        )
+
+
+def following(weight_s: Floats, delay: int) -> Floats:
+    """[n, R, ...] weights' parts that follow the backward of each slot, of those [n, R, ...] of a
+    stage (`timeline.weights_after`)."""
+    slots = len(weight_s)
+    first = max(0, slots - 1 - delay)  # of the parts after the last backward
+    follow_s = np.zeros_like(weight_s)
+    follow_s[delay:-1] = weight_s[:first]
+    follow_s[-1] = weight_s[first:].sum(axis=0)
+    return follow_s
 
 
 def _delay(pipeline: Pipeline, stage: int) -> int:

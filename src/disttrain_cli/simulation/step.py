@@ -34,7 +34,7 @@ def pipeline_of(
         for cost in stage.costs:
             for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
                 part_s[:, number, : stage.unit.dp] += amount(part_ms, loads[cost.module]) / 1e3
-    split = any(unit.weight_delay is not None for unit in layout.units)
+    split = any(stage.weight_delay is not None for stage in stages)
     return Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]),
         entry=np.array([stage.index == 0 for stage in stages]),

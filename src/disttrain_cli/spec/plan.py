@@ -34,11 +34,11 @@ class UnitPlan(Strict):
         False,
         description="Activations are recomputed in the backward instead of kept from the forward.",
     )
-    weight_delay: list[int] | None = Field(
+    weight_delay: list[int | None] | None = Field(
         None,
         description=(
             "By stage, how many slots after a slot's backward the gradients of its weights are"
-            " computed; null: in the backward."
+            " computed; null, of a stage or of all: in the backward."
         ),
     )
 
@@ -57,10 +57,10 @@ class UnitPlan(Strict):
         if min(self.layers_per_stage) < 1:
             raise ValueError("layers_per_stage must give every stage at least one layer")
         if self.weight_delay is not None:
-            if len(self.weight_delay) != self.pp or min(self.weight_delay) < 0:
+            if len(self.weight_delay) != self.pp or any((d or 0) < 0 for d in self.weight_delay):
                 raise ValueError(
-                    f"weight_delay must list {self.pp} stage(s) (pp), each 0 or more; given:"
-                    f" {self.weight_delay}"
+                    f"weight_delay must list {self.pp} stage(s) (pp), each 0 or more, or null;"
+                    f" given: {self.weight_delay}"
                 )
             if self.checkpointing:
                 raise ValueError(

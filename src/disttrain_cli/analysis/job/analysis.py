@@ -232,7 +232,11 @@ def _comparisons(
     sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
     for unit in job.layout.units:
         of_unit = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
-        computed = COMPUTE if unit.weight_delay is not None else COMPUTE[:WEIGHTS]
+        computed = (
+            COMPUTE
+            if any(delay is not None for delay in unit.weight_delay or ())
+            else COMPUTE[:WEIGHTS]
+        )
         for what in (*computed, "stage") if of_unit else ():
             if unit.name in sharing:
                 planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)

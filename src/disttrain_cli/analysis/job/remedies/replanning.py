@@ -3,7 +3,8 @@
 What `disttrain profile --calibrate RUN && disttrain plan` would gain: the profile's times are
 scaled, unit by unit, forward and backward, to what usual ranks took for the recorded work, and
 the planner's best layouts are simulated beside the present one on the same global batch, drawn from
-the profile's sizes and ordered as training would.
+the profile's sizes and ordered as training would; with backwards in two parts where the recorded
+job has such.
 
 The planner itself simulates more layouts and more batches, so the gain found here is the least it
 will find; it knows no slow rank and no waits, which stay as they are. Data that have moved are not
@@ -48,6 +49,7 @@ def replan(record: Record, why: Explained) -> Replanned | None:
     from disttrain_cli.planning.finalists import one_batch_s
     from disttrain_cli.planning.search import search
     from disttrain_cli.planning.solve import fewer_replicas, layout_of, ranked_as
+    from disttrain_cli.planning.splitting import timed
     from disttrain_cli.planning.units import group
 
     profile, cluster = corrected(record, why), ranked_as(cluster_of(job))
@@ -65,11 +67,8 @@ def replan(record: Record, why: Explained) -> Replanned | None:
         layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(plans)
     ]
     present_s = one_batch_s(profile, job.layout, cluster)
-    times = [
-        (present_s, job.layout),
-        *((one_batch_s(profile, layout, cluster), layout) for layout in layouts),
-    ]
-    then_s, layout = min(times, key=lambda pair: pair[0])
+    found = [(job.layout, present_s), *(timed(profile, cluster, layout) for layout in layouts)]
+    layout, then_s = min(found, key=lambda pair: pair[1])
     return Replanned(layout, present_s, then_s)
 
 
@@ -100,6 +99,7 @@ def cluster_of(job: Job) -> Cluster:
         trained=None if layout.trained is None else tuple(layout.trained),
         ordering=job.predicted.ordering or "paper",
         most_tp=1 if cpu else None,
+        splits=any(unit.weight_delay for unit in layout.units),
         checkpointing="auto" if len(recomputed) > 1 else "full" if True in recomputed else "none",
     )
 

@@ -1,0 +1,175 @@
+"""Backwards in two parts: when each stage of a layout computes the gradients of its weights (zero
+bubble, Qi et al. 2024, arXiv 2401.10241).
+
+Gradients of inputs go to the stage before at once; those of weights may wait some slots, which
+shortens the way of the first slots back through the pipeline and fills its end. How long is chosen
+for every stage in the simulator, within the memory that is left: first among delays that grow with
+the stages before one, as later stages have gaps later, then one stage at a time. Stages without
+room for it, or without a gain, compute both parts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.planning.predict import loads_of, policy_of
+from disttrain_cli.planning.units import Cluster
+from disttrain_cli.simulation.makespan import delays_s
+from disttrain_cli.simulation.pipeline import simulate
+from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.timeline import Floats, Pipeline
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
+
+Delay = int | None
+LEAST_GAIN = 1e-3  # of a step, for which backwards have two parts
+LEAST_STEP = 1e-4  # of a step, for which the search goes on
+SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots for every stage before, where the search begins
+
+
+def timed(
+    profile: Profile, cluster: Cluster, layout: Layout, numbers: Sequence[int] = (0,)
+) -> tuple[Layout, float]:
+    """The layout with the best delays, where the cluster splits backwards, and the mean time of its
+    steps over some global batches.
+
+    Args:
+        layout: with whole backwards, which it keeps where two parts gain less than `LEAST_GAIN`.
+        numbers: of the batches. With several, the search goes on with all replicas, at ten times
+            the time; delays that are best for one small batch may be bad for others.
+    """
+    policy = policy_of(profile, layout, cluster)
+    loads = [loads_of(profile, layout, policy, number) for number in numbers]
+
+    def pipelines_of(layout: Layout) -> list[Pipeline]:
+        stages, per_node = stages_of(profile, layout), cluster.gpus_per_node
+        return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
+
+    whole_s = float(np.mean([simulate(one).iteration_s for one in pipelines_of(layout)]))
+    most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
+    if all(delay is None for delay in most):
+        return layout, whole_s
+    pipelines = pipelines_of(with_delays(layout, [None if m is None else 0 for m in most]))
+    delays, split_s = _best(pipelines, [m or 0 for m in most], thorough=len(numbers) > 1)
+    if split_s > whole_s * (1 - LEAST_GAIN):
+        return layout, whole_s
+    chosen = [
+        # nobody waits for the gradients of a first stage's inputs
+        None if m is None or (not delay and not pipelines[0].before(stage)) else delay
+        for stage, (m, delay) in enumerate(zip(most, delays, strict=True))
+    ]
+    return with_delays(layout, chosen), split_s
+
+
+def most_delays(profile: Profile, layout: Layout, limit_gib: float) -> list[Delay]:
+    """By stage in pipeline order, the most slots that gradients of weights may wait in so much
+    memory; None where there is nothing to wait, or no room."""
+    count = sum(unit.pp for unit in layout.units)
+    # peaks grow by the same bytes for every slot
+    at_once, later = (
+        layout_memory(profile, with_delays(layout, [delay] * count), limit_gib) for delay in (0, 1)
+    )
+    stages = stages_of(profile, with_delays(layout, [0] * count))
+    most: list[Delay] = []
+    for stage, first, second in zip(stages, at_once, later, strict=True):
+        room_gib, slot_gib = limit_gib - first.peak_gib, second.peak_gib - first.peak_gib
+        if room_gib < 0 or not any(cost.weight_ms.any() for cost in stage.costs):
+            most.append(None)
+        else:
+            slots = room_gib / slot_gib if slot_gib > 0 else np.inf
+            most.append(int(min(layout.microbatches - 1, slots)))
+    return most
+
+
+def with_delays(layout: Layout, delays: Sequence[Delay]) -> Layout:
+    """The layout with these delays by stage in pipeline order; units that recompute activations
+    have none."""
+    units, left = [], iter(delays)
+    for unit in layout.units:
+        mine = [next(left) for _ in range(unit.pp)]
+        none = unit.checkpointing or all(delay is None for delay in mine)
+        units.append(unit.model_copy(update={"weight_delay": None if none else mine}))
+    return layout.model_copy(update={"units": units})
+
+
+def whole(layout: Layout) -> Layout:
+    """The layout with backwards of one part."""
+    return with_delays(layout, [None] * sum(unit.pp for unit in layout.units))
+
+
+def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[list[int], float]:
+    """The best delays found by stage, none above `most`, and the mean time of the steps.
+
+    They are searched for with one replica per stage, which takes a hundredth of the time: of mean
+    durations, and of the longest, as units wait for all replicas of others.
+    """
+    depth = pipelines[0].to_end.max() - pipelines[0].to_end
+    starts = np.unique(
+        [
+            np.minimum(most, (slope * depth).astype(int) + more)
+            for slope in SLOPES
+            for more in (0, 1)
+        ],
+        axis=0,
+    )
+    present = np.broadcast_to(pipelines[0].present, pipelines[0].forward_s.shape)
+    found: list[list[int]] = []
+    for summary in (
+        lambda part_s: np.mean(part_s, axis=2, where=present),
+        lambda part_s: np.max(part_s, axis=2, where=present, initial=0.0),
+    ):
+        ones = [_of_one(pipeline, summary) for pipeline in pipelines]
+        times_s = _means_s(ones, starts)
+        place = np.lexsort((starts.sum(axis=1), times_s))[0]
+        found.append(_climbed(ones, most, float(times_s[place]), starts[place].tolist())[1])
+    times_s = _means_s(pipelines, np.array(found))
+    best_s, delays = min(zip(times_s.tolist(), found, strict=True))
+    if thorough:
+        best_s, delays = _climbed(pipelines, most, best_s, delays)
+    return delays, best_s
+
+
+def _means_s(pipelines: list[Pipeline], delays: NDArray[np.int64]) -> Floats:
+    """[K] mean times of the steps for each of some delays [K, S]."""
+    return np.mean([delays_s(pipeline, delays) for pipeline in pipelines], axis=0)
+
+
+def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline:
+    """The pipeline with one replica per stage, of a summary [n, S] of all replicas' times."""
+    times_s = [summary(part_s)[..., None] for part_s in pipeline.parts_s]
+    return replace(
+        pipeline,
+        replicas=np.ones_like(pipeline.replicas),
+        forward_s=times_s[FORWARD],
+        backward_s=times_s[BACKWARD],
+        weight_s=times_s[WEIGHTS],
+    )
+
+
+def _climbed(
+    pipelines: list[Pipeline], most: list[int], best_s: float, delays: list[int]
+) -> tuple[float, list[int]]:
+    """Better delays, one stage or all stages changed at a time; of equal ones the smallest sum."""
+    while True:
+        tried = np.unique([*_changed(delays, most)], axis=0) if any(most) else np.array([delays])
+        times_s = _means_s(pipelines, tried)
+        place = np.lexsort((tried.sum(axis=1), times_s))[0]
+        if times_s[place] > best_s * (1 - LEAST_STEP):
+            return best_s, delays
+        best_s, delays = float(times_s[place]), tried[place].tolist()
+
+
+def _changed(delays: list[int], most: list[int]) -> Iterator[list[int]]:
+    """Neighbours of some delays within `most`."""
+    for stage, (delay, top) in enumerate(zip(delays, most, strict=True)):
+        for other in {0, delay - 1, delay + 1, delay + 2, 2 * delay, top}:
+            yield [*delays[:stage], min(max(other, 0), top), *delays[stage + 1 :]]
+    for more in (-1, 1):
+        yield [min(max(delay + more, 0), top) for delay, top in zip(delays, most, strict=True)]
