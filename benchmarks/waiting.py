@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Tables, main
-from disttrain_cli.planning.solve import solve
+from disttrain_cli.planning.solve import baseline, cluster_of, solve
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
@@ -43,8 +43,10 @@ def _read(name: str) -> Any:
 
 def planned(name: str, gpus: int) -> dict[str, Any]:
     """The plan of a model on so many devices, and what of its step is waiting."""
-    plan = solve(*costs(name), gpus=gpus, top=0)
+    run, profile = costs(name)
+    plan = solve(run, profile, gpus=gpus, top=0)
     predicted, megatron = plan.predicted, plan.baselines["megatron"]
+    split = baseline(profile, cluster_of(run, profile, gpus), "megatron", either_zero=True)
     efficiency = predicted.orchestration_efficiency * plan.plan.gpus_used / gpus
     return {
         "model": name,
@@ -58,6 +60,9 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
         "optimizer s": predicted.optimizer_s,
         "over the best megatron": megatron.iteration_s / predicted.iteration_s
         if megatron
+        else None,
+        "over it with split backwards": split.iteration_s / predicted.iteration_s
+        if split
         else None,
         "planned in s": plan.search.solve_s,
     }
