@@ -150,14 +150,15 @@ def _terms(
         module = profile.modules[name]
         mean, worst = module.work_per_sequence, module.max_work_per_sequence
         item = mean.scaled(1.0 / mean.items) if mean.items else Work()
-        for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
+        layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        row: dict[tuple[str, Backward], list[float]] = {}
+        for kind, does in dict.fromkeys(layers):
             parts = amounts(module.costs[kind], does)
-            rows.append(
-                [
-                    sum(part.base for part in parts),
-                    *(sum(slope(part, work) for part in parts) for work in (worst, mean, item)),
-                ]
-            )
+            row[kind, does] = [
+                sum(part.base for part in parts),
+                *(sum(slope(part, work) for part in parts) for work in (worst, mean, item)),
+            ]
+        rows += [row[layer] for layer in layers]
     return np.array(rows).T
 
 

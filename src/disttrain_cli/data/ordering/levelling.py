@@ -82,10 +82,13 @@ def _give_out(costs: Ints, replicas: int, count: int | None) -> tuple[Ints, Ints
     """Positions in the order they are given out, and the replica that gets each."""
     assert count is None or count * replicas == len(costs)
     positions = np.argsort(-costs, kind="stable")
-    left = [count if count is not None else len(costs)] * replicas
     heap = list(range(replicas))  # load · replicas + replica: one number orders by both
-    owner = []
-    for cost in (costs[positions] * replicas).tolist():
+    adds = (costs[positions] * replicas).tolist()
+    if count is None:
+        taken = [heapq.heapreplace(heap, heap[0] + cost) for cost in adds]
+        return positions, np.array(taken, dtype=np.int64) % replicas
+    left, owner = [count] * replicas, []
+    for cost in adds:
         replica = heap[0] % replicas
         owner.append(replica)
         left[replica] -= 1
