@@ -509,7 +509,7 @@ def test_the_plan_is_near_the_best_of_all_layouts_in_the_simulator() -> None:
     profile = profile.model_copy(
         update={"links": profiles.links(8, 50, 4, 100, between_nodes=0.05)}
     )
-    cluster = cluster_of(run, profile)
+    cluster = dataclasses.replace(cluster_of(run, profile), ordering="paper")
     units, found = candidates(profile, cluster, "disaggregated", 150)
     layouts = [layout_of(units, cluster, candidate, "disaggregated") for candidate in found.best]
     times = [one_batch_s(profile, one, cluster) for one in layouts]

@@ -29,7 +29,7 @@ def profile() -> Profile:
 @pytest.fixture(scope="module")
 def cluster(profile):
     run = synthetic.run_file(batch=BATCH, gpus=GPUS)
-    return replace(cluster_of(run, profile), splits=True)
+    return replace(cluster_of(run, profile), splits=True, ordering="paper")
 
 
 @pytest.fixture(scope="module")

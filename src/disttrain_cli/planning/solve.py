@@ -72,7 +72,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
         checkpointing="none" if cpu and recompute == "auto" else recompute,
         most_tp=1 if cpu else None,
         splits=not cpu,
-        ordering=run.train.ordering,
+        ordering=run.train.ordering_on(profile.device.kind),
         cpu_node_cores=run.cluster.cpu_node_cores,
     )
 

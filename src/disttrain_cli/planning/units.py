@@ -15,6 +15,7 @@ from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.model import MONOLITH
+from disttrain_cli.spec.runfile.train import Ordering
 from disttrain_cli.spec.stage_graph import in_line, neighbours
 
 Floats = NDArray[np.float64]
@@ -32,7 +33,7 @@ class Cluster:
     batch: int  # packed sequences per step
     trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
     # policy under which global batches are simulated
-    ordering: Literal["none", "paper", "best"] = "paper"
+    ordering: Ordering = "paper"
     cpu_node_cores: int = 64  # of one preprocessing node
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"

@@ -229,7 +229,7 @@ def open_loader(
         "fields": fields,
         "first_step": first,
     }
-    searches = run.file.train.ordering == "best"
+    searches = run.file.train.ordering_on(profile.device.kind) == "best"
     if not run.file.preprocess.addresses or not (searches or reads_files(fields)):
         return Loader(run, Orders(run.file, layout, index, profile), **known)
     from disttrain_cli.data.serving.client import PulledOrders, Workers

@@ -77,7 +77,7 @@ class Orders:
     ) -> None:
         self.layout, self.index = layout, index
         self._policy = Policy(
-            run.train.ordering,
+            run.train.ordering_on(profile.device.kind if profile else None),
             layout,
             index.inputs,
             profile,

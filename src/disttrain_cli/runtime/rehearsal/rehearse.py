@@ -149,7 +149,7 @@ def found_orders(
     As every process of a cluster does by itself while the step before runs. Other policies take no
     time.
     """
-    if run.file.train.ordering != "best":
+    if run.file.train.ordering_on(profile.device.kind) != "best":
         return {}
     orders = Orders(run.file, layout, index, profile)
     return {step: orders.assignment(step) for step in steps}

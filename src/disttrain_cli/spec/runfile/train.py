@@ -97,6 +97,9 @@ class EmaSpec(Strict):
     )
 
 
+Ordering = Literal["none", "paper", "best"]
+
+
 class TrainSpec(Strict):
     """The optimisation."""
 
@@ -137,11 +140,12 @@ class TrainSpec(Strict):
         None, description="Losses on held-out data; none if not given."
     )
     ema: EmaSpec | None = Field(None, description="Moving averages of weights; none if not given.")
-    ordering: Literal["none", "paper", "best"] = Field(
-        "paper",
+    ordering: Ordering | Literal["auto"] = Field(
+        "auto",
         description=(
             "How samples are ordered in a global batch: as packed, by the paper's two rules, or by "
-            "a search that the simulator drives."
+            "a search that the simulator drives; auto searches where every rank has a device of its"
+            " own, and takes the paper's rules where ranks share the cores of a CPU."
         ),
     )
     seed: int = Field(0, ge=0, lt=2**32)
@@ -175,6 +179,12 @@ class TrainSpec(Strict):
     def longest_hang_s(self) -> float:
         """`hang_s`, or what stands for it."""
         return self.hang_s if self.hang_s is not None else 0.75 * self.timeout_s
+
+    def ordering_on(self, device: str | None) -> Ordering:
+        """`ordering`, or what `auto` stands for on a kind of device (`DeviceProfile.kind`)."""
+        if self.ordering != "auto":
+            return self.ordering
+        return "paper" if device in (None, "cpu") else "best"
 
     @model_validator(mode="after")
     def _hang_before_timeout(self) -> TrainSpec:
