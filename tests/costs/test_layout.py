@@ -3,6 +3,7 @@
 import numpy as np
 
 from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.spec.plan import Layout
@@ -12,7 +13,7 @@ from tests.planning import synthetic
 PROFILE = synthetic.tiny(synthetic.run_file())
 
 
-def split(given: Layout, delays: dict[str, list[int]], **changes: object) -> Layout:
+def split(given: Layout, delays: dict[str, list[int | None]], **changes: object) -> Layout:
     """The layout with weights' gradients of some units computed later."""
     units = [
         unit.model_copy(update={"weight_delay": delays.get(unit.name)}) for unit in given.units
@@ -31,6 +32,19 @@ def test_the_two_parts_add_up() -> None:
             np.testing.assert_array_equal(one.forward_ms, two.forward_ms)
             assert not one.weight_ms.any() and two.weight_ms.any() == (before.unit.name != "g")
             np.testing.assert_allclose(two.weight_ms, two.weight_ms.any() * 0.8 * two.forward_ms)
+
+
+def test_a_stage_without_a_delay_is_whole() -> None:
+    whole = stages_of(PROFILE, layout(4))
+    parts = stages_of(PROFILE, split(layout(4), {"l": [None, 2]}))
+    assert [any(c.weight_ms.any() for c in s.costs) for s in parts] == [False, False, True, False]
+    for before, after in zip(whole[1].costs, parts[1].costs, strict=True):
+        np.testing.assert_array_equal(before.backward_ms, after.backward_ms)
+    peaks = [
+        [stage.peak_gib for stage in layout_memory(PROFILE, one, 4.0)]
+        for one in (layout(4), split(layout(4), {"l": [None, 2]}), split(layout(4), {"l": [2, 2]}))
+    ]
+    assert peaks[0][1] == peaks[1][1] < peaks[2][1] and peaks[0][2] < peaks[1][2] == peaks[2][2]
 
 
 def test_frozen_layers_have_no_weights_part() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
@@ -143,6 +144,20 @@ def test_gantt_fits_and_shows_every_unit(
         assert any(line.startswith(unit.name) for line in lines)
     letters = "".join(line.split("  ", 1)[1] for line in lines[:-1])
     assert set(letters) <= set("FBR. ") and {"F", "B"} <= set(letters)
+
+
+def test_weights_parts_are_drawn_between_backward_and_reduction() -> None:
+    pipeline, layout = made([(1, 1), (1, 1)], slots=2, step_s=0.0)
+    split = dataclasses.replace(
+        pipeline, weight_s=2.0 * pipeline.forward_s, weight_delay=np.array([0, 1])
+    )
+    timeline = simulate(split)
+    row = rows_of(split, timeline, layout)[1]
+    assert row.weights[0, 0] >= row.backward[1, 1]  # a slot later
+    assert row.reduction[0, 0] == row.weights[1, 1]
+    assert any("W" in line for line in gantt(split, timeline, layout, columns=80))
+    assert 'class="g"' in svg(split, timeline, layout)
+    assert 'class="g"' not in svg(pipeline, simulate(pipeline), layout)
 
 
 def test_gantt_of_one_slot_reads_as_it_happens() -> None:

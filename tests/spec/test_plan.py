@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from disttrain_cli.spec.plan import read_plan, write_plan
+import pytest
+
+from disttrain_cli.spec.plan import UnitPlan, read_plan, write_plan
 from tests.runtime.factory import plan_of, unit, write_run
 
 
@@ -18,3 +20,15 @@ def test_the_plan_that_is_replaced_is_kept(tmp_path: Path) -> None:
     write_plan(path, plan)
     assert (tmp_path / "plan.yaml.before").read_text() == edited
     assert read_plan(path) == plan
+
+
+@pytest.mark.parametrize(
+    "delays, refused", [([0, None], ""), ([None, -1], "0 or more"), ([1], "2")]
+)
+def test_delays_are_given_for_every_stage(delays: list[int | None], refused: str) -> None:
+    known = {"name": "llm", "modules": ["llm"], "pp": 2, "gpus": 2, "layers_per_stage": [3, 3]}
+    if not refused:
+        assert UnitPlan(**known, weight_delay=delays).weight_delay == delays
+    else:
+        with pytest.raises(ValueError, match=refused):
+            UnitPlan(**known, weight_delay=delays)
