@@ -115,7 +115,7 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     # the simulator's own pipeline of the same steps, before replicas are joined, holds the expected
     # times
     stages = launcher.stages_of(profile, plan.plan)
-    orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs))
+    orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs), profile)
     for number, stage in enumerate(stages):
         parts = COMPUTE if stage.unit.weight_delay is not None else COMPUTE[:WEIGHTS]
         recorded_of = {
@@ -229,7 +229,9 @@ def test_replicas_of_a_monolithic_stage_keep_their_own_times(tmp_path: Path) -> 
     plan = plan_of(run, [unit], 2)
     result = rehearse(run, plan, profile, steps=1)
     assert (result.processes, result.gpus) == (1, 2)
-    order, _ = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs)).of(0)
+    order, _ = launcher.Orders(
+        run.file, plan.plan, rehearsed_index(run, profile.inputs), profile
+    ).of(0)
     loads = launcher.order_loads(order, plan.plan)
     recorded = [
         row
