@@ -111,7 +111,7 @@ RANGES: dict[str, Any] = {
     "train.evaluation.every_steps": [1, 2],
     "train.evaluation.sequences": [2, 3],
     "train.timeout_s": [120.0],
-    "train.hang_s": [None, 100.0],
+    "train.hang_s": [100.0],
     "train.seed": [7, 2**31],
     "train.track": [[], ["tensorboard"]],
     "preprocess.workers": [2, 1],
