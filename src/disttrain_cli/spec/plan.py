@@ -86,6 +86,13 @@ class Layout(Strict):
     zero_stage: Literal[0, 1] = Field(
         1, description="1: optimizer states are split over the replicas of a unit."
     )
+    overlap: bool = Field(
+        False,
+        description=(
+            "Gradients are reduced in buckets during the last backward of a step, and updated"
+            " weights gathered ahead of the next step's forwards."
+        ),
+    )
     gpus_used: int = Field(ge=1, le=MOST_GPUS)
     trained: list[str] | None = Field(
         None, description="Modules trained, and 'projectors'; None = everything."
