@@ -41,6 +41,13 @@ class UnitPlan(Strict):
             " computed; null, of a stage or of all: in the backward."
         ),
     )
+    tp_overlap: bool = Field(
+        False,
+        description=(
+            "What a TP group gathers and sums travels chunk by chunk behind the products that need"
+            " or make it."
+        ),
+    )
 
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
