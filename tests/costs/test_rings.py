@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.costs.layout import CostedStage, in_one_node, reduce_s, replicas_link, stages_of
 from disttrain_cli.costs.links import all_reduce_s, ring_link
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import LinkProfile, Profile
 from tests.analysis.simulated import layout_of
 from tests.planning import synthetic
@@ -32,7 +33,7 @@ def linked(profile: Profile, inside_gbps: float = 1000.0, between_gbps: float = 
 PROFILE = linked(synthetic.paper_9b(synthetic.run_file(batch=1920, gpus=1296, nodes=162)))
 
 
-def stages(encoder: int, llm: tuple[int, int], generator: int) -> list[CostedStage]:
+def layout(encoder: int, llm: tuple[int, int], generator: int) -> Layout:
     """Stages on ranks in this order: the LLM's two (its TP is the largest), encoder, generator."""
     tp, dp = llm
     units = {
@@ -40,7 +41,12 @@ def stages(encoder: int, llm: tuple[int, int], generator: int) -> list[CostedSta
         "llm": {"tp": tp, "dp": dp, "layers_per_stage": [17, 17]},
         "image_generator": {"dp": generator, "layers_per_stage": [11]},
     }
-    return stages_of(PROFILE, layout_of(PROFILE, 1920, 1920 // dp, **units))
+    return layout_of(PROFILE, 1920, 1920 // dp, **units)
+
+
+def stages(encoder: int, llm: tuple[int, int], generator: int) -> list[CostedStage]:
+    """Those of the layout."""
+    return stages_of(PROFILE, layout(encoder, llm, generator))
 
 
 @given(
@@ -66,7 +72,8 @@ def test_a_ring_has_the_network_devices_of_its_ranks_in_the_node_where_they_are_
 def test_a_stage_that_ends_inside_a_node_reduces_at_its_pace() -> None:
     aligned, ragged = (stages(encoder, (4, 8), 8)[0] for encoder in (136, 137))
     assert [len(stage.ranks) % PER_NODE for stage in (aligned, ragged)] == [0, 1]
-    fast, slow = (reduce_s(PROFILE, stage, PER_NODE) for stage in (aligned, ragged))
+    plan = layout(136, (4, 8), 8)
+    fast, slow = (reduce_s(PROFILE, plan, stage, PER_NODE) for stage in (aligned, ragged))
     assert slow / fast == pytest.approx(8.0, rel=0.01)
 
 

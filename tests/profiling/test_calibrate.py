@@ -231,8 +231,8 @@ def test_links_come_back(recording, run, tmp_path):
     mine, theirs = (transfers_s(profile, plan, stages, 4) for profile in (found.profile, true))
     assert mine == pytest.approx(theirs, rel=0.02)
     for stage in stages:
-        assert reduce_s(found.profile, stage, 4) == pytest.approx(
-            reduce_s(true, stage, 4), rel=0.02
+        assert reduce_s(found.profile, plan, stage, 4) == pytest.approx(
+            reduce_s(true, plan, stage, 4), rel=0.02
         )
     # of the replicas that two nodes share: it was right
     assert found.profile.links.inter_node.all_reduce_gbps == pytest.approx(far.all_reduce_gbps)
@@ -249,7 +249,7 @@ def test_links_that_contradict_themselves_stay(recording, run, tmp_path, monkeyp
     def late(database, operation):
         """Two of three reductions came an age late, because the host was busy."""
         return [
-            (stage, reduce_s(recording.planned, stage, 8) * factor)
+            (stage, reduce_s(recording.planned, recording.layout, stage, 8) * factor)
             for stage, factor in zip(database.stages, (1.0, 30.0, 1.0, 40.0), strict=True)
         ]
 

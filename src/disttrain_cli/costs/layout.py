@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s, ring_link
+from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, p2p_s, ring_link
 from disttrain_cli.costs.memory import WEIGHT_BYTES
 from disttrain_cli.costs.stage import backward_parts, shard_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -214,12 +214,22 @@ def transfers_s(
     )
 
 
-def reduce_s(profile: Profile, stage: CostedStage, gpus_per_node: int) -> float:
+def reduction_of(profile: Profile, layout: Layout) -> str:
+    """The collective that sums gradients over replicas (`costs.links.COLLECTIVES`).
+
+    Where a replica needs no more than the sum of its own share, half of an all-reduce will do.
+    """
+    shared = layout.zero_stage == 1 and profile.precision == "bf16"
+    return "reduce_scatter" if shared else "all_reduce"
+
+
+def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
     """Reduction of the gradients of a stage over its replicas."""
+    if not stage.trained:
+        return 0.0
     link = replicas_link(profile, stage, gpus_per_node)
-    return (
-        all_reduce_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp) if stage.trained else 0.0
-    )
+    collective_s = COLLECTIVES[reduction_of(profile, layout)]
+    return collective_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp)
 
 
 def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:

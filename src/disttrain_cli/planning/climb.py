@@ -130,6 +130,6 @@ def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
     stages = stages_of(profile, layout)
     return (
         layout_time(units, layout).total_ms / 1e3
-        + max(reduce_s(profile, stage, gpus_per_node) for stage in stages)
+        + max(reduce_s(profile, layout, stage, gpus_per_node) for stage in stages)
         + max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages)
     )

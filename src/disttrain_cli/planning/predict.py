@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import mfu, peak_tflops
-from disttrain_cli.costs.layout import CostedStage, amount, reduce_s, stages_of
+from disttrain_cli.costs.layout import CostedStage, amount, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.ordering.orders import Policy
@@ -153,7 +153,7 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         memory_binds=_fullest(memory),
         units=_unit_times(profile, steps, layout, flops, iteration_s),
         stages=stage_times,
-        reduce_s=max(reduce_s(profile, stage, cluster.gpus_per_node) for stage in stages),
+        reduce_s=float(steps[0].pipeline.reduce_s.max()),
         optimizer_s=steps[0].pipeline.step_s,
         kernel_mfu=_kernel_mfu(profile.device, flops, computing),
         orchestration_efficiency=orchestration,

@@ -10,9 +10,10 @@ from disttrain_cli.costs.layout import (
     CostedStage,
     crossings,
     in_one_node,
+    reduction_of,
     replicas_link,
 )
-from disttrain_cli.costs.links import GIGABIT_BYTES
+from disttrain_cli.costs.links import GIGABIT_BYTES, ring_bytes
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.spec.index import KINDS
@@ -69,22 +70,30 @@ def _over_replicas(
     """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a
     unit's stages."""
     unit = of_unit[0].unit
-    ring, total = (unit.dp - 1) / unit.dp, sum(stage.trained for stage in of_unit)
+    total = sum(stage.trained for stage in of_unit)
     fullest = max(of_unit, key=lambda stage: stage.trained)
     most, inside = fullest.trained, in_one_node(fullest.ranks, gpus_per_node)
     link = replicas_link(profile, fullest, gpus_per_node)
-    kinds = [("gradients", 2 * GRADIENT_BYTES, link.all_reduce_gbps)]
+    reduction = reduction_of(profile, layout)
+    kinds = [
+        (
+            "gradients",
+            ring_bytes(reduction, GRADIENT_BYTES, unit.dp),
+            getattr(link, f"{reduction}_gbps"),
+        )
+    ]
     if layout.zero_stage == 1:
-        kinds.append(("weights", WEIGHT_BYTES[profile.precision], link.all_gather_gbps))
+        weight_bytes = ring_bytes("all_gather", WEIGHT_BYTES[profile.precision], unit.dp)
+        kinds.append(("weights", weight_bytes, link.all_gather_gbps))
     return [
         Traffic.model_validate(
             {
                 "kind": kind,
                 "unit": unit.name,
                 "inside_a_node": inside,
-                "job_gib": ring * size * total * len(of_unit[0].ranks) / GIB,
-                "rank_gib": ring * size * most / GIB,
-                "rank_s": ring * size * most / (gbps * GIGABIT_BYTES),
+                "job_gib": size * total * len(of_unit[0].ranks) / GIB,
+                "rank_gib": size * most / GIB,
+                "rank_s": size * most / (gbps * GIGABIT_BYTES),
             }
         )
         for kind, size, gbps in kinds

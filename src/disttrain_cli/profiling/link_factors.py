@@ -20,6 +20,7 @@ from disttrain_cli.costs.layout import (
     in_one_node,
     optimizer_s,
     reduce_s,
+    reduction_of,
     replicas_link,
     transfers_s,
 )
@@ -59,7 +60,7 @@ def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profi
     changed: list[Measure] = []
     for name, samples in (
         ("p2p", _transfers(database, job)),
-        ("all_reduce", _reductions(database, job)),
+        (reduction_of(job.profile, job.layout), _reductions(database, job)),
     ):
         for inside in (True, False):
             alike = [sample for sample in samples if sample.inside is inside]
@@ -182,11 +183,12 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
 
 def _reductions(database: Database, job: Job) -> list[_Sample]:
     """Every stage whose replicas reduce gradients."""
-    bare = _without_latency(job.profile, "all_reduce")
+    bare = _without_latency(job.profile, reduction_of(job.profile, job.layout))
     samples = []
     for stage, measured_s in _updates(database, "reduce"):
         whole_s, bytes_s = (
-            reduce_s(profile, stage, job.gpus_per_node) for profile in (job.profile, bare)
+            reduce_s(profile, job.layout, stage, job.gpus_per_node)
+            for profile in (job.profile, bare)
         )
         if whole_s:
             samples.append(
@@ -216,5 +218,6 @@ def _inside(job: Job, ranks: Sequence[int]) -> bool:
 
 def _reduces_inside(job: Job, stage: CostedStage) -> bool:
     """Whether the links inside a node bound a reduction, also of a ring over several nodes."""
+    bandwidth = f"{reduction_of(job.profile, job.layout)}_gbps"
     link = replicas_link(job.profile, stage, job.gpus_per_node)
-    return link.all_reduce_gbps >= job.profile.links.all_reduce_gbps
+    return bool(getattr(link, bandwidth) >= getattr(job.profile.links, bandwidth))

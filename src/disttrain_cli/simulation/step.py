@@ -42,7 +42,7 @@ def pipeline_of(
         forward_s=times_s[FORWARD],
         backward_s=times_s[BACKWARD],
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
-        reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
+        reduce_s=np.array([reduce_s(profile, layout, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
         weight_s=times_s[WEIGHTS] if split else None,
         weight_delay=np.array([stage.weight_delay or 0 for stage in stages]) if split else None,

@@ -182,7 +182,7 @@ def _unheard(
 def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
     """What the profile expects of the end of a step: the longest reduction, then the longest
     optimizer step."""
-    return max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages) + max(
+    return max(reduce_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages) + max(
         optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages
     )
 

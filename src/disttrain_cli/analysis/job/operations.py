@@ -134,7 +134,7 @@ def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
 def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
     """Reduction of gradients and optimizer step of every stage."""
     cost = {
-        "reduce": lambda stage: reduce_s(job.profile, stage, job.gpus_per_node),
+        "reduce": lambda stage: reduce_s(job.profile, job.layout, stage, job.gpus_per_node),
         "step": lambda stage: optimizer_s(job.profile, job.layout, stage, job.gpus_per_node),
     }
     measured = {

@@ -124,7 +124,7 @@ def main(payload: dict[str, Any]) -> None:
             tracer=tracer,
         )
         engine.clock, engine.feeder = clock, feeder
-        engine.reduce_s = reduce_s(profile, stage, payload["gpus_per_node"])
+        engine.reduce_s = reduce_s(profile, layout, stage, payload["gpus_per_node"])
         engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
         first = (
             checkpoint.resume(
