@@ -5,17 +5,55 @@ from __future__ import annotations
 from disttrain_cli.spec.profile import (
     DataProfile,
     Distribution,
+    HidingPass,
     LayerCost,
     LayerShard,
     LinkProfile,
     LinkTimes,
     Polynomial,
+    Profile,
     SizeSample,
 )
 
 
 def scaled(polynomial: Polynomial, factor: float) -> Polynomial:
     return Polynomial(**{name: factor * value for name, value in polynomial.model_dump().items()})
+
+
+def hidden_ms(forward_ms: Polynomial, share: float) -> dict[HidingPass, Polynomial]:
+    """What is hidden where that is a share of each pass, and less of a backward without its
+    weights' part."""
+    times: dict[HidingPass, float] = {
+        "forward": 1.0,
+        "backward": 2.0,
+        "backward_input": 1.0,
+        "recomputing": 3.0,
+        "split": 1.5,
+    }
+    return {hiding: scaled(forward_ms, share * factor) for hiding, factor in times.items()}
+
+
+def hiding(profile: Profile, share: float) -> Profile:
+    """The profile with so much hidden of every layer that a TP group divides."""
+    modules = {}
+    for name, module in profile.modules.items():
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "tp": {
+                        tp: shard.model_copy(
+                            update={"hidden_ms": hidden_ms(shard.forward_ms, share)}
+                        )
+                        if int(tp) > 1
+                        else shard
+                        for tp, shard in cost.tp.items()
+                    }
+                }
+            )
+            for kind, cost in module.costs.items()
+        }
+        modules[name] = module.model_copy(update={"costs": costs})
+    return profile.model_copy(update={"modules": modules})
 
 
 def cost(
@@ -25,11 +63,13 @@ def cost(
     flops: Polynomial | None = None,
     tps: tuple[int, ...] = (1,),
     tp_efficiency: float = 1.0,
+    hidden: float = 0.0,
 ) -> LayerCost:
     """A layer whose backward takes twice its forward, half of it for the inputs' gradients.
 
     A TP group of t shares work evenly, `tp_efficiency` times as well with every doubling; a frozen
-    layer keeps half of the activations.
+    layer keeps half of the activations. Where a group's messages overlap, each pass takes `hidden`
+    of its time less, and as large a part of the activations is held beside.
     """
     kept, counted = activation_bytes or Polynomial(), flops or Polynomial()
 
@@ -53,6 +93,8 @@ def cost(
             transient_bytes=scaled(kept, 0.4 / tp),
             deferred_bytes=scaled(kept, 0.9 / tp),
             split_transient_bytes=scaled(kept, 0.95 / tp),
+            hidden_ms=hidden_ms(forward, hidden) if hidden and tp > 1 else {},
+            overlapping_bytes=scaled(kept, abs(hidden) if tp > 1 else 0.0),
             fit_error_pct=2.0,
         )
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.stage import tp_degrees, unit_times
+from disttrain_cli.costs.stage import (
+    backward_parts,
+    forward_parts,
+    overlap_helps,
+    tp_degrees,
+    unit_times,
+)
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import ModuleProfile
+from disttrain_cli.spec.profile import ModuleProfile, Polynomial
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
@@ -48,3 +54,39 @@ def test_unprofiled_tp_is_named() -> None:
     assert tp_degrees(profile, ["llm"]) == [1]
     with pytest.raises(SpecError, match="TP 2"):
         unit_times(profile, ["llm"], 2)
+
+
+def test_overlap_takes_off_each_pass_what_it_hides() -> None:
+    cost = synthetic.layer(0.5, 1.0, 10**6, 1e5, (1, 2), 1e6, hidden=0.25)
+    work = Work(1, 100, 0)
+
+    def ms(parts: list[Polynomial]) -> float:
+        return sum(part(work) for part in parts)
+
+    for tp, takes in (("1", 1.0), ("2", 0.75)):
+        shard = cost.tp[tp]
+        whole = shard.forward_ms(work)
+        assert ms(forward_parts(shard, True)) == pytest.approx(takes * whole)
+        assert ms(forward_parts(shard)) == whole
+        for args, plain in (
+            (("trained", False), 2 * whole),
+            (("trained", True), 3 * whole),
+            (("passes", False), whole),
+            (("passes", True), 2 * whole),
+            (("still", True), 0.0),
+        ):
+            assert ms(backward_parts(shard, *args)) == pytest.approx(plain)
+            assert ms(backward_parts(shard, *args, True)) == pytest.approx(takes * plain)
+        later = 2 - 1.5 * (1 - takes)  # with the weights' part apart less is hidden
+        assert ms(backward_parts(shard, "trained", False, True, True)) == pytest.approx(
+            later * whole
+        )
+
+
+def test_a_profile_that_knows_of_no_overlap_hides_nothing() -> None:
+    profile = synthetic.paper_9b(synthetic.run_file())
+    names = list(profile.modules)
+    plain, overlapped = (unit_times(profile, names, 2, overlap=one) for one in (False, True))
+    for mine, theirs in zip(vars(plain).values(), vars(overlapped).values(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not overlap_helps(profile, names, 2)

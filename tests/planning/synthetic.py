@@ -44,9 +44,10 @@ def layer(
     activation_bytes: float,
     tps: tuple[int, ...],
     flops_per_token: float,
+    hidden: float = 0.0,
 ) -> LayerCost:
     """A layer whose cost grows with tokens only; backward takes twice as long; TP is 90 % efficient
-    per doubling."""
+    per doubling, and may hide a part of the time."""
     return profiles.cost(
         Polynomial(base=base_ms, per_token=per_token_ms),
         parameters,
@@ -54,6 +55,7 @@ def layer(
         Polynomial(per_token=flops_per_token),
         tps,
         0.9,
+        hidden,
     )
 
 

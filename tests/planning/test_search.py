@@ -14,7 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_of
-from disttrain_cli.planning.objective import combine, layout_time, unit_stages_ms
+from disttrain_cli.planning.objective import combine, layout_time, planned_stages_ms, unit_stages_ms
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -36,6 +36,7 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             gpus=tp * dp * pp,
             layers_per_stage=[int(count) for count in layers],
             checkpointing=checkpointing,
+            tp_overlap=unit.overlaps(tp, checkpointing),
         )
         for tp in unit.tps
         for dp in range(1, gpus + 1)
@@ -55,9 +56,7 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
             [
                 (
                     plan,
-                    unit_stages_ms(
-                        unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing
-                    ),
+                    planned_stages_ms(unit, plan, size),
                 )
                 for plan in shapes(unit, size, cluster.gpus - len(units) + 1)
             ]
@@ -115,6 +114,7 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
                 random.uniform(1e4, 3e6),
                 tps,
                 1e6,
+                float(random.choice([0.0, 0.2, -0.1])),
             )
             for kind in kinds
         }
@@ -150,6 +150,7 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
         batch,
         trained=draw(st.sampled_from([None, ("llm",), (names[-1],), (names[0], "projectors")])),
         checkpointing=draw(st.sampled_from(["none", "full", "auto"])),
+        hides=draw(st.booleans()),
     )
 
 
@@ -165,6 +166,12 @@ def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
         return
     layout = layout_of(units, cluster, found[0], "disaggregated")
     assert found[0].total_ms == pytest.approx(expected, rel=1e-9)
+    for unit, plan in zip(units, layout.units, strict=True):
+        on, off = (
+            sum(map(np.sum, unit.layer_ms(plan.tp, plan.checkpointing, overlap)))
+            for overlap in (True, False)
+        )
+        assert plan.tp_overlap == (cluster.hides and on < off)
     assert layout_time(units, layout).total_ms == pytest.approx(expected, rel=1e-9)
     memory = layout_memory(profile, layout, cluster.memory_gib)
     assert all(stage.peak_gib <= stage.limit_gib * (1 + 1e-9) for stage in memory)

@@ -17,6 +17,7 @@ from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
+from tests import profiles
 from tests.planning import synthetic
 
 
@@ -74,6 +75,30 @@ def test_other_strategies_make_runnable_plans_that_are_no_better(
     check(plan, run, profile)
     assert plan.plan.strategy == strategy
     assert plan.predicted.iteration_s == pytest.approx(best.baselines[strategy].iteration_s)
+
+
+def test_tp_groups_hide_their_messages_where_it_helps(tmp_path: Path) -> None:
+    run = synthetic.run_file(batch=48, gpus=48, nodes=6)
+    plain = synthetic.paper_9b(run, memory_gib=30.0)
+    plans = {share: solve(run, profiles.hiding(plain, share)) for share in (-0.1, 0.0, 0.2)}
+    assert plans[-0.1].plan == plans[0.0].plan
+    assert not any(unit.tp_overlap for unit in plans[0.0].plan.units)
+    best = plans[0.2]
+    for unit in best.plan.units:
+        assert unit.tp_overlap == (unit.tp > 1)
+    assert any(unit.tp_overlap for unit in best.plan.units)
+    assert best.predicted.iteration_s < 0.9 * plans[0.0].predicted.iteration_s
+    for name, other in best.baselines.items():
+        assert other == plans[0.0].baselines[name], name
+        if other is not None and other.plan is not None:
+            assert not any(unit.tp_overlap for unit in other.plan.units)
+    written = write_plan(tmp_path / "plan.yaml", best)
+    assert read_plan(written) == best
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        "\n".join(line for line in written.read_text().splitlines() if "tp_overlap" not in line)
+    )
+    assert not any(unit.tp_overlap for unit in read_plan(old).plan.units)
 
 
 def test_one_gpu_gets_one_unit() -> None:

@@ -302,3 +302,30 @@ def test_a_run_with_later_weights_gives_both_parts_of_its_backwards_back(recordi
     for where in (later, recording.layout):
         assert worst_error(planned, true, where) > 0.07
         assert worst_error(found, true, where) < 0.01
+
+
+def test_what_is_hidden_scales_with_its_pass(recording, run, tmp_path):
+    planned = profiles.hiding(recording.planned, 0.2)
+    units = [
+        unit.model_copy(update={"tp": 2, "gpus": 2 * unit.gpus, "tp_overlap": True})
+        for unit in recording.layout.units
+    ]
+    used = sum(unit.gpus for unit in units)
+    overlapped = recording.layout.model_copy(update={"units": units, "gpus_used": used})
+    factor = {"forward_ms": 1.3, "backward_ms": 0.8, "backward_input_ms": 1.0, "weight_ms": 0.8}
+    true = profiles.hiding(
+        retimed(planned, lambda module, kind, tp, time, term: factor[time]), 0.2
+    )  # of backwards as a share of forwards
+    shares = {"backward": 2 * 0.8 / 1.3, "split": 1.5 * 0.8 / 1.3}
+    for module in true.modules.values():
+        for cost in module.costs.values():
+            for shard in cost.tp.values():
+                for name, share in shares.items():
+                    if name in shard.hidden_ms:
+                        shard.hidden_ms[name] = combine((0.2 * share, shard.forward_ms))
+    found = calibrated(
+        replace(recording, planned=planned, true=true, layout=overlapped), run, tmp_path
+    ).profile
+    assert worst_error(planned, true, overlapped) > 0.2
+    for where in (overlapped, recording.layout):
+        assert worst_error(found, true, where) < 0.01

@@ -48,6 +48,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
     several = any(unit.modules != [unit.name] for unit in layout.units)
     recomputes = any(unit.checkpointing for unit in layout.units)
     splits = any(unit.weight_delay for unit in layout.units)
+    hides = any(unit.tp_overlap for unit in layout.units)
     times = {time.unit: time for time in predicted.units}
     rows: list[list[object]] = []
     for unit, share in zip(layout.units, explanation.units, strict=True):
@@ -55,7 +56,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
             [
                 unit.name,
                 *([" + ".join(unit.modules)] if several else []),
-                unit.tp,
+                f"{unit.tp} {'hidden' if unit.tp_overlap else ''}".strip() if hides else unit.tp,
                 unit.dp,
                 unit.pp,
                 f"{unit.gpus:,}",

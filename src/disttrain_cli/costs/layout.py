@@ -17,7 +17,7 @@ from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, p2p_s, ring_link
 from disttrain_cli.costs.memory import WEIGHT_BYTES
-from disttrain_cli.costs.stage import backward_parts, shard_of
+from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
 from disttrain_cli.spec.stage_graph import Stage, cuts_of, stage_graph
@@ -131,8 +131,8 @@ def _costs(
             counted = flops_parts(layer, does)
             later = does == "trained" and stage.weight_delay is not None
             parts = (
-                [shard.forward_ms],
-                backward_parts(shard, does, stage.unit.checkpointing),
+                forward_parts(shard, stage.unit.tp_overlap),
+                backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap, later),
                 [shard.weight_ms] * later,
                 counted,
                 counted[:1],

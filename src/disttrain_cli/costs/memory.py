@@ -112,16 +112,19 @@ def working_terms(
     trained: Sequence[str] | None = None,
     checkpointing: bool = False,
     later: bool = False,
+    overlap: bool = False,
 ) -> Floats:
     """The most bytes of a slot that a layer holds while it runs, what it then keeps among them;
-    terms as above. `later`: gradients of weights are computed after the backward."""
+    terms as above. `later`: gradients of weights are computed after the backward; `overlap`: the TP
+    group's messages travel behind products."""
 
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
         shard = cost.tp[str(tp)]
         again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
         split = later and does == "trained"
         transient = shard.split_transient_bytes if split else shard.transient_bytes
-        return [_kept(cost, tp, does, False), transient, *again]
+        buffers = [shard.overlapping_bytes] if overlap else []
+        return [_kept(cost, tp, does, False), transient, *again, *buffers]
 
     return _terms(profile, modules, trained, amounts)
 
@@ -290,7 +293,10 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         )
         known = (profile, unit.modules, unit.tp, layout.trained)
         whole, split = (
-            np.maximum(activations, weights @ working_terms(*known, unit.checkpointing, later))
+            np.maximum(
+                activations,
+                weights @ working_terms(*known, unit.checkpointing, later, unit.tp_overlap),
+            )
             for later in (False, True)
         )
         deferred = weights @ deferred_terms(*known)

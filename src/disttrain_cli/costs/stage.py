@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import LayerShard, ModuleProfile, Polynomial, Profile
+from disttrain_cli.spec.profile import (
+    HidingPass,
+    LayerShard,
+    ModuleProfile,
+    Polynomial,
+    Profile,
+    combine,
+)
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -62,6 +69,7 @@ def unit_times(
     tp: int,
     trained: Sequence[str] | None = None,
     checkpointing: bool = False,
+    overlap: bool = False,
 ) -> UnitTimes:
     """Linear times of every layer of a unit; a module that the data brings no work for takes no
     time.
@@ -69,6 +77,7 @@ def unit_times(
     Args:
         trained: what is trained (`freezing.backwards`); None = everything.
         checkpointing: the backward runs the forward again first.
+        overlap: the TP group's messages travel behind products.
     """
     rows: list[tuple[float, float, float, float]] = []
     for name in modules:
@@ -76,19 +85,63 @@ def unit_times(
         work = module.work_per_sequence
         for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
             shard = shard_of(module, kind, tp)
-            forward = (shard.forward_ms.base, slope(shard.forward_ms, work))
-            parts = backward_parts(shard, does, checkpointing)
-            backward = (sum(part.base for part in parts), sum(slope(part, work) for part in parts))
+            forward = _linear(forward_parts(shard, overlap), work)
+            backward = _linear(backward_parts(shard, does, checkpointing, overlap), work)
             rows.append((0.0, 0.0, 0.0, 0.0) if work == NO_WORK else (*forward, *backward))
     return UnitTimes(*np.array(rows).T)
 
 
+def _linear(parts: Sequence[Polynomial], work: Work) -> tuple[float, float]:
+    """Base and slope of a sum of times, for a sequence of so much work."""
+    return sum(part.base for part in parts), sum(slope(part, work) for part in parts)
+
+
+def overlap_helps(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    trained: Sequence[str] | None = None,
+    checkpointing: bool = False,
+) -> bool:
+    """Whether a slot of one mean sequence takes a unit less time where its TP group's messages
+    travel behind products."""
+    plain, overlapped = (
+        unit_times(profile, modules, tp, trained, checkpointing, overlap)
+        for overlap in (False, True)
+    )
+    return sum(map(np.sum, vars(overlapped).values())) < sum(map(np.sum, vars(plain).values()))
+
+
+def forward_parts(shard: LayerShard, overlap: bool = False) -> list[Polynomial]:
+    """The times in ms that add up to a layer's forward."""
+    return [shard.forward_ms, *_hidden(shard, "forward", overlap)]
+
+
 def backward_parts(
-    shard: LayerShard, does: Backward, checkpointing: bool = False
+    shard: LayerShard,
+    does: Backward,
+    checkpointing: bool = False,
+    overlap: bool = False,
+    later: bool = False,
 ) -> list[Polynomial]:
-    """The times in ms that add up to a layer's backward."""
+    """The times in ms that add up to a layer's backward, its weights' part among them.
+
+    Args:
+        overlap: the TP group's messages travel behind products.
+        later: the weights' part is computed after the rest.
+    """
     if does == "still":
         return []
     if does == "passes":
-        return [shard.backward_input_ms, *([shard.forward_ms] if checkpointing else [])]
-    return [shard.backward_ms, *([shard.forward_ms, shard.recomputing_ms] if checkpointing else [])]
+        again = forward_parts(shard, overlap) if checkpointing else []
+        return [shard.backward_input_ms, *_hidden(shard, "backward_input", overlap), *again]
+    if checkpointing:
+        whole = [shard.backward_ms, shard.forward_ms, shard.recomputing_ms]
+        return [*whole, *_hidden(shard, "recomputing", overlap)]
+    return [shard.backward_ms, *_hidden(shard, "split" if later else "backward", overlap)]
+
+
+def _hidden(shard: LayerShard, hiding: HidingPass, overlap: bool) -> list[Polynomial]:
+    """What overlapping takes off a pass, as a time below zero."""
+    known = shard.hidden_ms.get(hiding) if overlap else None
+    return [] if known is None else [combine((-1.0, known))]

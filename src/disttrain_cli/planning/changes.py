@@ -121,6 +121,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
                 (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
                 (mine.name, "weights after", delays(mine), delays(theirs)),
+                (mine.name, "TP messages hidden", mine.tp_overlap, theirs.tp_overlap),
             ]
     differing += [
         (None, "microbatch", old.microbatch_size, new.microbatch_size),

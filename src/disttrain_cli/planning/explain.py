@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import stages_of
-from disttrain_cli.planning.objective import unit_stages_ms
+from disttrain_cli.planning.objective import planned_stages_ms
 from disttrain_cli.planning.predict import Step
 from disttrain_cli.planning.units import Cluster, Unit, units_of
 from disttrain_cli.simulation.pipeline import simulate
@@ -187,8 +187,7 @@ def _stages_ms(units: list[Unit], layout: Layout) -> list[list[float]]:
     """Time of every stage of every unit for one slot, by the formula."""
     size = layout.global_batch_size // layout.microbatches
     return [
-        unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing)
-        for unit, plan in zip(units, layout.units, strict=True)
+        planned_stages_ms(unit, plan, size) for unit, plan in zip(units, layout.units, strict=True)
     ]
 
 
@@ -332,6 +331,8 @@ def differences(layout: Layout, other: Layout) -> str:
             changed.append("recomputes" if theirs.checkpointing else "does not recompute")
         if not changed and mine.layers_per_stage != theirs.layers_per_stage:
             changed.append(f"layers {layers(theirs)}")
+        if not changed and mine.tp_overlap != theirs.tp_overlap:
+            changed.append("hides TP messages" if theirs.tp_overlap else "TP messages wait")
         if not changed and mine.weight_delay != theirs.weight_delay:
             changed.append(f"weights after {delays(theirs)}")
         if changed:

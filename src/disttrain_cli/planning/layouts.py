@@ -52,6 +52,7 @@ def layout_with(
                 gpus=shape.gpus,
                 layers_per_stage=layers,
                 checkpointing=recomputes,
+                tp_overlap=unit.overlaps(tp, recomputes),
             )
         )
     return Layout(
@@ -102,6 +103,7 @@ def apart(layout: Layout, units: list[Unit]) -> Layout | None:
                 gpus=plan.tp * plan.dp * len(stages),
                 layers_per_stage=[layers for _, layers in stages],
                 checkpointing=plan.checkpointing,
+                tp_overlap=unit.overlaps(plan.tp, plan.checkpointing),
             )
         )
     return layout.model_copy(update={"strategy": "disaggregated", "units": plans})

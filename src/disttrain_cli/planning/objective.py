@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.planning.units import Unit, holder_of
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
@@ -71,9 +71,11 @@ def unit_stages_ms(
     layers_per_stage: list[int],
     slot_sequences: int,
     checkpointing: bool = False,
+    overlap: bool | None = None,
 ) -> list[float]:
-    """Time of every stage of a unit for one slot, forward + backward + transfers."""
-    base, slope = unit.layer_ms(tp, checkpointing)
+    """Time of every stage of a unit for one slot, forward + backward + transfers; `overlap` as in
+    `Unit.layer_ms`."""
+    base, slope = unit.layer_ms(tp, checkpointing, overlap)
     load = busiest_load(
         unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)])
     )[0]
@@ -85,12 +87,24 @@ def unit_stages_ms(
     ]
 
 
+def planned_stages_ms(unit: Unit, plan: UnitPlan, slot_sequences: int) -> list[float]:
+    """`unit_stages_ms` of a unit as a layout has it."""
+    return unit_stages_ms(
+        unit,
+        plan.tp,
+        plan.dp,
+        plan.layers_per_stage,
+        slot_sequences,
+        plan.checkpointing,
+        plan.tp_overlap,
+    )
+
+
 def layout_time(units: list[Unit], layout: Layout) -> Time:
     """The formula for a whole layout."""
     slot = layout.global_batch_size // layout.microbatches
     stages = [
-        unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot, plan.checkpointing)
-        for unit, plan in zip(units, layout.units, strict=True)
+        planned_stages_ms(unit, plan, slot) for unit, plan in zip(units, layout.units, strict=True)
     ]
     return combine(
         [sum(times) for times in stages],

@@ -72,6 +72,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
         checkpointing="none" if cpu and recompute == "auto" else recompute,
         most_tp=1 if cpu else None,
         splits=not cpu,
+        hides=not cpu,
         ordering=run.train.ordering_on(profile.device.kind),
         cpu_node_cores=run.cluster.cpu_node_cores,
     )
@@ -112,7 +113,8 @@ def solve(
 ) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
-    Only `disaggregated` has backwards in two parts, where they gain (`splitting`).
+    Only `disaggregated` has backwards in two parts (`splitting`), and a TP group's messages behind
+    products (`Unit.overlaps`), where they gain.
 
     The formula's best layouts are simulated, and for `disaggregated` the other strategies' own
     choices with them, as far as its units may have their shapes (`apart`): a plan is never slower
@@ -125,13 +127,13 @@ def solve(
     """
     check_profile(run, profile)
     cluster = cluster_of(run, profile, gpus)
-    whole = replace(cluster, splits=False)
+    plain = replace(cluster, splits=False, hides=False)
     if strategy != "disaggregated":
-        cluster = whole
+        cluster = plain
     started = time.perf_counter()
     either_zero = run.train.zero_stage == "auto"
     baselines = {
-        name: baseline(profile, whole, name, either_zero) for name in BASELINES if name != strategy
+        name: baseline(profile, plain, name, either_zero) for name in BASELINES if name != strategy
     }
     rivals = _rivals(profile, cluster, baselines) if strategy == "disaggregated" else []
     ranked, combinations, simulated = ranking(

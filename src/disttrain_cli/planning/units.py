@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.memory import GIB, activation_terms, state_bytes, working_terms
-from disttrain_cli.costs.stage import tp_degrees, unit_times
+from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -39,6 +39,7 @@ class Cluster:
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
     splits: bool = False  # whether backwards may have two parts (`planning.splitting`)
+    hides: bool = False  # whether a TP group's messages may travel behind products
 
 
 @dataclass(frozen=True)
@@ -115,19 +116,31 @@ class Unit:
                 slope[layer] += 2 * size * 8 / (link.p2p_gbps * 1e9) * 1e3
         return base, slope
 
-    def layer_ms(self, tp: int, checkpointing: bool = False) -> tuple[Floats, Floats]:
-        """Forward + backward + transfers of every layer as (base, slope per sequence), in ms."""
-        if (tp, checkpointing) not in self._layer_ms:
-            times = unit_times(self.profile, self.modules, tp, self.cluster.trained, checkpointing)
-            base, slope = self.ends_ms
-            self._layer_ms[tp, checkpointing] = (
+    def overlaps(self, tp: int, checkpointing: bool = False) -> bool:
+        """Whether the messages of its TP groups travel behind products: where that is faster."""
+        known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing)
+        return self.cluster.hides and tp > 1 and overlap_helps(*known)
+
+    def layer_ms(
+        self, tp: int, checkpointing: bool = False, overlap: bool | None = None
+    ) -> tuple[Floats, Floats]:
+        """Forward + backward + transfers of every layer as (base, slope per sequence), in ms.
+
+        Args:
+            overlap: the TP group's messages travel behind products; None = where that is faster.
+        """
+        if (tp, checkpointing, overlap) not in self._layer_ms:
+            hides = self.overlaps(tp, checkpointing) if overlap is None else overlap
+            known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing)
+            times, (base, slope) = unit_times(*known, hides), self.ends_ms
+            self._layer_ms[tp, checkpointing, overlap] = (
                 times.forward_base + times.backward_base + base,
                 times.forward_slope + times.backward_slope + slope,
             )
-        return self._layer_ms[tp, checkpointing]
+        return self._layer_ms[tp, checkpointing, overlap]
 
     @cached_property
-    def _layer_ms(self) -> dict[tuple[int, bool], tuple[Floats, Floats]]:
+    def _layer_ms(self) -> dict[tuple[int, bool, bool | None], tuple[Floats, Floats]]:
         return {}
 
     @cached_property
@@ -142,7 +155,8 @@ class Unit:
             known, trained = (self.profile, self.modules, tp), self.cluster.trained
             kept, shared = state_bytes(*known, self.cluster.zero_stage, trained)
             terms = activation_terms(*known, trained, checkpointing)
-            working = working_terms(*known, trained, checkpointing)
+            overlap = self.overlaps(tp, checkpointing)
+            working = working_terms(*known, trained, checkpointing, overlap=overlap)
             rows.append(
                 np.vstack(
                     [

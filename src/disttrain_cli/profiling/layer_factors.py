@@ -34,6 +34,8 @@ TIMES = {
     "backward_input_ms": "backward",
     "weight_ms": "weights",
 }
+#: By pass in which messages hide, the time that it is a part of; of all others the backward's.
+HIDING = {"forward": "forward_ms", "backward_input": "backward_input_ms"}
 NOTHING = Polynomial()
 # module, kind, TP, time, polynomial → polynomial
 Change = Callable[[str, str, str, str, Polynomial], Polynomial]
@@ -99,12 +101,11 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
     What the run does not use (other TP sizes, gradients of inputs only) follows the mean factor of
     its direction, or of the forward where the run has no backward of the module.
     """
-    bare = _retimed(job.profile, lambda *key: NOTHING)
     known: dict[tuple[str, ...], Floats] = {}  # (module, kind, TP, time) → factors of the terms
     means: dict[tuple[str, str], float] = {}
     changed: list[Corrected] = []
     for module in job.profile.modules:
-        columns = _columns(job, bare, module)
+        columns = _columns(job, module)
         tp = str(job.layout.unit_of(module).tp)
         by_kind: dict[tuple[str, str], Floats] = {}  # (kind, time) → factors
         for operation in COMPUTE:
@@ -199,19 +200,18 @@ def _slow_ranks(rows: _Rows, expected_ms: Floats) -> list[int]:
     return slow
 
 
-def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
+def _columns(job: Job, module: str) -> list[_Column]:
     """One for every time of every kind of a module's layers at the TP size of its unit."""
     unit = job.layout.unit_of(module)
     tp, columns = str(unit.tp), []
+    split = any(delay is not None for delay in unit.weight_delay or ())
     for kind, cost in job.profile.modules[module].costs.items():
-        times = (
-            _times(cost.tp[tp], any(d is not None for d in unit.weight_delay or ()))
-            if tp in cost.tp
-            else {}
-        )
-        for time, alone in times.items():
-            key = (module, kind, tp, time)
-            stages = stages_of(_retimed(bare, _only_at(key, alone)), job.layout)
+        for time in TIMES if tp in cost.tp else ():
+            if time == "weight_ms" and not split:
+                continue
+            parts = {time} if split or time != "backward_ms" else {time, "weight_ms"}
+            alone = _retimed(job.profile, _only_at({(module, kind, tp, part) for part in parts}))
+            stages = stages_of(alone, job.layout)
             adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
             for number, stage in enumerate(stages):
                 for there in stage.costs:
@@ -222,23 +222,24 @@ def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
     return columns
 
 
-def _times(shard: LayerShard, split: bool) -> dict[str, Polynomial]:
-    """The times of a layer by name, the weights' part in `backward_ms` or apart."""
-    whole = {time: getattr(shard, time) for time in TIMES}
-    weight_ms = whole.pop("weight_ms")
-    if not split:
-        return whole
-    rest_ms = combine((1.0, shard.backward_ms), (-1.0, weight_ms))
-    return whole | {"backward_ms": rest_ms, "weight_ms": weight_ms}
+def _times(shard: LayerShard) -> dict[str, Polynomial]:
+    """The times of a layer by name, the weights' part apart."""
+    rest_ms = combine((1.0, shard.backward_ms), (-1.0, shard.weight_ms))
+    return {time: getattr(shard, time) for time in TIMES} | {"backward_ms": rest_ms}
 
 
-def _only_at(key: tuple[str, str, str, str], polynomial: Polynomial) -> Change:
-    return lambda *where: polynomial if where[:4] == key else NOTHING
+def _only_at(keys: set[tuple[str, str, str, str]]) -> Change:
+    """Leave these times as they are, and nothing else."""
+
+    def change(module: str, kind: str, tp: str, time: str, polynomial: Polynomial) -> Polynomial:
+        return polynomial if (module, kind, tp, time) in keys else NOTHING
+
+    return change
 
 
 def _retimed(profile: Profile, change: Change) -> Profile:
     """The profile with each time of a layer, the weights' part apart, replaced: change(module,
-    kind, TP, time, polynomial)."""
+    kind, TP, time, polynomial). What a pass hides changes as its time does."""
     modules = {}
     for name, module in profile.modules.items():
         costs = {}
@@ -247,12 +248,16 @@ def _retimed(profile: Profile, change: Change) -> Profile:
             for tp, shard in cost.tp.items():
                 times = {
                     time: change(name, kind, tp, time, polynomial)
-                    for time, polynomial in _times(shard, split=True).items()
+                    for time, polynomial in _times(shard).items()
                 }
                 times["backward_ms"] = combine(
                     (1.0, times["backward_ms"]), (1.0, times["weight_ms"])
                 )
-                shards[tp] = shard.model_copy(update=times)
+                hidden = {
+                    hiding: change(name, kind, tp, HIDING.get(hiding, "backward_ms"), polynomial)
+                    for hiding, polynomial in shard.hidden_ms.items()
+                }
+                shards[tp] = shard.model_copy(update=times | {"hidden_ms": hidden})
             costs[kind] = cost.model_copy(update={"tp": shards})
         modules[name] = module.model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})

@@ -40,6 +40,9 @@ def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
 
 
 Pass = Literal["forward", "backward", "backward_input", "recomputing"]
+#: Passes in which a TP group's messages may travel behind products; "split": a backward whose
+#: weights' part is computed later.
+HidingPass = Literal["forward", "backward", "backward_input", "recomputing", "split"]
 
 
 class LayerShard(Strict):
@@ -108,6 +111,19 @@ class LayerShard(Strict):
             "Bytes that the TP group's messages move over the link of one rank, by pass; "
             "'recomputing' is a backward that runs the forward again."
         ),
+    )
+    hidden_ms: dict[HidingPass, Polynomial] = Field(
+        default_factory=dict,
+        description=(
+            "What a pass takes less where the TP group's messages travel behind products"
+            " (`tp_overlap` of a plan): messages hidden, less what products in chunks take longer;"
+            " 'recomputing' is a backward that runs the forward again, 'split' one whose weights'"
+            " part is later."
+        ),
+    )
+    overlapping_bytes: Polynomial = Field(
+        default_factory=Polynomial,
+        description="The most bytes that it holds beyond those where messages travel so.",
     )
     fit_error_pct: float = Field(
         description="Mean absolute error on held-out sizes, forward plus backward."

@@ -100,6 +100,7 @@ def cluster_of(job: Job) -> Cluster:
         ordering=job.predicted.ordering or "paper",
         most_tp=1 if cpu else None,
         splits=any(unit.weight_delay for unit in layout.units),
+        hides=any(unit.tp_overlap for unit in layout.units),
         checkpointing="auto" if len(recomputed) > 1 else "full" if True in recomputed else "none",
     )
 
@@ -139,5 +140,9 @@ def _scaled(shard: LayerShard, factors: list[float]) -> LayerShard:
             ),
             "backward_input_ms": combine((backward, shard.backward_input_ms)),
             "weight_ms": combine((weights, shard.weight_ms)),
+            "hidden_ms": {
+                name: combine((forward if name == "forward" else backward, hidden))
+                for name, hidden in shard.hidden_ms.items()
+            },
         }
     )
