@@ -29,6 +29,7 @@ from disttrain_cli.spec.stage_graph import neighbours, stage_graph
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
+Count = int | NDArray[np.int64]
 GIB = float(2**30)
 WEIGHT_BYTES = {"bf16": 2.0, "fp32": 4.0}
 WHOLE = 1e-6  # items, below which a share that is no whole number is a sum's rounding
@@ -175,7 +176,7 @@ def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Poly
     return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
 
 
-def communicators(tp: int, dp: int, cuts: int) -> int:
+def communicators(tp: Count, dp: int, cuts: int) -> Count:
     """NCCL communicators of a rank: the world's, its TP and DP groups', and one for each way over
     each of its cuts."""
     return 1 + (tp > 1) + (dp > 1) + 2 * cuts
@@ -188,7 +189,7 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
     return max(entering + leaving, entering + 1, leaving + 1)
 
 
-def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats) -> Floats:
+def reserved_bytes(profile: Profile, modules: Sequence[str], tp: Count, dp: Floats) -> Floats:
     """What a rank of a unit has to leave free for the device's context, workspaces and
     communicators, by DP."""
     device = profile.device
@@ -211,7 +212,7 @@ class MessageBytes(NamedTuple):
 
 
 def message_bytes(
-    profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float
+    profile: Profile, modules: Sequence[str], tp: Count, dp: Floats, slot_sequences: float
 ) -> MessageBytes:
     """What is on its way from the stages of a unit; a rank of a TP group sends its part of the
     rows."""

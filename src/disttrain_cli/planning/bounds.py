@@ -109,13 +109,15 @@ def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Space:
-    """All shapes of all units for one slot size."""
+    """The shapes of all units for one slot size, as far as a layout within a limit may have
+    them."""
 
     units: list[Unit]
     size: int  # sequences of a slot
     slots: int
     gpus: int
     shares: list[int]  # most GPUs of each unit
+    within_ms: float  # the limit
     rows: list[Rows]  # by unit
     holder: int  # number of the unit that holds the LLM
     llm: Options  # its options
@@ -142,31 +144,43 @@ def space_of(
     cluster: Cluster,
     shares: list[int],
     keep: Keep | None,
+    within_ms: float,
 ) -> Space:
-    """The shapes of layouts with slots of `size` sequences."""
-    slots = cluster.batch // size
-    rows = [
-        list_rows(unit, size, slots, share, after)
-        for unit, share, after in zip(units, shares, units_after(units), strict=True)
-    ]
-    if keep is not None:
-        rows = [take(part, keep(number, size, part)) for number, part in enumerate(rows)]
-    holder = holder_of(units)
-    mine = rows[holder]
+    """The shapes of layouts with slots of `size` sequences.
+
+    The other units have no more GPUs than the LLM leaves them in a layout within the limit.
+    """
+    slots, holder, afters = cluster.batch // size, holder_of(units), units_after(units)
+
+    def rows_of(number: int, share: int) -> Rows:
+        rows = list_rows(units[number], size, slots, share, afters[number])
+        return rows if keep is None else take(rows, keep(number, size, rows))
+
+    mine = rows_of(holder, shares[holder])
     stages = np.arange(1, units[holder].layers + 1)
     row, index = np.nonzero(
         (stages >= mine.least_stages[:, None])
         & (stages * mine.stage_gpus[:, None] <= shares[holder])
     )
+    llm = options_of(mine, row, stages[index])
+    llm = take(llm, llm.unit_ms + _steady_ms(llm.stage_ms, slots) <= within_ms)
+    left = cluster.gpus - int(llm.gpus.min(initial=cluster.gpus)) - (len(units) - 2)
+    shares = [
+        share if number == holder else min(share, left) for number, share in enumerate(shares)
+    ]
+    rows = [
+        mine if number == holder else rows_of(number, share) for number, share in enumerate(shares)
+    ]
     return Space(
         units,
         size,
         slots,
         cluster.gpus,
         shares,
+        within_ms,
         rows,
         holder,
-        options_of(mine, row, stages[index]),
+        llm,
         [float(part.unit_ms.min(initial=np.inf)) for part in rows],
         {},
     )
@@ -236,9 +250,9 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
 
     Where that bound exceeds the limit there are none.
     """
-    if not all(len(rows) for rows in space.rows):
-        return None, np.inf
     slots, holder = space.slots, space.holder
+    if not all(len(rows) for rows in space.rows):
+        return None, space.within_ms if len(space.rows[holder]) else np.inf
     llm = _alone(space, holder, space.llm, space.llm.stage_ms, limit)
     if not len(llm):
         return None, limit

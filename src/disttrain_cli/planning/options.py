@@ -7,7 +7,7 @@ slowest stage exact, under memory, for those options (a row with a PP) that the 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.memory import (
     GIB,
+    MessageBytes,
     message_bytes,
     reserved_bytes,
     share_of_states,
@@ -59,9 +60,7 @@ class Rows:
     least_stages: Ints  # PP is at least this: fenced modules, and memory spread evenly
     state_gib: Floats  # static memory of the whole unit, and memory per slot in flight
     active_gib: Floats
-    slot_gib: Floats  # the most of one slot while it is computed, were all layers on one stage
-    most_room_gib: Floats  # what a device has for them, on the stage that sends least,
-    room_gib: Floats  # and on the one that sends most
+    most_room_gib: Floats  # what a device has for them, on the stage that sends least
     fixed_ms: Floats  # longest of the stages that are given (fenced modules)
     fixed_stages: Ints  # how many these are
     free_ms: Floats  # the layers that PP divides: their whole time,
@@ -80,11 +79,6 @@ class Rows:
         fits = least <= self.layers
         rows = replace(self, least_stages=least)
         return rows if fits.all() else take(rows, fits)
-
-    @property
-    def longest_ms(self) -> Floats:
-        """What a stage takes at least, however many there are."""
-        return np.maximum(self.layer_ms, self.fixed_ms)
 
     def slowest_ms(self, pp: Ints) -> Floats:
         """Lower bound of the slowest stage at `pp`, which broadcasts against the rows.
@@ -170,11 +164,7 @@ def list_rows(
     )
     times = kind_ms(unit, variant, dp, slot_sequences)
     states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
-    rooms = [
-        room_gib(unit, variant, dp, slot_sequences, *ends)
-        for ends in product((True, False), repeat=2)
-    ]
-    room, most_room = np.minimum.reduce(rooms), np.maximum.reduce(rooms)
+    most_room = most_room_gib(unit, variant, dp, slot_sequences)
     flight = min(slots, later_units + 1)
     fixed_ms, free = np.zeros(len(dp)), np.ones(unit.layers, dtype=bool)
     for fence in unit.fences:
@@ -194,9 +184,7 @@ def list_rows(
         none + max(1, fixed + bool(free.any())),
         states @ kinds.count,
         activations @ kinds.count,
-        most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]),
         most_room,
-        room,
         fixed_ms,
         none + fixed,
         times @ count,
@@ -241,15 +229,14 @@ def kind_gib(
         [np.ones_like(replicas), *worst_mix(profile, unit.modules, slot_sequences, replicas)],
         axis=1,
     )
-    states = (
-        kinds.kept_gib[variant]
-        + kinds.shared_gib[variant] * share_of_states(profile.precision, replicas)[:, None]
-    )
-    moving = 1.0 + profile.device.fragmentation
-    activations, working = (
-        np.asarray(moving * sum(mix[:, [term]] * terms[variant, term] for term in range(4)))
-        for terms in (kinds.activation_gib, kinds.working_gib)
-    )
+    mix *= 1.0 + profile.device.fragmentation
+    share = share_of_states(profile.precision, replicas)[:, None]
+    states, activations, working = np.empty((3, len(dp), len(kinds.count)))
+    for number in np.unique(variant):
+        mine = variant == number
+        states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
+        activations[mine] = mix[mine] @ kinds.activation_gib[number]
+        working[mine] = mix[mine] @ kinds.working_gib[number]
     return states, activations, np.maximum(activations, working)
 
 
@@ -258,17 +245,25 @@ def room_gib(
 ) -> Floats:
     """[B] what a device has for that on a stage with the unit's first and last layer, or
     without."""
-    kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
-    moving = 1.0 + profile.device.fragmentation
-    room = np.full(len(dp), unit.cluster.memory_gib)
-    for tp in unit.tps:
-        mask = kinds.tp[variant] == tp
-        sent = message_bytes(profile, unit.modules, tp, replicas[mask], slot_sequences)
-        room[mask] -= (
-            reserved_bytes(profile, unit.modules, tp, replicas[mask])
-            + moving * sent.of_stage(first, last)
-        ) / GIB
-    return room
+    room, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
+    return np.asarray(room - sent.of_stage(first, last))
+
+
+def most_room_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
+    """[B] what a device has for that on the stage that sends least."""
+    room, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
+    least = np.minimum(sent.entering, sent.inside) + np.minimum(sent.leaving, sent.inside)
+    return np.asarray(room - least)
+
+
+def _room_and_messages_gib(
+    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
+) -> tuple[Floats, MessageBytes]:
+    """[B] what reserves leave of a device, and what messages may take of it."""
+    known = unit.profile, unit.modules, unit.kinds.tp[variant], dp.astype(float)
+    moving = 1.0 + unit.profile.device.fragmentation
+    sent = MessageBytes(*(moving * part / GIB for part in message_bytes(*known, slot_sequences)))
+    return unit.cluster.memory_gib - reserved_bytes(*known) / GIB, sent
 
 
 def layer_gib(
@@ -283,9 +278,9 @@ def layer_gib(
     states, activations, working = (
         part[:, unit.kinds.of] for part in kind_gib(unit, variant, dp, slot_sequences)
     )
+    free, sent = _room_and_messages_gib(unit, variant, dp, slot_sequences)
     room, first, last = (
-        room_gib(unit, variant, dp, slot_sequences, *ends)
-        for ends in ((False, False), (True, False), (False, True))
+        free - sent.of_stage(*ends) for ends in ((False, False), (True, False), (False, True))
     )
     states[:, 0] += room - first
     states[:, -1] += room - last

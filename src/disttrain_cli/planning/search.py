@@ -27,6 +27,7 @@ from disttrain_cli.planning.units import Cluster, Unit, holder_of
 
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
 GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
+WIDE = 1.2  # times the limit, within which the shapes of a slot size are listed
 CHUNK = 1 << 18  # pairs of rows that are looked at together
 PRICED = 4096  # options that are priced before the others are compared with them
 
@@ -48,8 +49,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best layouts, best first, and how many combinations of unit shapes they were the best
-    of."""
+    """The best layouts, best first, and how many combinations of unit shapes were left to look
+    at."""
 
     best: list[Candidate]
     combinations: int
@@ -116,10 +117,10 @@ def search(
         cut = min(within_ms, best[-1].total_ms if len(best) == top else np.inf) * (1 + 1e-9)
         if bound > cut or not np.isfinite(bound):
             break
-        if size not in spaces:
-            spaces[size] = space_of(units, size, cluster, most, keep)
         limit = min(cut, bound * growth[min(tries[size], len(growth) - 1)])
         tries[size] += 1
+        if size not in spaces or spaces[size].within_ms < limit:
+            spaces[size] = space_of(units, size, cluster, most, keep, min(cut, WIDE * limit))
         options, floor = narrowed(spaces[size], limit)
         if options is not None:
             best = sorted({*best, *_layouts(units, options, size, cluster, limit, top)})[:top]
