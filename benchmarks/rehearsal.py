@@ -569,11 +569,12 @@ PARTS: dict[str, Callable[[bool, Keep], Tables]] = {
 }
 
 
-if __name__ == "__main__":
+def command(doc: str | None, parts: dict[str, Callable[[bool, Keep], Tables]]) -> None:
+    """Command line of benchmarks that rehearse: one part, its rows kept if wanted."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=[*PARTS])
+    parser.add_argument("part", choices=[*parts])
     parser.add_argument(
         "--small", action="store_true", help="smallest form: shows that it runs, measures little"
     )
@@ -584,6 +585,10 @@ if __name__ == "__main__":
     print(
         "\n\n".join(
             table(title, rows)
-            for title, rows in PARTS[options.part](options.small, keeper(options.out)).items()
+            for title, rows in parts[options.part](options.small, keeper(options.out)).items()
         )
     )
+
+
+if __name__ == "__main__":
+    command(__doc__, PARTS)

@@ -17,6 +17,7 @@ from benchmarks import (
     data_wait,
     decode,
     efficiency,
+    hiding,
     index,
     kineto,
     known,
@@ -31,6 +32,7 @@ from benchmarks import (
 )
 from disttrain_cli.analysis.result.verdicts import Place, Verdict
 from disttrain_cli.costs.hardware import Curve, lookup
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from tests.analysis import synthetic
 from tests.analysis.kineto import traces
 
@@ -241,6 +243,30 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
     assert [row["gain rehearsed"] for row in only(rows["ordering"])] == pytest.approx([1.1] * 4)
     assert [row["slow"] for row in only(rows["faults"])] == ["rank", "link", "stage", "worker"]
     assert all(row["slowdown rehearsed"] == pytest.approx(1.1) for row in only(rows["faults"]))
+
+
+def test_a_layout_without_anything_hidden_has_the_same_devices():
+    unit = UnitPlan(
+        name="llm",
+        modules=["llm"],
+        tp=2,
+        pp=2,
+        gpus=4,
+        layers_per_stage=[1, 1],
+        weight_delay=[2, 0],
+        tp_overlap=True,
+    )
+    layout = Layout(
+        global_batch_size=4,
+        microbatch_size=1,
+        microbatches=4,
+        gpus_used=4,
+        overlap=True,
+        units=[unit],
+    )
+    without = hiding.plain(layout)
+    assert hiding.hidden(layout) == "llm: weights after [2, 0], llm: TP messages, reductions"
+    assert hiding.hidden(without) == "" and without.describe() == layout.describe()
 
 
 @pytest.mark.slow
