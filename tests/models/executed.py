@@ -78,7 +78,7 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from disttrain_cli.models.graph import build_layers, describe, layer_table
-    from disttrain_cli.models.parallel import Group
+    from disttrain_cli.models.group import Group
     from disttrain_cli.models.probe import probe_batch
     from disttrain_cli.models.tensor_parallel import join
     from disttrain_cli.spec.runfile import read_run

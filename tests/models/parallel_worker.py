@@ -18,9 +18,9 @@ from torch import Tensor
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import piece, shard_of
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.models.parallel import (
-    Group,
     across,
     embed,
     gather,

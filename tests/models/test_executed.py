@@ -13,8 +13,8 @@ import yaml
 
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.operators import layer_operators
-from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import join

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.footprint import Message, Noted, footprint
 from disttrain_cli.models.graph import build_layers, describe, layer_table
-from disttrain_cli.models.parallel import Group
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weight_parts import WeightPart, deferred, split

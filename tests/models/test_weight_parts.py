@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.tensor_parallel import WithoutBias
+from disttrain_cli.models.division import WithoutBias
 from disttrain_cli.models.weight_parts import add_weight_gradients, deferred, split
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from disttrain_cli.models.parallel import all_reduced
 
 if TYPE_CHECKING:
-    from disttrain_cli.models.parallel import Group
+    from disttrain_cli.models.group import Group
 
 #: Logits that are in fp32 at a time: 128 MiB.
 CHUNK = 1 << 25

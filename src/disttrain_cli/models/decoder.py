@@ -102,6 +102,7 @@ class Block(DecoderLayer):
     """One decoder layer of the family."""
 
     kind = "block"
+    row_by_row = True
     reads = ("hidden",)
     needs = ("layout",)
     division = Division(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ def piece(whole: Tensor, shard: Shard | None) -> Tensor:
         return whole
     halves = whole.unflatten(shard.dim, (shard.halves, -1))
     return halves.chunk(shard.tp, shard.dim + 1)[shard.rank].flatten(shard.dim, shard.dim + 1)
+
+
+class WithoutBias(nn.Linear):
+    """A row-parallel linear on all ranks but the first, which adds the bias once."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return functional.linear(given, self.weight)
 
 
 def own_rows(rows: int, tp: int, rank: int) -> tuple[int, int]:

@@ -4,8 +4,9 @@ al. 2014).
 Whether a number is kept is a hash of its item's seed (`Batch`), the layer's name, the number's row
 in its item and its position in the row. So the mask of an item is the same on every rank, for any
 DP, TP or slots, and when activations are recomputed; nothing draws from a generator. Masks are
-applied before a TP group sums what its ranks have of the same rows: a mask of a sum is the sum of
-the masked parts. Where a rank has a part of the features, it has that part of their mask.
+applied before a TP group sums what its ranks have of the same rows, where a mask of a sum is the
+sum of the masked parts, or after it to own rows. Where a rank has a part of the features, it has
+that part of their mask.
 
 Layers that are not trained drop nothing, and nothing is dropped in evaluation or sampling.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import PipelineLayer
 
@@ -38,8 +40,8 @@ class SeededDropout(nn.Module):
         self.calls, self.tp, self.tp_rank = 0, 1, 0
 
     def begin(self, rows: Tensor | None, tp: int, tp_rank: int) -> None:
-        """What the tensors of the coming forward hold, along their first dimension; None: drop
-        nothing."""
+        """What the tensors of the coming forward hold, along their first dimension, or this rank's
+        own part of it; None: drop nothing."""
         self.rows, self.calls = rows, 0
         self.tp, self.tp_rank = tp, tp_rank
 
@@ -48,14 +50,16 @@ class SeededDropout(nn.Module):
         if not self.training or self.rows is None:
             return hidden
         self.calls += 1
-        width = hidden.shape[-1]
+        width, rows = hidden.shape[-1], self.rows
+        if len(hidden) < len(rows):
+            rows = rows[slice(*own_rows(len(rows), self.tp, self.tp_rank))]
         # of the dimensions between
-        before = torch.arange(hidden[0].numel() // width, device=hidden.device)
+        before = torch.arange(hidden.shape[1:-1].numel(), device=hidden.device)
         columns = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
             columns, width = columns + self.tp_rank * width, width * self.tp
         positions = (before[:, None] * width + columns).flatten()
-        drawn = mix(mix(self.rows ^ (self.key + self.calls))[:, None] + positions * _GOLDEN)
+        drawn = mix(mix(rows ^ (self.key + self.calls))[:, None] + positions * _GOLDEN)
         kept = _shifted(drawn, 64 - _BITS) >= int(self.p * (1 << _BITS))
         return hidden * (kept.view(hidden.shape).to(hidden.dtype) * (1.0 / (1.0 - self.p)))
 

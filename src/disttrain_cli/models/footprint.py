@@ -11,7 +11,7 @@ What kernels hold of their own is stated (`models.workspaces`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -22,19 +22,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from disttrain_cli.models.group import Group, Underway
 from disttrain_cli.models.layer import Batch, PipelineLayer
-from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 from disttrain_cli.models.workspaces import workspace_bytes
 
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "pass"]
 
 
 class Message(NamedTuple):
-    """One collective of a TP group; of a gather and a scatter the bytes of the whole."""
+    """One collective of a TP group, of a gather and a scatter the bytes of the whole; or a chunk
+    that each rank passes on to the next."""
 
     operation: Operation
     bytes: int
+
+
+class Begun(NamedTuple):
+    """A message sets out, behind those begun before it and once what was computed before is
+    there."""
+
+    message: Message
+    number: int
+
+
+class Waited(NamedTuple):
+    """What is computed from now on needs the message of this number."""
+
+    number: int
 
 
 class Footprint(NamedTuple):
@@ -50,21 +65,43 @@ class Footprint(NamedTuple):
 @dataclass(frozen=True)
 class Noted(Group):
     """A TP group as its first rank sees it, on the meta device: what it is asked to send is noted,
-    nothing is sent."""
+    nothing is sent.
+
+    Each is told to all of `hear` as it begins and as it is waited for.
+    """
 
     ranks: Any = None
     size: int = 1
     rank: int = 0
+    overlap: bool = False
     sent: list[Message] = field(default_factory=list)
+    hear: list[Callable[[Begun | Waited], None]] = field(default_factory=list)
 
     def all_gather(self, whole: Tensor, local: Tensor) -> None:
-        self.sent.append(Message("all_gather", whole.numel() * whole.element_size()))
+        self._begin("all_gather", whole).wait()
+
+    def begin_all_gather(self, whole: Tensor, local: Tensor) -> Underway:
+        return self._begin("all_gather", whole)
 
     def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
-        self.sent.append(Message("reduce_scatter", partial.numel() * partial.element_size()))
+        self._begin("reduce_scatter", partial).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
-        self.sent.append(Message("all_reduce", tensor.numel() * tensor.element_size()))
+        self._begin("all_reduce", tensor).wait()
+
+    def pass_on(self, chunk: Tensor, into: Tensor) -> Underway:
+        return self._begin("pass", chunk, into)
+
+    def _begin(self, operation: Operation, tensor: Tensor, *others: Tensor) -> Underway:
+        message = Message(operation, tensor.numel() * tensor.element_size())
+        number = len(self.sent)
+        self.sent.append(message)
+        self._tell(Begun(message, number))
+        return Underway(tensors=(tensor, *others), arrived=lambda: self._tell(Waited(number)))
+
+    def _tell(self, event: Begun | Waited) -> None:
+        for told in self.hear:
+            told(event)
 
 
 def footprint(

@@ -28,7 +28,7 @@ from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
 if TYPE_CHECKING:
-    from disttrain_cli.models.parallel import Group
+    from disttrain_cli.models.group import Group
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,9 @@ class PipelineLayer(nn.Module):
     division: Division = Division()  # over a tensor-parallel group
     # over a TP group it works on own rows of its tensors, else on whole tensors (`parallel`)
     by_rows: bool = False
+    # by rows, and its divided linears take all rows of the group as they are and leave as many:
+    # chunks of them can travel behind the products (`overlapped`)
+    row_by_row: bool = False
     group: Group | None = None  # its TP group, if it shares its computation with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
     # prefixes of its parameters' paths → prefixes in the published model's weights

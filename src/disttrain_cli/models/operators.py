@@ -121,7 +121,7 @@ def layer_operators(
     does not count; nor do weights and the batch in `saved_bytes`: these are all storages that only
     the backward holds once the layer has returned and nobody else uses its inputs and outputs.
     """
-    prepared, trace = len(batch.tensors()), _Trace()
+    prepared, trace = len(batch.tensors()), Trace()
     graph = _forward(layer, state, batch, trace)
     if len(batch.tensors()) > prepared:
         return layer_operators(layer, state, batch)
@@ -141,7 +141,7 @@ class _Graph(NamedTuple):
 
 
 def _forward(
-    layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, trace: _Trace
+    layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, trace: Trace
 ) -> _Graph:
     """Run a layer as in the middle of a stage, on inputs that others made and nobody else holds."""
     leaves = {
@@ -159,7 +159,7 @@ def _forward(
     )
 
 
-def _backward(layer: PipelineLayer, graph: _Graph, trace: _Trace) -> None:
+def _backward(layer: PipelineLayer, graph: _Graph, trace: Trace) -> None:
     """Make the gradients of weights and inputs, and add the weights' to sums."""
     if not graph.outputs:
         return
@@ -173,7 +173,7 @@ def _backward(layer: PipelineLayer, graph: _Graph, trace: _Trace) -> None:
                 torch.empty_like(weight, dtype=torch.float32).add_(gradient)
 
 
-class _Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):
     """Counts the kernels of the operators that run while it is active, and knows which storages are
     alive."""
 
@@ -211,16 +211,18 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        named = dict(kwargs or {})
+        into = [value for value in (named.pop("out", None),) if isinstance(value, Tensor)]
+        given = [value for value in tree_leaves((args, named)) if isinstance(value, Tensor)]
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         if not any(tensor.is_meta for tensor in given or made):
             return result  # on the host, or from there
-        before = {tensor.untyped_storage()._cdata for tensor in given}
+        before = {tensor.untyped_storage()._cdata for tensor in (*given, *into)}
         new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in before]
         self.note(new)
         name = func._schema.name.removeprefix("aten::")
         if (func._schema.is_mutable or new) and name not in _NO_KERNEL:
-            self._count(_Operator(func, name, args, kwargs or {}, given, made, result))
+            self._count(_Operator(func, name, args, named, given, made, result))
         return result
 
     def _count(self, operator: _Operator) -> None:

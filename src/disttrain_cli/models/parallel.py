@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,50 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from disttrain_cli.models.division import own_rows
-from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
+from disttrain_cli.models.group import Group, all_gathered, reduce_scattered
+from disttrain_cli.models.overlapped import crossing
 
 #: Numbers that are summed in one message, at least.
 BUCKET = 1 << 24
-
-
-@dataclass(frozen=True)
-class Group:
-    """A TP group as one of its ranks sees it; without `ranks` nothing is sent (the meta device)."""
-
-    ranks: dist.ProcessGroup | None
-    size: int
-    rank: int  # in the group
-
-    def local_rows(self, rows: int) -> slice:
-        """This rank's rows."""
-        return slice(*own_rows(rows, self.size, self.rank))
-
-    def wire(self, tensor: Tensor) -> torch.device:
-        """Where a tensor has to be to be sent."""
-        return wire(tensor.device, self.ranks)
-
-    def all_gather(self, whole: Tensor, local: Tensor) -> None:
-        """Fill `whole` with the equal parts of all ranks."""
-        if self.ranks is not None:
-            all_gather(whole, local, self.ranks)
-
-    def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
-        """Fill `local` with this rank's part of the sum of what all ranks have."""
-        if self.ranks is not None:
-            reduce_scatter(local, partial, self.ranks)
-
-    def all_reduce(self, tensor: Tensor, op: Any) -> None:
-        """Replace a tensor by its sum (or maximum) over the ranks."""
-        if self.ranks is not None:
-            dist.all_reduce(tensor, op=op, group=self.ranks)
-
-
-def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
-    """From where a device's tensors are sent: gloo reads a host's memory only."""
-    if device.type == "meta":
-        return device
-    return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
 
 
 def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Group | None) -> Tensor:
@@ -75,10 +35,14 @@ def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Grou
 
     `f` maps [rows, D] to a partial sum [..., D'] of any number of rows, as divided linears give it.
     For the backward the own rows are kept, and gathered again (Korthikanti et al. 2022, section
-    4.2.2): a group divides what it keeps.
+    4.2.2): a group divides what it keeps. Where the group overlaps, divided linears do the sending
+    themselves (`overlapped`).
     """
     if group is None:
         return f(own_RD).flatten(0, -2)
+    if group.overlap and rows:
+        with crossing(own_RD, rows, group) as whole_RD:
+            return f(whole_RD).flatten(0, -2)
     whole_RD = gather(own_RD, rows, group)
     with _kept_as(own_RD.detach(), whole_RD, group):
         partial = f(whole_RD)
@@ -176,53 +140,32 @@ def _kept_as(local: Tensor, whole: Tensor, group: Group) -> AbstractContextManag
         if isinstance(kept, Tensor):
             return kept
         if not again:  # the views of all nodes share one message
-            again.extend([_all_gathered(local, rows, group)] * packed[0])
+            again.extend([all_gathered(local, rows, group)] * packed[0])
         return again.pop().as_strided(*kept)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _all_gathered(local: Tensor, rows: int, group: Group) -> Tensor:
-    most, wire = -(-rows // group.size), group.wire(local)
-    whole = local.new_empty(group.size * most, *local.shape[1:], device=wire)
-    group.all_gather(whole, _padded(local, most).to(wire))
-    return whole[:rows].to(local.device)
-
-
-def _reduce_scattered(partial: Tensor, group: Group) -> Tensor:
-    rows, wire = len(partial), group.wire(partial)
-    local = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
-    group.reduce_scatter(local, _padded(partial, len(local) * group.size).to(wire))
-    mine = group.local_rows(rows)
-    return local[: mine.stop - mine.start].to(partial.device)
-
-
-def _padded(tensor: Tensor, rows: int) -> Tensor:
-    if len(tensor) == rows:
-        return tensor.contiguous()
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, rows: int, group: Group) -> Tensor:
         ctx.group = group
-        return _all_gathered(local, rows, group)
+        return all_gathered(local, rows, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _reduce_scattered(gradient, ctx.group), None, None
+        return reduce_scattered(gradient, ctx.group), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.rows = group, len(partial)
-        return _reduce_scattered(partial, group)
+        return reduce_scattered(partial, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _all_gathered(gradient, ctx.rows, ctx.group), None
+        return all_gathered(gradient, ctx.rows, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):

@@ -100,6 +100,7 @@ class Block(QwenLayer):
     once."""
 
     kind = "block"
+    row_by_row = True
     reads = ("image_hidden",)
     division = Division(
         thirds=("attn.qkv",), column=("gate_proj", "up_proj"), row=("attn.proj", "down_proj")
@@ -226,6 +227,7 @@ class Projector(QwenLayer):
     """Two-layer MLP from the merger's rows to the LLM's width."""
 
     kind = "projector"
+    row_by_row = True
     reads = ("image_merged",)
     division = Division(column=("mlp.0",), row=("mlp.2",))
 

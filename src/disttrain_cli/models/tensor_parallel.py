@@ -8,15 +8,17 @@ Which weights are divided is said by the layer's `division`; what the ranks then
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from disttrain_cli.models.division import Shard, piece, shard_of
+from disttrain_cli.models.division import Shard, WithoutBias, piece, shard_of
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.parallel import Group, copy, reduce
+from disttrain_cli.models.overlapped import ColumnLinear, RowLinear
+from disttrain_cli.models.parallel import copy, reduce
 
 
 def parts(layer: PipelineLayer, ends: tuple[str, ...]) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -85,7 +87,7 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
     """
     if group is None:
         return
-    layer.group = group
+    layer.group = group = group if layer.row_by_row else replace(group, overlap=False)
     biases = []
     for _, linear in parts(layer, layer.division.row):
         biases.append(linear.bias)
@@ -99,6 +101,21 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
             parameter.register_hook(lambda gradient: gradient / group.size)
     if not layer.by_rows:
         _join_whole(layer, group)
+    elif group.overlap:
+        _overlap(layer)
+
+
+def _overlap(layer: PipelineLayer) -> None:
+    """Have divided linears send what they need and make."""
+    columns: dict[nn.Module, list[ColumnLinear]] = {}
+    for owner, linear in parts(layer, (*layer.division.column, *layer.division.thirds)):
+        linear.__class__ = ColumnLinear
+        columns.setdefault(owner, []).append(cast(ColumnLinear, linear))
+    for linears in columns.values():
+        for one in linears:
+            one.together = tuple(linears)
+    for _, linear in parts(layer, layer.division.row):
+        linear.__class__ = RowLinear
 
 
 def _heads(owner: nn.Module, linear: nn.Module) -> int:
@@ -117,13 +134,6 @@ def _narrow(part: nn.Module, shard: Shard) -> None:
             made = nn.Parameter(local, parameter.requires_grad)
             made.__dict__["shard"] = shard
             setattr(part, name, made)
-
-
-class WithoutBias(nn.Linear):
-    """A row-parallel linear on all ranks but the first."""
-
-    def forward(self, given: Tensor) -> Tensor:
-        return functional.linear(given, self.weight)
 
 
 def _join_whole(layer: PipelineLayer, group: Group) -> None:

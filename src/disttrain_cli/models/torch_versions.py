@@ -51,10 +51,11 @@ def varlen_attn(*tensors_and_longest: Any, enable_gqa: bool = False, **more: Any
     return varlen.varlen_attn(*tensors_and_longest, **told, **more)
 
 
-def all_gather(whole: Tensor, local: Tensor, group: Any) -> None:
-    """Fill `whole` with every rank's `local`, one after the other."""
-    (dist.all_gather_into_tensor if VERSION < (2, 13) else dist.all_gather_single)(
-        whole, local, group=group
+def all_gather(whole: Tensor, local: Tensor, group: Any, begin: bool = False) -> Any:
+    """Fill `whole` with every rank's `local`, one after the other; with `begin` what to wait for is
+    returned."""
+    return (dist.all_gather_into_tensor if VERSION < (2, 13) else dist.all_gather_single)(
+        whole, local, group=group, async_op=begin
     )
 
 

@@ -194,6 +194,7 @@ class Block(ImageLayer):
     """One encoder layer of CLIP or SigLIP."""
 
     kind = "block"
+    row_by_row = True
     reads = ("image_hidden",)
     division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("out_proj", "fc2"))
 

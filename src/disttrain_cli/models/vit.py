@@ -63,6 +63,7 @@ class Block(ImageLayer):
     """One transformers ViTLayer."""
 
     kind = "block"
+    row_by_row = True
     reads = ("image_hidden",)
     division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("o_proj", "fc2"))
 

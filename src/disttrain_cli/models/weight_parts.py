@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from disttrain_cli.models.tensor_parallel import WithoutBias
+from disttrain_cli.models.division import WithoutBias
 
 #: What makes the gradient of a weight, with the weight.
 WeightPart = tuple[Tensor, Callable[[], Tensor]]
@@ -54,6 +54,8 @@ def add_weight_gradients(parts: list[WeightPart]) -> None:
 def split(layer: nn.Module) -> None:
     """Let a layer's trained linears and convolutions have backwards in two parts."""
     for part in layer.modules():
+        if isinstance(part, Splittable):
+            part.is_split = part.weight.requires_grad
         kind = _SPLIT.get(type(part))
         if kind is not None and part.weight.requires_grad and not _pads_oddly(part):
             part.__class__ = kind
@@ -66,7 +68,7 @@ def _pads_oddly(part: nn.Module) -> bool:
     )
 
 
-def _hand_over(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+def hand_over(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
     """Put the gradient of a weight aside, or add it at once where nothing is deferred."""
     if _aside is None:
         add_weight_gradients([(weight, gradient)])
@@ -74,12 +76,24 @@ def _hand_over(weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         _aside.append((weight, gradient))
 
 
-def _anchor(part: nn.Module) -> Tensor:
+def anchor(part: nn.Module) -> Tensor:
     """Stands for a weight in autograd's graph, so that there is a backward.
 
     The weight itself must not: hooks on it would run without a gradient.
     """
     return part.weight.new_empty(0, requires_grad=True)
+
+
+class Splittable(nn.Linear):
+    """A linear with an autograd function of its own, which hands the gradient of its weight over
+    where it is split."""
+
+    is_split = False
+
+    @property
+    def in_graph(self) -> Tensor:
+        """What autograd knows of the weight."""
+        return anchor(self) if self.is_split else self.weight
 
 
 class _Linear(torch.autograd.Function):
@@ -99,7 +113,7 @@ class _Linear(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         of_given = gradient @ ctx.weight if wanted[0] else None
         of_bias = rows.sum(0) if wanted[1] else None
-        _hand_over(ctx.weight, lambda: rows.t() @ given.flatten(0, -2))
+        hand_over(ctx.weight, lambda: rows.t() @ given.flatten(0, -2))
         return of_given, of_bias, None, None
 
 
@@ -136,28 +150,28 @@ class _Convolution(torch.autograd.Function):
             return torch.ops.aten.convolution_backward(gradient, given, weight, sizes, *how, of)
 
         of_given, _, of_bias = gradients(wanted[0], False, wanted[1])
-        _hand_over(weight, lambda: gradients(False, True, False)[1])
+        hand_over(weight, lambda: gradients(False, True, False)[1])
         return of_given, of_bias, None, None
 
 
 class _SplitLinear(nn.Linear):
     def forward(self, given: Tensor) -> Tensor:
-        return _Linear.apply(given, self.bias, _anchor(self), self)
+        return _Linear.apply(given, self.bias, anchor(self), self)
 
 
 class _SplitWithoutBias(WithoutBias):
     def forward(self, given: Tensor) -> Tensor:
-        return _Linear.apply(given, None, _anchor(self), self)
+        return _Linear.apply(given, None, anchor(self), self)
 
 
 class _SplitConv1d(nn.Conv1d):
     def forward(self, given: Tensor) -> Tensor:
-        return _Convolution.apply(given, self.bias, _anchor(self), self)
+        return _Convolution.apply(given, self.bias, anchor(self), self)
 
 
 class _SplitConv2d(nn.Conv2d):
     def forward(self, given: Tensor) -> Tensor:
-        return _Convolution.apply(given, self.bias, _anchor(self), self)
+        return _Convolution.apply(given, self.bias, anchor(self), self)
 
 
 _SPLIT: dict[type, type] = {

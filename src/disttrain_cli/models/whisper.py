@@ -95,6 +95,7 @@ class Block(WhisperLayer):
     """One transformers WhisperEncoderLayer; every position attends all of its own clip."""
 
     kind = "block"
+    row_by_row = True
     reads = ("audio_hidden",)
     division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("out_proj", "fc2"))
 

@@ -29,9 +29,9 @@ from disttrain_cli.costs.hardware import (
 )
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.operators import layer_operators
-from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import join

@@ -134,8 +134,8 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
     from torch.utils._pytree import tree_map
 
     from disttrain_cli.models.graph import build_layers, layer_table, live_tensors
+    from disttrain_cli.models.group import Group
     from disttrain_cli.models.layer import Batch, Items
-    from disttrain_cli.models.parallel import Group
     from disttrain_cli.models.probe import probe_batch, state_at
     from disttrain_cli.models.tensor_parallel import join
     from disttrain_cli.runtime.dryrun.storages import Storages

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, replica_items, slot_items
 from disttrain_cli.models.division import own_rows
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import TensorSpec
-from disttrain_cli.models.parallel import Group
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker
 from disttrain_cli.spec.heads import ImageInput

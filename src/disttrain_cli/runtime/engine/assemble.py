@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
-from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from disttrain_cli.costs.memory import SENT_SLOTS
 from disttrain_cli.data.slots import Slot
+from disttrain_cli.models.group import Group, wire
 from disttrain_cli.models.layer import TensorSpec
-from disttrain_cli.models.parallel import Group, gather, wire
+from disttrain_cli.models.parallel import gather
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
 from disttrain_cli.spec.stage_graph import RankCoords, Stage

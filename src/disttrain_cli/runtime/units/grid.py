@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
-from disttrain_cli.models.parallel import Group
+from disttrain_cli.models.group import Group
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
@@ -76,6 +76,6 @@ class UnitGrid(PipelineParallelGrid):
         if one.kind == "data parallel":
             self.dp_group, self.dp_proc_group = list(one.ranks), group
         elif one.kind == "tensor parallel":
-            self.tp = Group(group, coords.unit.tp, coords.tp_rank)
+            self.tp = Group(group, coords.unit.tp, coords.tp_rank, coords.unit.tp_overlap)
         elif one.way is not None:
             self.ways[one.way] = group

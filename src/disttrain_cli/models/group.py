@@ -1,0 +1,146 @@
+"""A TP group as one of its ranks sees it, and the messages that its ranks send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from disttrain_cli.models.division import own_rows
+from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
+
+
+@dataclass(frozen=True)
+class Group:
+    """A TP group as one of its ranks sees it; without `ranks` nothing is sent (the meta device)."""
+
+    ranks: dist.ProcessGroup | None
+    size: int
+    rank: int  # in the group
+    overlap: bool = False  # messages travel chunk by chunk behind products (`overlapped`)
+
+    def local_rows(self, rows: int) -> slice:
+        """This rank's rows."""
+        return self.rows_of(rows, self.rank)
+
+    def rows_of(self, rows: int, rank: int) -> slice:
+        """Another rank's rows; ranks are counted round the group."""
+        return slice(*own_rows(rows, self.size, rank % self.size))
+
+    def wire(self, tensor: Tensor) -> torch.device:
+        """Where a tensor has to be to be sent."""
+        return wire(tensor.device, self.ranks)
+
+    def all_gather(self, whole: Tensor, local: Tensor) -> None:
+        """Fill `whole` with the equal parts of all ranks."""
+        if self.ranks is not None:
+            all_gather(whole, local, self.ranks)
+
+    def begin_all_gather(self, whole: Tensor, local: Tensor) -> Underway:
+        """Begin to fill `whole` with the equal parts of all ranks."""
+        if self.ranks is None:
+            return Underway()
+        return Underway([all_gather(whole, local, self.ranks, begin=True)], (whole, local))
+
+    def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
+        """Fill `local` with this rank's part of the sum of what all ranks have."""
+        if self.ranks is not None:
+            reduce_scatter(local, partial, self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """Replace a tensor by its sum (or maximum) over the ranks."""
+        if self.ranks is not None:
+            dist.all_reduce(tensor, op=op, group=self.ranks)
+
+    def pass_on(self, chunk: Tensor, into: Tensor) -> Underway:
+        """Begin to send a chunk to the next rank and to fill `into` with that of the rank before.
+
+        The two messages are one group of NCCL's; chunks without numbers are not sent.
+        """
+        if self.ranks is None:
+            return Underway()
+        device = self.wire(chunk)
+        sent, taken = chunk.to(device), into.to(device)
+        after, before = (
+            dist.get_global_rank(self.ranks, rank % self.size)
+            for rank in (self.rank + 1, self.rank - 1)
+        )
+        messages = [
+            dist.P2POp(begin, tensor, peer, self.ranks)
+            for begin, tensor, peer in ((dist.isend, sent, after), (dist.irecv, taken, before))
+            if tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(messages) if messages else []
+        arrived = None if taken is into else lambda: into.copy_(taken)
+        return Underway(works, (sent, taken), arrived)
+
+
+class Underway:
+    """Messages that travel while a device computes; their tensors stay as they are until then."""
+
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        tensors: Sequence[Tensor] = (),
+        arrived: Callable[[], object] | None = None,
+    ) -> None:
+        self._works, self._tensors, self._arrived = works, tensors, arrived
+
+    def wait(self) -> None:
+        """Let what is computed from now on find them arrived (NCCL does not hold up the host)."""
+        for work in self._works:
+            work.wait()
+        if self._arrived is not None:
+            self._arrived()
+        self._works, self._tensors, self._arrived = (), (), None
+
+
+def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
+    """From where a device's tensors are sent: gloo reads a host's memory only."""
+    if device.type == "meta":
+        return device
+    return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
+
+
+def all_gathered(local: Tensor, rows: int, group: Group) -> Tensor:
+    """All rows of own ones, as a new tensor."""
+    whole, sent = _to_gather(local, rows, group)
+    group.all_gather(whole, sent)
+    return whole[:rows].to(local.device)
+
+
+def begin_all_gathered(local: Tensor, rows: int, group: Group) -> Callable[[], Tensor]:
+    """All rows of own ones, which travel until they are asked for."""
+    whole, sent = _to_gather(local, rows, group)
+    underway = group.begin_all_gather(whole, sent)
+
+    def arrived() -> Tensor:
+        underway.wait()
+        return whole[:rows].to(local.device)
+
+    return arrived
+
+
+def reduce_scattered(partial: Tensor, group: Group) -> Tensor:
+    """Own rows of the sum over the group, as a new tensor."""
+    rows, wire = len(partial), group.wire(partial)
+    local = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
+    group.reduce_scatter(local, _padded(partial, len(local) * group.size).to(wire))
+    mine = group.local_rows(rows)
+    return local[: mine.stop - mine.start].to(partial.device)
+
+
+def _to_gather(local: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
+    most, wire = -(-rows // group.size), group.wire(local)
+    whole = local.new_empty(group.size * most, *local.shape[1:], device=wire)
+    return whole, _padded(local, most).to(wire)
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    if len(tensor) == rows:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -1,0 +1,255 @@
+"""Divided linears that send while they multiply: all-gather → GEMM and GEMM → reduce-scatter of a
+TP group, chunk by chunk, forward and backward.
+
+Between `parallel.across` and its function the rows of the group exist nowhere as a whole. The
+column-parallel linears that read the same rows multiply every rank's rows as these arrive; the
+row-parallel linear after them sends each rank's partial sum on while it makes the next
+(`ring`). Backwards the two change roles:
+
+    row-parallel      the gradient's rows arrive behind the products that make the input's gradient;
+                      they are kept for the weight's
+    column-parallel   partial gradients of own rows are summed behind the products that make them
+
+and the own rows, which are all that a column-parallel linear keeps, are gathered again from the
+row-parallel linear's backward on: behind its weight's gradient and whatever is between the two
+(attention).
+
+A library's module calls its linears as ever, with a placeholder in the place of the whole rows: its
+first column-parallel linear multiplies for those that belong `together`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.models.group import Group, begin_all_gathered
+from disttrain_cli.models.ring import arriving, summed
+from disttrain_cli.models.weight_parts import Splittable, hand_over
+
+
+class _Crossing:
+    """What the linears between own rows and own rows share."""
+
+    def __init__(self, own_RD: Tensor, rows: int, group: Group) -> None:
+        self.rows, self.group = rows, group
+        # of the forward
+        self.own_RD: Tensor | None = own_RD
+        self.made: dict[ColumnLinear, Tensor] = {}
+        # of the backward
+        self.gathers_again = False
+        self.of_given: Tensor | None = None  # gradient of what the row-parallel linear is given
+        self._coming: Callable[[], Tensor] | None = None
+
+    def end(self) -> None:
+        """Let go of what only the forward needs."""
+        self.own_RD = None
+        self.made.clear()
+
+    def gather_again(self, own_RD: Tensor) -> None:
+        """Begin to gather all rows, once."""
+        if self._coming is None:
+            self._coming = begin_all_gathered(own_RD.detach(), self.rows, self.group)
+
+    def gathered(self) -> Tensor:
+        """All rows, as soon as they are there."""
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        return coming()
+
+
+# Of the process: autograd may run a second forward on a thread of its own.
+_crossing: _Crossing | None = None
+
+
+@contextmanager
+def crossing(own_RD: Tensor, rows: int, group: Group) -> Iterator[Tensor]:
+    """A placeholder [rows, D] of all rows, of which divided linears inside read the shape alone."""
+    global _crossing
+    before, now = _crossing, _Crossing(own_RD, rows, group)
+    _crossing = now
+    try:
+        yield own_RD.new_empty(()).expand(rows, *own_RD.shape[1:])
+    finally:
+        _crossing = before
+        now.end()
+
+
+class ColumnLinear(Splittable):
+    """all-gather → GEMM, of all linears that read the same rows at once."""
+
+    together: tuple[ColumnLinear, ...]
+
+    def forward(self, given: Tensor) -> Tensor:
+        assert _crossing is not None
+        if self not in _crossing.made:
+            linears = self.together
+            made = _Columns.apply(
+                _crossing.own_RD,
+                _crossing,
+                linears,
+                *(linear.in_graph for linear in linears),
+                *(linear.bias for linear in linears),
+            )
+            _crossing.made.update(zip(linears, made, strict=True))
+        return _crossing.made.pop(self).view(*given.shape[:-1], -1)
+
+
+class RowLinear(Splittable):
+    """GEMM → reduce-scatter: own rows [1, …, own rows, D]; the first rank adds the bias."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        assert _crossing is not None and _crossing.own_RD is not None
+        rows_RF = given.flatten(0, -2)
+        bias = None if _crossing.group.rank else self.bias
+        # what is kept is known before the products, so that a second forward ends before them
+        promised = _Kept.apply(
+            rows_RF, _crossing.own_RD.detach(), _crossing, self, self.in_graph, bias
+        )
+        made: Tensor = _Row.apply(promised, rows_RF.detach(), _crossing, self, bias)
+        return made.view(*(1,) * (given.ndim - 2), *made.shape)
+
+
+class _Columns(torch.autograd.Function):
+    """Own rows [·, D] → [rows, F] of each linear. Weights and biases come after the linears."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own_RD: Tensor,
+        crossing: _Crossing,
+        linears: Sequence[ColumnLinear],
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.crossing, ctx.linears = crossing, linears
+        made = [own_RD.new_empty(crossing.rows, len(linear.weight)) for linear in linears]
+        for place, chunk in arriving(own_RD, crossing.rows, crossing.group):
+            for linear, rows in zip(linears, made, strict=True):
+                _multiply(chunk, linear.weight, linear.bias, rows[place])
+        if any(ctx.needs_input_grad[3 : 3 + len(linears)]):
+            ctx.save_for_backward(own_RD)
+            crossing.gathers_again = True
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        crossing, linears = ctx.crossing, ctx.linears
+        gradients = tuple(gradient.contiguous() for gradient in gradients)
+        wanted, count = ctx.needs_input_grad[3:], len(linears)
+        if crossing.gathers_again:
+            crossing.gather_again(*ctx.saved_tensors)
+
+        def of_given(place: slice) -> Tensor:
+            made = gradients[0][place] @ linears[0].weight
+            for linear, gradient in zip(linears[1:], gradients[1:], strict=True):
+                torch.addmm(made, gradient[place], linear.weight, out=made)
+            return made
+
+        of_own = (
+            summed(of_given, crossing.rows, crossing.group) if ctx.needs_input_grad[0] else None
+        )
+        of_biases = [
+            gradient.sum(0) if want else None
+            for gradient, want in zip(gradients, wanted[count:], strict=True)
+        ]
+        if not crossing.gathers_again:
+            return of_own, None, None, *[None] * count, *of_biases
+        whole_RD = crossing.gathered()
+        of_weights = [
+            _weight_gradient(linear, gradient, whole_RD) if want else None
+            for linear, gradient, want in zip(linears, gradients, wanted, strict=False)
+        ]
+        return of_own, None, None, *of_weights, *of_biases
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what the backward of a row-parallel linear needs, and stands for its product [rows,
+    D']."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given_RF: Tensor,
+        own_RD: Tensor,
+        crossing: _Crossing,
+        linear: RowLinear,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.crossing, ctx.linear = crossing, linear
+        ctx.save_for_backward(
+            given_RF if ctx.needs_input_grad[4] else None,
+            own_RD if crossing.gathers_again else None,
+        )
+        return given_RF.new_empty(()).expand(crossing.rows, len(linear.weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        given_RF, own_RD = ctx.saved_tensors
+        of_given, ctx.crossing.of_given = ctx.crossing.of_given, None
+        if own_RD is not None:
+            ctx.crossing.gather_again(own_RD)
+        of_weight = None if given_RF is None else _weight_gradient(ctx.linear, gradient, given_RF)
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[5] else None
+        return of_given, None, None, None, of_weight, of_bias
+
+
+class _Row(torch.autograd.Function):
+    """What `_Kept` promised → own rows of the sum over the group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        promised: Tensor,
+        given_RF: Tensor,
+        crossing: _Crossing,
+        linear: RowLinear,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.crossing, ctx.linear = crossing, linear
+        ctx.keeps = linear.weight.requires_grad or (bias is not None and bias.requires_grad)
+        ctx.columns = given_RF.shape[1]
+
+        def partial(place: slice) -> Tensor:
+            rows = given_RF[place]
+            made = rows.new_empty(len(rows), len(linear.weight))
+            _multiply(rows, linear.weight, bias, made)
+            return made
+
+        return summed(partial, crossing.rows, crossing.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        crossing, weight = ctx.crossing, ctx.linear.weight
+        of_given = gradient.new_empty(crossing.rows, ctx.columns)
+        whole = gradient.new_empty(crossing.rows, gradient.shape[1]) if ctx.keeps else None
+        for place, chunk in arriving(gradient, crossing.rows, crossing.group, whole):
+            _multiply(chunk, weight.t(), None, of_given[place])
+        crossing.of_given = of_given
+        if whole is None:  # only who made the input waits for this
+            whole = gradient.new_empty(()).expand(crossing.rows, gradient.shape[1])
+        return whole, None, None, None, None
+
+
+def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> None:
+    """As `functional.linear`, without a tensor of its own."""
+    if bias is None:
+        torch.mm(rows, weight.t(), out=into)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=into)
+
+
+def _weight_gradient(linear: Splittable, gradient_RF: Tensor, given_RD: Tensor) -> Tensor | None:
+    """The gradient of a linear's weight, or None where it is handed over."""
+
+    def made() -> Tensor:
+        return gradient_RF.t() @ given_RD
+
+    if not linear.is_split:
+        return made()
+    hand_over(linear.weight, made)
+    return None
