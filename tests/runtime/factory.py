@@ -146,7 +146,7 @@ def unit(name: str, modules: list[str], layers: list[int], dp: int = 1, tp: int 
     )
 
 
-def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
+def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int, overlap: bool = False) -> Plan:
     """A plan with these units and no prediction to speak of."""
     llm_dp = next(u.dp for u in units if "llm" in u.modules)
     batch = run.file.train.global_batch_size
@@ -156,6 +156,7 @@ def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
         microbatches=batch // (llm_dp * microbatch_size),
         gpus_used=sum(u.gpus for u in units),
         zero_stage=0 if run.file.train.zero_stage == 0 else 1,
+        overlap=overlap,
         units=units,
     )
     layout.check_slots("llm")

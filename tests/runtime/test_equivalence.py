@@ -121,12 +121,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases += [("faulty", run, *_layouts(run)["3-2-1"])]
     cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in BF16]
     cases += [(f"{each.file.name}-3-2-1", each, *_layouts(each)["3-2-1"]) for each in ordered]
+    cases += [
+        (f"overlap-{name}", each, units, m) for name, each, units, m in cases if name in OVERLAPPING
+    ]
     payload = {
         "cases": [
             {
                 "name": name,
                 "run": str(each.path.resolve()),
-                "plan": plan_of(each, units, m).model_dump(mode="json"),
+                "plan": plan_of(each, units, m, name.startswith("overlap")).model_dump(mode="json"),
                 "steps": STEPS,
                 "out": str(folder / "out" / name),
             }
@@ -186,6 +189,13 @@ FP32 = [
     *(f"zero1-{name}" for name in ZERO),
     *(f"{policy}-3-2-1" for policy in POLICIES),
 ]
+OVERLAPPING = (
+    "3-2-1",
+    "1-tp2dp2-1",
+    "monolithic-pp3dp2",
+    *(f"zero1-{name}" for name in ZERO),
+    *(f"bf16-{name}" for name in BF16),
+)
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -203,6 +213,17 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
 def test_bf16_follows_the_reference(runs: dict[str, Any], name: str) -> None:
     history, _ = _trained(runs, f"bf16-{name}")
     assert torch.allclose(torch.tensor(history), torch.tensor(runs["history"]), rtol=0.05)
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_messages_beside_computing_change_nothing(runs: dict[str, Any], name: str) -> None:
+    """The same buckets are summed over the same ranks: also in slots without images."""
+    history, weights = _trained(runs, name)
+    beside, same = _trained(runs, f"overlap-{name}")
+    assert beside == history
+    assert {key: torch.equal(value, same[key]) for key, value in weights.items()} == dict.fromkeys(
+        same, True
+    )
 
 
 def test_the_layouts_were_given_every_mix_of_modalities(runs: dict[str, Any]) -> None:

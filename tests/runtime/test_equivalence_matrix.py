@@ -50,6 +50,7 @@ class Case:
     trained: tuple[str, ...] | None = None
     zero_stage: int = 0
     ordering: str = "none"
+    overlap: bool = False
 
     @property
     def name(self) -> str:
@@ -66,7 +67,9 @@ class Case:
             if self.trained is None
             else "-trains." + "+".join(short.get(name, name) for name in self.trained)
         )
-        return f"{units}-m{self.microbatch}-zero{self.zero_stage}-{self.ordering}{trained}"
+        overlap = "-overlap" if self.overlap else ""
+        known = f"{units}-m{self.microbatch}-zero{self.zero_stage}-{self.ordering}"
+        return f"{known}{overlap}{trained}"
 
     @property
     def model(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
@@ -84,6 +87,7 @@ def draw(generator: random.Random) -> Case:
         if sum(u.gpus for u in units) == RANKS and BATCH % (dp * microbatch) == 0:
             break
     trained = generator.choice([None] * 5 + [(LLM, "projectors"), ("projectors",)])
+    overlap = random.Random(repr(units)).random() < 0.6
     return Case(
         tuple(map(_with_delay, units)),
         microbatch,
@@ -91,6 +95,7 @@ def draw(generator: random.Random) -> Case:
         trained,
         generator.choice([0, 1]),
         generator.choice(ORDERINGS.get(modules, ["none"])),
+        overlap,
     )
 
 
@@ -186,7 +191,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         key = (*case.model, case.zero_stage, case.ordering)
         if key not in written:
             written[key] = _run(folder / f"run-{len(written)}", folder / "data", case)
-        plan = plan_of(written[key], list(case.units), case.microbatch)
+        plan = plan_of(written[key], list(case.units), case.microbatch, case.overlap)
         trained = None if case.trained is None else list(case.trained)
         plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
         payloads.append(
@@ -206,7 +211,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             folder / "logs" / str(first),
             timeout_s=1200,
         )
-    models = {case.model: replace(case, zero_stage=0, ordering="none") for case in CASES.values()}
+    models = {
+        case.model: replace(case, zero_stage=0, ordering="none", overlap=False)
+        for case in CASES.values()
+    }
     alone = {
         model: _run(folder / f"alone-{place}", folder / "data", case)
         for place, (model, case) in enumerate(models.items())
@@ -267,6 +275,11 @@ def test_the_draws_cover_what_a_plan_may_choose() -> None:
     split = [u for u in units if u.weight_delay is not None]
     assert len(split) >= 18 and {u.tp for u in split} == {1, 2, 4} and any(u.dp > 1 for u in split)
     assert {case.zero_stage for case in drawn} == {0, 1}
+    overlapping = [case for case in drawn if case.overlap]
+    assert 8 <= len(overlapping) < len(drawn) - 5
+    beside = [(case.zero_stage, u) for case in overlapping for u in case.units if u.dp > 1]
+    assert {zero for zero, _ in beside} == {u.weight_delay is None for _, u in beside} == {0, 1}
+    assert any(u.tp > 1 for _, u in beside)
     assert {case.ordering for case in drawn} == {"none", "paper", "best"}
     assert {len(case.units) for case in drawn} == {1, 2, 3, 4} and {
         case.trained for case in drawn

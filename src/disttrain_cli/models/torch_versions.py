@@ -59,10 +59,11 @@ def all_gather(whole: Tensor, local: Tensor, group: Any, begin: bool = False) ->
     )
 
 
-def reduce_scatter(local: Tensor, partial: Tensor, group: Any) -> None:
-    """Fill `local` with this rank's part of the sum of every rank's `partial`."""
-    (dist.reduce_scatter_tensor if VERSION < (2, 13) else dist.reduce_scatter_single)(
-        local, partial, group=group
+def reduce_scatter(local: Tensor, partial: Tensor, group: Any, begin: bool = False) -> Any:
+    """Fill `local` with this rank's part of the sum of every rank's `partial`; with `begin` what to
+    wait for is returned."""
+    return (dist.reduce_scatter_tensor if VERSION < (2, 13) else dist.reduce_scatter_single)(
+        local, partial, group=group, async_op=begin
     )
 
 

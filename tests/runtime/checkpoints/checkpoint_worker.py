@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from disttrain_cli.costs import buckets
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
@@ -26,6 +27,7 @@ from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.stage_graph import stage_graph
+from tests.runtime.equivalence_worker import BUCKET_NUMBERS
 
 MADE_FROM = {"model": "test"}
 
@@ -37,6 +39,7 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 def ranks(payload: dict[str, Any]) -> None:
     """Run the cases one after the other; rank 0 writes what came out of each."""
+    buckets.BUCKET_NUMBERS = BUCKET_NUMBERS
     with joined("cpu", 120.0) as device:
         for case in payload["cases"]:
             _train(case, device)

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.slow
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 ALL = [ENCODER, LLM, GENERATOR]
 DECAY = 0.8
+#: Runs that reduce and gather beside computing.
+OVERLAPPING = ("zero tp2dp2", "again pp2dp2", "bf16 same", "unfrozen", "frozen other")
 #: Runs that start from the weights of others, without a step: run, layout, and where the weights
 #: are.
 STARTS = {
@@ -110,7 +112,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         start: str = "",
     ) -> None:
         size = 1 if layout == "dp4" else 3
-        plan = plan_of(run, layouts[layout], 1 if layout == "dp4" else size)
+        plan = plan_of(run, layouts[layout], 1 if layout == "dp4" else size, name in OVERLAPPING)
         cases.append(
             {
                 "name": name,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from disttrain_cli.costs import buckets
 from disttrain_cli.models.division import Shard
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.runtime.engine.optimizer import (
@@ -72,15 +73,36 @@ def test_groups_are_of_one_kind_each_and_leave_out_what_is_frozen() -> None:
     assert [
         (g["name"], g["module"], g["tp_whole"], g["initial_lr"], g["weight_decay"]) for g in groups
     ] == [
-        ("projectors/plain", "projectors", True, 0.5, 0.0),
-        ("projectors/decay", "projectors", True, 0.5, 0.1),
-        ("llm/plain", "llm", True, 1e-3, 0.0),
-        ("llm/decay/divided", "llm", False, 1e-3, 0.1),
+        ("projectors/plain/0", "projectors", True, 0.5, 0.0),
+        ("projectors/decay/0", "projectors", True, 0.5, 0.1),
+        ("llm/plain/0", "llm", True, 1e-3, 0.0),
+        ("llm/decay/divided/0", "llm", False, 1e-3, 0.1),
     ]
     assert sum(len(g["params"]) for g in groups) == len(list(llm.parameters())) + len(
         list(projector.parameters())
     )
     assert make_optimizer([still], spec) is None
+
+
+def test_groups_lie_in_one_bucket_each_and_of_one_kind_of_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, _, third = layers = [Layer("llm") for _ in range(3)]
+    first.norm.requires_grad_(False)
+    third.norm.weight.__dict__["partial_gradient"] = True
+    monkeypatch.setattr(buckets, "BUCKET_NUMBERS", 24 + 3 * 6 + 6 + 1)  # more than one layer has
+    groups = parameter_groups(layers, OptimizerSpec())
+    of_first, of_second, of_third = ([*layer.parameters()] for layer in layers)
+    last = {id(p) for p in (*of_second, *of_third)}
+    assert [(g["name"], len(g["params"]), g["tp_partial"]) for g in groups] == [
+        ("llm/plain/0", 2, False),
+        ("llm/decay/0", 1, False),
+        ("llm/plain/1", 7, False),
+        ("llm/decay/1", 2, False),
+        ("llm/plain/partial/1", 1, True),
+    ]
+    assert {id(p) for g in groups[:2] for p in g["params"]} <= {id(p) for p in of_first}
+    assert {id(p) for g in groups[2:] for p in g["params"]} == last
 
 
 def test_a_projector_with_its_modules_own_norm_gives_that_to_the_module() -> None:
@@ -90,9 +112,9 @@ def test_a_projector_with_its_modules_own_norm_gives_that_to_the_module() -> Non
     assert {
         g["name"]: (g["initial_lr"], len(g["params"])) for g in parameter_groups([layer], spec)
     } == {
-        "projectors/decay": (1e-3, 1),
-        "projectors/plain": (1e-3, 2),
-        "image_encoder/plain": (0.25, 2),
+        "projectors/decay/0": (1e-3, 1),
+        "projectors/plain/0": (1e-3, 2),
+        "image_encoder/plain/0": (0.25, 2),
     }
 
 

@@ -60,7 +60,7 @@ class Drawn:
 
     def records(self) -> list[Record]:
         """Of all ranks."""
-        return list(record_steps(self.run, self.graph, self.order))
+        return list(record_steps(self.run, self.graph, self.order, overlap=self.layout.overlap))
 
 
 def write_models(folder: Path) -> list[Run]:
@@ -131,6 +131,7 @@ def draw(runs: list[Run], seed: int) -> Drawn:
         microbatch_size=size,
         microbatches=microbatches,
         gpus_used=sum(one.gpus for one in units),
+        overlap=random.Random(repr(units)).random() < 0.5,
         units=units,
     )
     shapes = " ".join(f"{one.name}:tp{one.tp}dp{one.dp}pp{one.pp}" for one in units)

@@ -58,7 +58,10 @@ def _trained_layouts(folder: Path) -> list[Drawn]:
             )
         )
     return [
-        step_of(str(units), run, plan_of(run, units, microbatch).plan, generator)
+        step_of(
+            f"{units}, {overlap}", run, plan_of(run, units, microbatch, overlap).plan, generator
+        )
+        for overlap in (False, True)
         for run, units, microbatch in cases
     ]
 
@@ -66,7 +69,7 @@ def _trained_layouts(folder: Path) -> list[Drawn]:
 @pytest.mark.slow
 def test_layouts_that_tests_train(tmp_path: Path) -> None:
     steps = _trained_layouts(tmp_path)
-    assert len(steps) >= 55
+    assert len(steps) >= 110
     assert {one.name: found for one in steps if (found := faults(one.records()))} == {}
 
 
@@ -99,6 +102,6 @@ def test_the_largest_preset_on_1296_ranks(tmp_path: Path) -> None:
         update={"train": run.file.train.model_copy(update={"ordering": "none"})}
     )
     order, _ = Orders(packed, layout, open_index(run, describe(run))).of(0)
-    records = list(record_steps(run, graph, replace(order, slots=order.slots[:10])))
+    records = list(record_steps(run, graph, replace(order, slots=order.slots[:10]), overlap=True))
     assert len(records) == 1296 and sum(len(record.operations) for record in records) > 100_000
     assert faults(records) == []

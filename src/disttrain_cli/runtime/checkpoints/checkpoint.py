@@ -134,6 +134,7 @@ class Saver:
             dist.destroy_process_group(self._group)
 
     def _copy(self) -> dict[str, Pieces]:
+        self._engine.settle()
         allocate_moments(self._engine)
         kept = list(staged(self._engine))
         kept += (
@@ -218,6 +219,7 @@ def load(
     described = describe(folder)
     _verify(folder, described["files"])
     metadata = read_metadata(folder)
+    engine.settle()
     engine.skipped_steps = described["skipped_steps"]
     engine.updates = {name: described["updates"].get(name, 0) for name in engine.updates}
     allocate_moments(engine, restart=True)

@@ -105,7 +105,8 @@ def _order(run: Run, plan: Plan, profile: Profile, graph: StageGraph) -> OrderSe
     """All ranks' messages in as many slots as fill the pipeline and empty it again."""
     most = plan.plan.microbatches
     slots = min(most, 1 + max(slots_in_flight(stage, most) for stage in graph.stages))
-    records = list(record_steps(run, graph, worst_step(profile, plan.plan, slots)))
+    order = worst_step(profile, plan.plan, slots)
+    records = list(record_steps(run, graph, order, overlap=plan.plan.overlap))
     return OrderSeen(
         slots=slots,
         operations=sum(len(record.operations) for record in records),

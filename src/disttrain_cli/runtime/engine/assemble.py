@@ -190,7 +190,7 @@ def engine_parts(
     optimizer = make_optimizer(layers, train.optimizer)
     config = deepspeed_config(train, layout, coords.unit.dp, optimizer is not None)
     return {
-        "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config),
+        "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config, layout.overlap),
         "coords": coords,
         "layout": layout,
         "train_spec": train,

@@ -1,8 +1,8 @@
 """DeepSpeed's engine of one stage: what is kept of it, and what keeps it from doing the rest.
 
-Kept are its optimizers (ZeRO-1, bf16), its reduction of gradients and its configuration. It neither
-computes nor moves a slot and takes no norm: `UnitEngine` does. The numbers in the comments are the
-traps listed in docs/deepspeed.md.
+Kept are what its optimizers keep (ZeRO-1, bf16) and its configuration. It neither computes nor
+moves a slot and takes no norm (`UnitEngine` does), reduces no gradients (`reduction`) and gathers
+no weights (`partitions`). The numbers in the comments are the traps listed in docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.runtime.engine.optimizer import add_at_once, step_unchecked
+from disttrain_cli.runtime.engine.optimizer import groups_of
+from disttrain_cli.runtime.engine.partitions import (
+    Gathering,
+    add_at_once,
+    partitions_of,
+    step_by_group,
+)
+from disttrain_cli.runtime.engine.reduction import Reduction
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.spec.stage_graph import RankCoords
 
@@ -48,12 +54,21 @@ class StageModule(PipelineModule):
 
 
 class StageEngine(PipelineEngine):
-    """One rank's weights under DeepSpeed: reduction of their gradients, and optimizer."""
+    """One rank's weights under DeepSpeed: reduction of their gradients, optimizer, and gathering.
+
+    Args:
+        overlap: whether gradients are reduced during the last backward of a step, and weights
+            gathered ahead of the next one's forwards.
+    """
 
     _starting = True
 
     def __init__(
-        self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]
+        self,
+        module: StageModule,
+        optimizer: torch.optim.Optimizer | None,
+        config: dict[str, Any],
+        overlap: bool = False,
     ) -> None:
         super().__init__(
             args=None,
@@ -64,9 +79,20 @@ class StageEngine(PipelineEngine):
             config_class=DeepSpeedConfig(config, module.mpu()),
         )
         self._starting = False
-        if self.using_bf16_optimizer:  # trap 8 forbids a subclass
-            self.optimizer.step = partial(step_unchecked, self.optimizer)
-            add_at_once(self.optimizer)
+        grid = module.mpu()
+        replicas = (
+            grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None
+        )
+        partitions = partitions_of(self.optimizer, grid.get_data_parallel_rank())
+        self.gathering = Gathering(partitions, replicas, module.layers if overlap else ())
+        if partitions:  # trap 8 forbids a subclass
+            self.optimizer.step = partial(step_by_group, self.optimizer, partitions, self.gathering)
+        if self.using_bf16_optimizer:
+            add_at_once(partitions)
+        weights = [one.weights for one in partitions] or [
+            group["params"] for group in groups_of(self.optimizer)
+        ]
+        self.reduction = Reduction(weights, partitions, replicas, overlap)
 
     def is_first_stage(self) -> bool:
         """Both ends while starting: its ping-pong with neighbours assumes equal DP (trap 3)."""
@@ -83,21 +109,6 @@ class StageEngine(PipelineEngine):
             yield
         finally:
             self._running_engine_backward = False
-
-    def complete_gradients(self) -> None:
-        """Zeros where a replica's layers had nothing to do (trap 30)."""
-        if not self.using_bf16_optimizer:
-            for parameter in self.module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-
-    def reduce(self) -> None:
-        """Sum the gradients over the replicas."""
-        if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
-            for gradients in self.optimizer.fp32_groups_gradients_flat:
-                dist.all_reduce(gradients, group=self.mpu.get_data_parallel_group())
-            return
-        self._exec_reduce_grads()
 
     def take_step(self) -> None:
         """Let the optimizer step with the gradients as they are, and forget them."""

@@ -1,10 +1,10 @@
 """One rank's part of a step over units of different shape.
 
 Executes DeepSpeed's 1F1B schedule (`PipeSchedule`), or ours with backwards in two parts (`split`):
-loads, computes (`StageRunner`) and moves (`Broker`) slots, then has DeepSpeed reduce and step
-(`StageEngine`). The gradient norm is taken once over all units: each rank counts its own partition
-or share. A stage of which nothing is trained has no optimizer, but stays in that reduction
-(deepspeed traps 7, 19, 33; docs/deepspeed.md).
+loads, computes (`StageRunner`) and moves (`Broker`) slots, then has gradients reduced (`Reduction`)
+and DeepSpeed's optimizer step (`StageEngine`). The gradient norm is taken once over all units: each
+rank counts its own partition or share. A stage of which nothing is trained has no optimizer, but
+stays in that reduction (deepspeed traps 7, 19, 33; docs/deepspeed.md).
 """
 
 from __future__ import annotations
@@ -244,6 +244,8 @@ class UnitEngine:
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
+        if self.coords.stage.weight_delay is None and self._is_last(slot):
+            self.stage.reduction.expect()
         with self._memory("backward", slot), self.stage.backward_under_way():
             gradients = self.runner.backward(
                 slot, self._state.pop(slot, {}), self._timed("backward", slot)
@@ -252,8 +254,13 @@ class UnitEngine:
             self._state[slot] = gradients
 
     def _weights(self, slot: int) -> None:
+        if self._is_last(slot):
+            self.stage.reduction.expect(self.runner.waiting(slot))
         with self._memory("weights", slot), self.stage.backward_under_way():
             self.runner.weights(slot, self._timed("weights", slot))
+
+    def _is_last(self, slot: int) -> bool:
+        return slot == len(self.order.slots) - 1
 
     def _send_gradient(self, slot: int) -> None:
         assert self.upstream is not None
@@ -271,9 +278,8 @@ class UnitEngine:
         if any(waited):
             self.tracer.record("wait", start)
         start = self.tracer.mark()
-        self.stage.complete_gradients()
-        self._sum_partial_gradients()
         self._reduce_gradients()
+        self._sum_partial_gradients()
         reduced = sum(
             p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
         )
@@ -287,15 +293,14 @@ class UnitEngine:
 
     def _sum_partial_gradients(self) -> None:
         """Over the TP group: gradients of undivided weights, of which each rank has a part
-        (`tensor_parallel.join`)."""
+        (`tensor_parallel.join`), as far as this rank steps them."""
         group = self.module.mpu().tp
         if group is not None:
-            sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
+            sum_over(partial_gradients(self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        # stock DeepSpeed copies its gradients even alone
-        if self.optimizer is not None and self.coords.unit.dp > 1:
-            self.stage.reduce()
+        """Over the replicas: what of it does not run yet, and waiting for all."""
+        self.stage.reduction.finish()
 
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it
@@ -311,12 +316,17 @@ class UnitEngine:
         self.updates = {name: count + 1 for name, count in self.updates.items()}
         if self.optimizer is None:
             return
+        self.settle()
         clipping = self.train_spec.gradient_clipping
         if clipping and (scale := clipping / (self._norm + 1e-6)) < 1.0:
             torch._foreach_mul_(
                 [tensor for _, tensors, _ in gradients for tensor in tensors], scale
             )
         self.stage.take_step()
+
+    def settle(self) -> None:
+        """Wait until all weights are those of the last step."""
+        self.stage.gathering.settle()
 
     def _sums_and_largest(self, squared: Tensor) -> list[float]:
         """The world's sum of squares and its losses; `largest` is found on the way. The host waits

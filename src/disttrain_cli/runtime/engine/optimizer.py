@@ -1,8 +1,9 @@
 """AdamW over the trained weights of a stage: parameter groups, learning rates, and each rank's
 share of the norm.
 
-Weights are grouped so that every flat partition of ZeRO is of one kind: one module (or the
-projectors), decaying or not, divided over the TP group or whole on each of its ranks. What decays
+Weights are grouped so that every flat partition of ZeRO lies in one bucket of layers
+(`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, divided over
+the TP group or whole on each of its ranks, with whole or partial gradients there. What decays
 are matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled from
 the gradient); biases, norms and other single vectors, such as a class token, do not.
 """
@@ -11,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.spec.runfile import Run
@@ -30,22 +31,27 @@ def decays(parameter: nn.Parameter) -> bool:
 
 
 def parameter_groups(
-    layers: Iterable[PipelineLayer], optimizer: OptimizerSpec
+    layers: Sequence[PipelineLayer], optimizer: OptimizerSpec
 ) -> list[dict[str, Any]]:
     """Groups of the weights that ask for gradients, in the order in which the layers have them.
 
     Beside what AdamW reads, a group says its "name", the "module" whose learning rate it follows,
-    "initial_lr", and "tp_whole": whether every rank of a TP group holds all of these weights.
+    "initial_lr", and of a TP group "tp_whole", whether every rank holds all of these weights, and
+    "tp_partial", whether each has a part of their gradients' sum only.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        for path, parameter in layer.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            module = layer.owner_of(path)
+    trained = [
+        [(path, p) for path, p in layer.named_parameters() if p.requires_grad] for layer in layers
+    ]
+    numbers = [sum(p.numel() for _, p in weights) for weights in trained]
+    for number, bucket in enumerate(buckets(numbers)):
+        for layer, (path, parameter) in ((i, weight) for i in bucket for weight in trained[i]):
+            module = layers[layer].owner_of(path)
             spec = optimizer.of(module)
             whole, decay = shard_of(parameter) is None, decays(parameter)
-            name = f"{module}/{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
+            partial = getattr(parameter, "partial_gradient", False)
+            kind = f"{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
+            name = f"{module}/{kind}{'/partial' if partial else ''}/{number}"
             group = groups.setdefault(
                 name,
                 {
@@ -53,6 +59,7 @@ def parameter_groups(
                     "name": name,
                     "module": module,
                     "tp_whole": whole,
+                    "tp_partial": partial,
                     "lr": spec.lr,
                     "initial_lr": spec.lr,
                     "weight_decay": spec.weight_decay if decay else 0.0,
@@ -125,39 +132,43 @@ def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[
     equal ones where ZeRO does not split them (deepspeed traps 5 and 6), and TP ranks hold equal
     ones of whole weights.
     """
-    if optimizer is None:
-        return []
-    gradients = []
-    for index, group in enumerate(optimizer.param_groups):
-        weight = 1.0 / tp if group["tp_whole"] else 1.0
-        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bf16, ZeRO-1
-            tensors = [optimizer.fp32_groups_gradient_flat_partition[index]]
-        elif hasattr(optimizer, "averaged_gradients"):  # fp32, ZeRO-1
-            tensors = list(optimizer.averaged_gradients[index])
-        else:
-            tensors, weight = [p.grad for p in group["params"] if p.grad is not None], weight / dp
-        gradients.append((group["module"], tensors, weight))
-    return gradients
+    alike = 1.0 if splits(optimizer) else 1.0 / dp
+    return [
+        (group["module"], _gradients(group), alike / tp if group["tp_whole"] else alike)
+        for group in groups_of(optimizer)
+    ]
 
 
-def partial_gradients(parameters: Iterable[nn.Parameter], optimizer: Any) -> list[Tensor]:
-    """Gradients before the reduction of weights that every TP rank has, each a part of the sum over
-    the group."""
-    if hasattr(optimizer, "fp32_groups_gradients"):  # bf16, ZeRO-1
-        pairs = [
-            pair
-            for gradients in zip(
-                optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
-            )
-            for pair in zip(*gradients, strict=True)
-        ]
-    else:
-        pairs = [(parameter, parameter.grad) for parameter in parameters]
+def partial_gradients(optimizer: Any) -> list[Tensor]:
+    """This rank's gradients after the reduction of weights that every TP rank has, each a part of
+    the sum over the group."""
     return [
         gradient
-        for parameter, gradient in pairs
-        if gradient is not None and getattr(parameter, "partial_gradient", False)
+        for group in groups_of(optimizer)
+        if group["tp_partial"]
+        for gradient in _gradients(group)
     ]
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """What torch's optimizer steps: weights or, where ZeRO splits them, masters of this rank's
+    partitions."""
+    return [] if optimizer is None else torch_optimizer(optimizer).param_groups
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one inside DeepSpeed's."""
+    return optimizer.optimizer if splits(optimizer) else optimizer
+
+
+def splits(optimizer: Any) -> bool:
+    """Whether an optimizer is one of DeepSpeed's, each rank of which has a partition of every group
+    (ZeRO-1)."""
+    return not isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _gradients(group: dict[str, Any]) -> list[Tensor]:
+    return [p.grad for p in group["params"] if p.grad is not None]
 
 
 def sum_of_squares(
@@ -171,44 +182,9 @@ def sum_of_squares(
     return total
 
 
-def step_unchecked(optimizer: Any) -> None:
-    """`BF16_Optimizer.step` without its norm, for which the host would wait: ours has been taken
-    and is finite."""
-    with torch.no_grad():
-        for partition, gradient in zip(
-            optimizer.fp32_groups_flat_partition,
-            optimizer.fp32_groups_gradient_flat_partition,
-            strict=True,
-        ):
-            partition.grad = gradient
-        optimizer.optimizer.step()
-        optimizer._lazy_init_hp_params_optimizer_state()
-        optimizer.update_lp_params()
-        optimizer.clear_hp_grads()
-
-
-def add_at_once(optimizer: Any) -> None:
-    """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
-
-    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept
-    too.
-    """
-
-    def add(weight: Tensor, total: Tensor) -> None:
-        assert weight.grad is not None
-        total.view_as(weight).add_(weight.grad)
-        weight.grad = None
-
-    for weights, sums in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-        for weight, total in zip(weights, sums, strict=True):
-            weight.register_post_accumulate_grad_hook(partial(add, total=total))
-
-
 def drop_gradients(optimizer: Any) -> None:
     """Forget the gradients of a step that is not taken; weights and moments stay as they are."""
     if optimizer is None:
         return
     optimizer.zero_grad(set_to_none=True)
-    if hasattr(optimizer, "averaged_gradients"):  # fp32, ZeRO-1
-        for group in optimizer.averaged_gradients:
-            optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+    torch_optimizer(optimizer).zero_grad(set_to_none=True)

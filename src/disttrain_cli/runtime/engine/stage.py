@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
@@ -154,6 +155,14 @@ class StageRunner:
                 )
             done()
         return gradients
+
+    def waiting(self, slot: int) -> list[Parameter]:
+        """The weights whose gradients a slot's backward put aside, each once per gradient."""
+        return [
+            cast(Parameter, weight)
+            for _, parts in self.put_aside.get(slot, [])
+            for weight, _ in parts
+        ]
 
     def weights(self, slot: int, timed: Callable[[str], Callable[[], None]]) -> None:
         """Compute the gradients of weights that a slot's backward put aside."""

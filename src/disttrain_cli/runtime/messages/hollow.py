@@ -3,8 +3,8 @@ real ones.
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-leave tensors of the rows that a slot gives them. What layers and DeepSpeed say to a TP group or to
-the replicas of a stage is one message each.
+leave tensors of the rows that a slot gives them. What layers say to a TP group is one message, what
+is said to the replicas of a stage one per layer.
 """
 
 from __future__ import annotations
@@ -42,16 +42,24 @@ NOWHERE = torch.device("meta")
 
 
 def record_steps(
-    run: Run, graph: StageGraph, order: StepOrder, ranks: Iterable[int] | None = None
+    run: Run,
+    graph: StageGraph,
+    order: StepOrder,
+    ranks: Iterable[int] | None = None,
+    overlap: bool = False,
 ) -> Iterator[Record]:
     """What ranks (all of them if not given) send, receive and join over NCCL: in the step of
     `order`, and then in an evaluation of its slots.
+
+    With `overlap` (of the layout) replicas that have work in the last slot reduce in its backward.
     """
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
     for rank in range(graph.world_size) if ranks is None else ranks:
         with alone(rank, graph.world_size), Recorder(rank) as recorder:
-            engine = HollowEngine(run.file.train, table, carrying, graph, graph.coords(rank))
+            engine = HollowEngine(
+                run.file.train, table, carrying, graph, graph.coords(rank), overlap
+            )
             engine.run_step(order, _nothing, lambda: [0.0])
             engine.evaluate(order, _nothing)
         yield recorder.record
@@ -79,9 +87,11 @@ class HollowRunner(StageRunner):
         order: Callable[[], StepOrder],
         grid: UnitGrid,
         links: tuple[Sequence[Broker], Sequence[Broker]],
+        reduction: HollowReduction,
     ) -> None:
         super().__init__(segments)
         self._coords, self._order, self._grid, self._links = coords, order, grid, links
+        self._reduction = reduction
 
     def forward(
         self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any
@@ -91,7 +101,14 @@ class HollowRunner(StageRunner):
 
     def backward(self, slot: int, gradients: dict[str, Tensor], timed: Any) -> dict[str, Tensor]:
         del self.in_flight[slot]
-        return self._leave(slot, self._links[0])
+        left = self._leave(slot, self._links[0])
+        self.weights(slot, timed)
+        return left
+
+    def weights(self, slot: int, timed: Any) -> None:
+        items = self._order().slots[slot].replicas[self._coords.unit.name][self._coords.replica]
+        if any(len(positions) for positions in items.values()):
+            self._reduction.begin()
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
         join(self._grid.tp and self._grid.tp.ranks)
@@ -110,17 +127,43 @@ class HollowRunner(StageRunner):
         return torch.empty((rows, *spec.shape), dtype=dtype, device=NOWHERE)
 
 
+class HollowReduction:
+    """The messages of `Reduction`, one per layer."""
+
+    def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
+        self._replicas = grid.dp_proc_group
+        self._layers = len(coords.stage.layers) if coords.unit.dp > 1 else 0
+        self._overlaps, self._expected, self._left = overlaps, False, self._layers
+
+    def expect(self, weights: Any = None) -> None:
+        """The last pass that makes gradients begins."""
+        self._expected = self._overlaps
+
+    def begin(self) -> None:
+        """A pass made its gradients."""
+        while self._expected and self._left:
+            self._join()
+
+    def finish(self) -> None:
+        """The last pass has ended."""
+        while self._left:
+            self._join()
+        self._expected, self._left = False, self._layers
+
+    def _join(self) -> None:
+        join(self._replicas)
+        self._left -= 1
+
+
 @dataclass
 class HollowStage:
     """A stage without weights, which DeepSpeed would want."""
 
     module: StageModule
+    reduction: HollowReduction
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     optimizer: None = None
     backward_under_way = nullcontext
-
-    def complete_gradients(self) -> None:
-        """There are none."""
 
 
 class HollowEngine(UnitEngine):
@@ -133,6 +176,7 @@ class HollowEngine(UnitEngine):
         carrying: Sequence[frozenset[str]],
         graph: StageGraph,
         coords: RankCoords,
+        overlap: bool,
     ) -> None:
         grid, layers = UnitGrid(graph, coords), coords.stage.layers
         links = brokers(
@@ -152,9 +196,10 @@ class HollowEngine(UnitEngine):
             carrying.__getitem__,
         )
         upstream, downstream = map(together, links)
+        reduction = HollowReduction(grid, coords, overlap)
         super().__init__(
-            stage=cast(StageEngine, HollowStage(StageModule([], grid, coords))),
-            runner=HollowRunner(segments, coords, lambda: self.order, grid, links),
+            stage=cast(StageEngine, HollowStage(StageModule([], grid, coords), reduction)),
+            runner=HollowRunner(segments, coords, lambda: self.order, grid, links, reduction),
             upstream=upstream,
             downstream=downstream,
             coords=coords,
@@ -169,14 +214,10 @@ class HollowEngine(UnitEngine):
         grid = self.module.mpu()
         join(grid.tp and grid.tp.ranks)
 
-    def _reduce_gradients(self) -> None:
-        if self.coords.unit.dp > 1:
-            join(self.module.mpu().dp_proc_group)
-
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas give each other the weights that each has changed
-        if self.coords.unit.dp > 1:
+        for _ in self.coords.stage.layers if self.coords.unit.dp > 1 else ():
             join(self.module.mpu().dp_proc_group)
 
     def _memory(self, operation: str, slot: int) -> Any:

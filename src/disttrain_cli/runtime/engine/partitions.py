@@ -1,0 +1,156 @@
+"""What ZeRO-1 keeps of a parameter group: a flat tensor of its weights, of which each replica owns
+a part, steps the fp32 master of it and gives it to the others.
+
+The optimizer steps one group after the other, and the weights of each are gathered as soon as they
+have changed. Where the gathering is ahead of the next step, a layer waits for its own weights when
+it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from disttrain_cli.models.torch_versions import all_gather
+from disttrain_cli.runtime.engine.optimizer import groups_of, splits, torch_optimizer
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One parameter group as ZeRO-1 keeps it; N numbers, filled up to a multiple of the P that a
+    replica owns."""
+
+    weights: Sequence[nn.Parameter]  # views of `flat_N`
+    flat_N: Tensor
+    own_P: Tensor  # a view of `flat_N`
+    master_P: Tensor  # fp32
+    sums_N: Tensor | None  # bf16: fp32 sums of gradients, kept between steps
+
+    def own_of(self, gradients_N: Tensor) -> Tensor:
+        """The part of a flat tensor that this rank owns."""
+        return gradients_N.narrow(
+            0, self.own_P.storage_offset() - self.flat_N.storage_offset(), len(self.own_P)
+        )
+
+
+def partitions_of(optimizer: Any, replica: int) -> list[Partition]:
+    """The partitions of one of DeepSpeed's optimizers, by parameter group; none of torch's own."""
+    if optimizer is None or not splits(optimizer):
+        return []
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):
+        weights, flat, parts, masters, sums = (
+            optimizer.bf16_groups,
+            optimizer.bf16_groups_flat,
+            optimizer.bf16_partitioned_groups,
+            optimizer.fp32_groups_flat_partition,
+            optimizer.fp32_groups_gradients_flat,
+        )
+    else:
+        weights, flat, parts, masters, sums = (
+            optimizer.bit16_groups,
+            optimizer.bit16_groups_flat,
+            optimizer.parallel_partitioned_bit16_groups,
+            optimizer.single_partition_of_fp32_groups,
+            [None] * len(optimizer.bit16_groups),
+        )
+    return [
+        Partition(weights[i], flat[i], parts[i][replica], masters[i], sums[i])
+        for i in range(len(weights))
+    ]
+
+
+def add_at_once(partitions: Iterable[Partition]) -> None:
+    """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
+
+    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept
+    too.
+    """
+
+    def add(weight: Tensor, total: Tensor) -> None:
+        assert weight.grad is not None
+        total.add_(weight.grad)
+        weight.grad = None
+
+    for one in partitions:
+        assert one.sums_N is not None
+        for weight, total in views(one.weights, one.sums_N):
+            weight.register_post_accumulate_grad_hook(partial(add, total=total))
+
+
+def views(weights: Sequence[nn.Parameter], flat_N: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The weights of a group, each with its view of a flat tensor like theirs."""
+    at = 0
+    for weight in weights:
+        yield weight, flat_N[at : at + weight.numel()].view_as(weight)
+        at += weight.numel()
+
+
+def step_by_group(optimizer: Any, partitions: Sequence[Partition], gathering: Gathering) -> None:
+    """In the place of the step of DeepSpeed's optimizers: one group after the other, with the
+    gradients that the masters have.
+
+    Theirs takes a norm, for which the host would wait (ours has been taken and is finite), and
+    gathers when all groups are done.
+    """
+    stepping, groups = torch_optimizer(optimizer), groups_of(optimizer)
+    with torch.no_grad():
+        for index, (group, one) in enumerate(zip(groups, partitions, strict=True)):
+            stepping.param_groups = [group]
+            stepping.step()
+            one.master_P.grad = None
+            one.own_P.copy_(one.master_P)
+            gathering.begin(index)
+    stepping.param_groups = groups
+    gathering.end()
+
+
+class Gathering:
+    """Gives all replicas the weights that each has changed, group by group.
+
+    Args:
+        replicas: None where there is one.
+        ahead: layers that wait for their own weights when they are called; none: `end` waits.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        replicas: dist.ProcessGroup | None,
+        ahead: Iterable[nn.Module] = (),
+    ) -> None:
+        self._partitions, self._replicas = partitions, replicas
+        self._under_way: dict[int, Any] = {}
+        group_of = {id(p): index for index, one in enumerate(partitions) for p in one.weights}
+        self._ahead = False
+        for layer in ahead:
+            self._ahead = True
+            own = sorted({group_of[id(p)] for p in layer.parameters() if id(p) in group_of})
+            layer.register_forward_pre_hook(partial(self._before, own))
+
+    def begin(self, index: int) -> None:
+        """Begin to gather the weights of a group, whose own part has changed."""
+        if self._replicas is not None:
+            one = self._partitions[index]
+            self._under_way[index] = all_gather(one.flat_N, one.own_P, self._replicas, begin=True)
+
+    def end(self) -> None:
+        """Called after the last group of a step."""
+        if not self._ahead:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until all weights are those of the last step."""
+        self._wait(list(self._under_way))
+
+    def _before(self, groups: Sequence[int], *_: Any) -> None:
+        self._wait([index for index in groups if index in self._under_way])
+
+    def _wait(self, groups: Iterable[int]) -> None:
+        for index in groups:
+            self._under_way.pop(index).wait()
