@@ -86,6 +86,7 @@ def engine_of(
         device=torch.device("cpu"),
         skipped_steps=0,
         updates={"llm": 1} if trained else {},
+        settle=lambda: None,
     )
 
 
