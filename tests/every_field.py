@@ -150,7 +150,7 @@ ELSEWHERE = {
     "rehearse.distribution": "tests/runtime/rehearsal/test_rehearse.py",
     "model.modules.*.folder": "tests/models/test_weights.py",
     "model.modules.*.vae_folder": "tests/models/test_vae.py",
-    "model.modules.*.cached_latents": "tests/models/test_vae.py",
+    "model.modules.*.cached_latents": "tests/runtime/test_latents.py",
     "version": "it has one value",
 }
 

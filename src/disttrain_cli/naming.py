@@ -17,7 +17,7 @@ from disttrain_cli.spec.rundir import run_folder
 DEFAULT_RUN_FILE = Path("disttrain.yaml")
 #: Commands that take a run file, and `analyze`, where they are suggested without a path.
 _BARE = re.compile(
-    r"\bdisttrain (profile|plan|train|export|analyze|data serve)"
+    r"\bdisttrain (profile|plan|train|export|analyze|data serve|data latents)"
     r"(?=\Z|\n| (?:--(?!help\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))"
 )
 

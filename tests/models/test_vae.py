@@ -7,6 +7,7 @@ from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
 from disttrain_cli.models.noise import draw_noise
+from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.vae import decoder_maker
@@ -80,7 +81,7 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
     with torch.no_grad():
         posterior = whole.encode(batch.of("target").values[0][0]).latent_dist
     drawn = (state["latents"] / whole.config.scaling_factor - posterior.mean) / posterior.std
-    torch.testing.assert_close(drawn, vae._noise(batch), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(drawn, draw(batch, (4, 8, 8), 0), rtol=1e-4, atol=1e-4)
     timesteps, noise = draw_noise(batch, (4, 8, 8), 1000)
     assert not torch.equal(drawn, noise)
     first = start.start(
@@ -123,7 +124,7 @@ def test_bf16_runs(run):
 def test_cached_latents_need_no_encoder(make_run, run):
     cached = make_run(image_generator={**GENERATOR, "cached_latents": True})
     target = describe(cached).target
-    assert (target.size_px, target.latent_pixels, target.shape) == (16, 64, (4, 8, 8))
+    assert (target.size_px, target.latent_pixels, target.shape) == (16, 64, (8, 8, 8))
     assert [layer.name for layer in layer_table(cached)] == [
         layer.name for layer in layer_table(run) if layer.kind != "vae_encoder"
     ]

@@ -309,7 +309,7 @@ def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_pat
     assert slot_mib > 8
     service = Service(run)
     try:
-        own = fingerprint(identity_of(run.file, plan.plan, index, profile))
+        own = fingerprint(identity_of(run, plan.plan, index, profile))
         client = flight.FlightClient(service.addresses[0])
         requests = [
             Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"image"}))

@@ -20,7 +20,9 @@ from disttrain_cli.commands.common import (
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
+    from disttrain_cli.data.index import Index
     from disttrain_cli.data.sources import Skipped
+    from disttrain_cli.spec.runfile import Run
 
 SERVE_EPILOG = """Examples:
 
@@ -44,6 +46,16 @@ Indexes the data as disttrain profile does, then decodes every image and clip th
 by an earlier check, on all cores of this machine. Samples that cannot be used are listed with their
 reasons and left out of the index; past data.max_bad_fraction the index stays as it is, with exit
 code 1.
+"""
+
+LATENTS_EPILOG = """Examples:
+
+$ disttrain data latents
+$ disttrain data latents demo/disttrain.yaml --json --quiet > latents.json
+
+For generators with cached_latents in the run file: encodes every image to generate with the
+generator's VAE, on the GPU where there is one, else on all cores, and keeps mean and log-variance
+in the run's folder. An interrupted call goes on where it was; new shards are added.
 """
 
 app = typer.Typer()
@@ -175,6 +187,54 @@ def check(
     console.hint(
         next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file)
     )
+
+
+@app.command("latents", epilog=LATENTS_EPILOG)
+def latents(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Encode the images to generate once, so that no VAE runs in training."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    opened = open_run(run_file)
+    from disttrain_cli.models.weights import starting_weights
+    from disttrain_cli.runtime.latents import make_latents
+
+    for sentence in starting_weights(opened):
+        if "VAE" in sentence:
+            console.note(sentence)
+    with console.progress() as progress:
+        index, made = make_latents(opened, progress)
+    _show(console, [one for of in made for one in of.broken])
+    console.result(
+        {
+            "data": index.fingerprint,
+            "latents": [
+                of._asdict()
+                | {"path": str(of.path), "broken": [one._asdict() for one in of.broken]}
+                for of in made
+            ],
+        },
+        "\n".join(str(of.path) for of in made),
+    )
+    for of in made:
+        console.say(
+            f"{of.module}: latents of {of.images:,} images, {of.image_bytes:,} bytes each;"
+            f" {of.encoded:,} were encoded now, {len(of.broken):,} of these cannot be decoded"
+        )
+    console.hint(next_command(_after_latents(opened, index), run_file))
+
+
+def _after_latents(run: Run, index: Index) -> str:
+    """The command that comes next: data and model of a profile may be others."""
+    from disttrain_cli.spec.profile import read_profile
+
+    if not run.dir.profile.is_file():
+        return "profile"
+    profile = read_profile(run.dir.profile)
+    fits = profile.inputs == index.inputs and profile.fingerprints.data == index.fingerprint
+    return "plan" if fits and not run.dir.plan.is_file() else "train" if fits else "profile"
 
 
 def _show(console: Console, skipped: list[Skipped]) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,14 @@ from disttrain_cli.spec.runfile import Run
 AT_ONCE = 1024  # samples between two messages of the progress
 
 
+class Files(Protocol):
+    """Where the bytes of images and clips come from."""
+
+    def file(self, sample: int, segment: int) -> Any:
+        """The bytes of a segment; ValueError where it is known that they cannot be decoded."""
+        ...
+
+
 class Broken(NamedTuple):
     """An image or clip that could not be decoded. Its whole sample is left out of the losses: no
     text of it is a label and no image of it is learnt, whoever prepares them. A blank or silence
@@ -37,15 +45,15 @@ class Broken(NamedTuple):
 def try_decoding(
     run: Run,
     index: Index,
-    reader: ShardReader,
+    files: Files,
     sample: int,
     segment: int,
-    decode: Callable[[bytes], Any],
+    decode: Callable[[Any], Any],
 ) -> list[Broken]:
     """Decode one image or clip; what is wrong with it, if anything. Raises DataError where the
     shard changed."""
     try:
-        decode(reader.file(sample, segment))
+        decode(files.file(sample, segment))
     except ValueError as error:
         shard = shard_label(run, index.shards[int(index.shard[sample])])
         position = segment - int(index.segment_start[sample])
@@ -56,7 +64,7 @@ def try_decoding(
 
 
 def broken_in(
-    index: Index, sample: int, tried: Callable[[int, Callable[[bytes], Any]], list[Broken]]
+    index: Index, sample: int, tried: Callable[[int, Callable[[Any], Any]], list[Broken]]
 ) -> list[Broken]:
     """What `tried`, given segment and decoder, finds in the images and clips of a sample."""
     segments = range(int(index.segment_start[sample]), int(index.segment_start[sample + 1]))

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges
-from disttrain_cli.data.checking import Broken, broken_in, try_decoding
+from disttrain_cli.data.checking import Broken, Files, broken_in, try_decoding
+from disttrain_cli.data.latents import LatentReader, open_latents
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import Members
@@ -28,7 +29,7 @@ from disttrain_cli.data.slots import Ints, ItemArrays, ReplicaItems, SlotBatch
 from disttrain_cli.data.sources import printable
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.heads import Head, Item, number_of
-from disttrain_cli.spec.index import KINDS
+from disttrain_cli.spec.index import KINDS, TARGET
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
@@ -129,6 +130,10 @@ class Preparer:
         # [segments] that were decoded, whoever asked
         self._whole = np.zeros(len(self._index.kinds), dtype=bool)
 
+    @cached_property
+    def _latents(self) -> dict[str, LatentReader]:
+        return open_latents(self._run, self._index)
+
     def close(self) -> None:
         """End the threads; what was begun and not finished fails."""
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -181,6 +186,7 @@ class Preparer:
     ) -> list[Any]:
         """By run of equal grids, what one encoder or generator reads."""
         modality, blocks = MODALITIES[head.item], []
+        files = self._latents.get(head.module, self._reader)
         for first, last in runs_of(grids):
             rows, columns = grid = tuple(grids[first].tolist())
             blank = modality.blank(head, (rows, columns))
@@ -189,8 +195,9 @@ class Preparer:
                 self._decode(
                     work,
                     int(segments[index]),
+                    files,
+                    partial(modality.decode, head=head, grid=grid, out=out),
                     out,
-                    partial(modality.decode, head=head, grid=grid),
                     None if weights is None else weights[index : index + 1],
                 )
             blocks.append(block)
@@ -242,8 +249,9 @@ class Preparer:
         self,
         work: Preparation,
         segment: int,
+        files: Files,
+        decode: Callable[[Any], Any],
         out: Any,
-        decode: Callable[..., Any],
         weight: Any = None,
     ) -> None:
         """Queue one image or clip; where it cannot be decoded, `out` stays blank. Where anything of
@@ -251,7 +259,7 @@ class Preparer:
         sample = int(self._sample_of(segment))
 
         def task() -> list[Broken]:
-            broken = self._tried(sample, segment, partial(decode, out=out))
+            broken = self._tried(sample, segment, files, decode)
             if weight is not None and (broken := broken or self._broken_in(sample)):
                 weight[:], out[:] = 0, 0
             return broken
@@ -263,16 +271,21 @@ class Preparer:
         checked."""
         if self._index.checked[self._index.shard[sample]]:
             return []
-        return broken_in(
-            self._index,
-            sample,
-            lambda segment, decode: (
-                [] if self._whole[segment] else self._tried(sample, segment, decode)
-            ),
-        )
+        latents = next(iter(self._latents.values()), None)
 
-    def _tried(self, sample: int, segment: int, decode: Callable[[bytes], Any]) -> list[Broken]:
-        broken = try_decoding(self._run, self._index, self._reader, sample, segment, decode)
+        def tried(segment: int, decode: Callable[[Any], Any]) -> list[Broken]:
+            if self._whole[segment]:
+                return []
+            if latents is not None and self._index.kinds[segment] == TARGET:
+                return self._tried(sample, segment, latents, lambda data: None)
+            return self._tried(sample, segment, self._reader, decode)
+
+        return broken_in(self._index, sample, tried)
+
+    def _tried(
+        self, sample: int, segment: int, files: Files, decode: Callable[[Any], Any]
+    ) -> list[Broken]:
+        broken = try_decoding(self._run, self._index, files, sample, segment, decode)
         self._whole[segment] = not broken
         return broken
 

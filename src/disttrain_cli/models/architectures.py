@@ -24,6 +24,7 @@ from disttrain_cli.models.configs.generators import read_noise, read_pixart, rea
 from disttrain_cli.models.configs.images import CLIP, HALVES, image_input
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.heads import AudioInput, ImageInput, Item, TargetInput
@@ -114,17 +115,18 @@ def _decoder(joined: Joined) -> list[LayerMaker]:
 def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
     module, spec = joined.module, joined.spec
     assert spec.image_size is not None and module.noise is not None
-    side, encodes = module.config["sample_size"], module.vae is not None and not spec.cached_latents
+    side, cached = module.config["sample_size"], spec.cached_latents
     canvas = Canvas(
         (module.config["in_channels"], side, side),
         module.noise,
         spec.image_size,
-        encodes,
-        joined.index,
+        reads_latents=module.vae is not None and not cached,
+        index=joined.index,
+        posterior=posterior_of(module.vae) if module.vae is not None and cached else None,
     )
     before = (
         [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.index)]
-        if module.vae is not None and encodes
+        if module.vae is not None and not cached
         else []
     )
     return before + makers(
@@ -177,10 +179,10 @@ def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
     return TargetInput(
         module=module.name,
         size_px=spec.image_size,
-        channels=module.config["in_channels"] if spec.cached_latents else 3,
+        channels=2 * module.config["in_channels"] if spec.cached_latents else 3,
         context_tokens=spec.context_tokens,
         latent_pixels=module.config["sample_size"] ** 2,
-        cached_latents=spec.cached_latents,
+        cached_latents=spec.cached_latents and run.file.train.precision,
     )
 
 

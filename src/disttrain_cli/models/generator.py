@@ -17,6 +17,7 @@ from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.parallel import once
+from disttrain_cli.models.posterior import Posterior
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Canvas:
     # a VAE's layer before the generator leaves them; else they are in the batch
     reads_latents: bool
     index: int = 0  # of the generator among the model's
+    posterior: Posterior | None = None  # where the batch has a VAE's moments of them
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -42,7 +44,16 @@ class Canvas:
 
     def clean(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         """Images or latents without noise [N, C, H, W]; no gradients flow into them."""
-        return state["latents"].detach() if self.reads_latents else targets_of(batch, self.index)
+        if self.reads_latents:
+            return state["latents"].detach()
+        if self.posterior is None:
+            return targets_of(batch, self.index)
+        name = f"latents/{self.index}"
+        if name not in batch.cache:
+            moments = targets_of(batch, self.index)
+            batch.cache[name] = self.posterior.sample(moments, batch, self.index)
+        latents: Tensor = batch.cache[name]
+        return latents
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Timesteps and noise of the batch's targets."""

@@ -1,10 +1,6 @@
 """diffusers' AutoencoderKL, frozen: its encoder as a pipeline layer, target pixels → latents that a
 generator learns to denoise; its decoder, which no stage has, for making images of generated
 latents.
-
-Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior −
-shift). The sample is drawn from the image's own seed on the CPU, so it does not depend on rank or
-device.
 """
 
 from __future__ import annotations
@@ -20,12 +16,8 @@ from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import latent_side, refused
 from disttrain_cli.models.generator import targets_field, targets_of
-from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
-from disttrain_cli.models.noise import own_seed
-
-#: Keeps the posterior's draw apart from the diffusion noise of the same seed.
-_POSTERIOR = 0x1A7E27
+from disttrain_cli.models.posterior import posterior_of
 
 #: Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB
 #: in bf16.
@@ -47,9 +39,9 @@ class VaeEncoder(PipelineLayer):
         self.needs = (targets_field(index),)
         self.published = {name: name for name in ("encoder", "quant_conv")}
         side = latent_side(config, image_size)
-        self.shape = (config["latent_channels"], side, side)
-        self.writes = (TensorSpec("latents", "target", "one", self.shape),)
-        self.scaling, self.shift = config["scaling_factor"], config["shift_factor"] or 0.0
+        shape = (config["latent_channels"], side, side)
+        self.writes = (TensorSpec("latents", "target", "one", shape),)
+        self.posterior = posterior_of(config)
         self.encoder = with_own_attention(copy.deepcopy(whole.encoder))
         self.quant_conv = copy.deepcopy(whole.quant_conv)
         self.requires_grad_(False)
@@ -57,38 +49,20 @@ class VaeEncoder(PipelineLayer):
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return not batch.of("target").grids
 
-    @torch.no_grad()
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        moments = self.moments(targets_of(batch, self.index))
+        return {"latents": self.posterior.sample(moments, batch, self.index)}
 
-        pixels = targets_of(batch, self.index).to(self.encoder.conv_in.weight.dtype)
+    @torch.no_grad()
+    def moments(self, pixels_NCHW: Tensor) -> Tensor:
+        """Mean and log-variance of the latents of images of −1..1 [N, 2 · channels, H, W]."""
+        pixels = pixels_NCHW.to(self.encoder.conv_in.weight.dtype)
         images = max(1, PIXELS // pixels[0, 0].numel())
-        moments = torch.cat([self._moments(some) for some in pixels.split(images)])
-        posterior = DiagonalGaussianDistribution(moments)
-        sample = posterior.mean + posterior.std * to_device(self._noise(batch), moments.device).to(
-            moments
-        )
-        return {"latents": (sample - self.shift) * self.scaling}
+        return torch.cat([self._moments(some) for some in pixels.split(images)])
 
     def _moments(self, pixels_NCHW: Tensor) -> Tensor:
         moments = self.encoder(pixels_NCHW)
         return moments if self.quant_conv is None else self.quant_conv(moments)
-
-    def _noise(self, batch: Batch) -> Tensor:
-        """Standard normal [N, *latent shape], float32 on the CPU (without values on the meta
-        device)."""
-        noise_seeds = batch.of("target").noise_seeds
-        assert noise_seeds is not None
-        if noise_seeds.is_meta:
-            return torch.empty(len(noise_seeds), *self.shape, device="meta")
-        seeds = [own_seed(seed, self.index) ^ _POSTERIOR for seed in noise_seeds.tolist()]
-        with torch.device("cpu"):
-            return torch.stack(
-                [
-                    torch.randn(self.shape, generator=torch.Generator("cpu").manual_seed(seed))
-                    for seed in seeds
-                ]
-            )
 
 
 class VaeDecoder(PipelineLayer):

@@ -23,6 +23,7 @@ from disttrain_cli.data.sequences import SequencePlan
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.heads import Grid, Head, Item, TargetInput
 from disttrain_cli.spec.index import KINDS
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import NAMED_ITEMS, PreprocessProfile
 from disttrain_cli.spec.runfile import Run
 
@@ -97,13 +98,11 @@ def _rates(seen: Mapping[Item, Seen], sequences_per_s: float) -> PreprocessProfi
 def _decode(index: Index, reader: ShardReader, sample: int, item: Item) -> Seen:
     """Decode all items of a sample that are of one modality."""
     first, last = index.segment_start[sample : sample + 2].tolist()
-    begin, count = time.perf_counter(), 0
+    begin, count, heads = time.perf_counter(), 0, _decoding(index.inputs, item)
     for segment in range(first, last):
-        if index.kinds[segment] != KINDS[item]:
+        if index.kinds[segment] != KINDS[item] or not heads:
             continue
-        head, grid = index.inputs.of(item)[0], tuple(index.grids[segment].tolist())
-        if _cached(head):
-            continue
+        head, grid = heads[0], tuple(index.grids[segment].tolist())
         count += 1
         data, modality = reader.file(sample, segment), MODALITIES[item]
         with contextlib.suppress(ValueError):
@@ -133,7 +132,7 @@ def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile
     """
     inputs, seen = packing.index.inputs, {item: Seen() for item in KINDS}
     for item, members in packing.items.items():
-        heads = inputs.of(item)
+        heads = _decoding(inputs, item)
         if not heads or not len(members):
             continue
         call = MODALITIES[item].example(heads[0], _mean_grid(heads[0], members))
@@ -152,9 +151,14 @@ def _mean_grid(head: Head, members: Members) -> Grid:
     return side, side
 
 
-def _cached(head: Head) -> bool:
-    """Whether latents stand in for the pixels of images to generate, so that none is decoded."""
-    return isinstance(head, TargetInput) and head.cached_latents
+def _decoding(inputs: ModelInputs, item: Item) -> list[Head]:
+    """The heads of a modality but those for which latents stand in for the pixels of images to
+    generate, so that none is decoded."""
+    return [
+        head
+        for head in inputs.of(item)
+        if not (isinstance(head, TargetInput) and head.cached_latents)
+    ]
 
 
 def _mean_s(call: Callable[[], object], seconds: float) -> float:

@@ -76,9 +76,10 @@ def to_batch(
         return None if value is None else as_tensor(value).to(device, kind, non_blocking=True)
 
     def read(value: Any, head: Head) -> Tensor:
-        if head.affine is None:
-            return tensor(value, dtype)
-        return normalised(tensor(value), head.affine, dtype)
+        raw = tensor(value)
+        if raw.dtype == torch.uint16:  # bf16, which NumPy does not know
+            raw = raw.view(torch.bfloat16)
+        return raw.to(dtype) if head.affine is None else normalised(raw, head.affine, dtype)
 
     def of_item(item: Item, arrays_of_item: ItemArrays) -> Items:
         heads = inputs.of(item)

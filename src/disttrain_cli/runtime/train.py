@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.data.index import Index, read_index
+from disttrain_cli.data.latents import described
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
@@ -217,8 +218,8 @@ def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    """The data's index; data other than those profiled are refused before anything is moved or
-    started."""
+    """The data's index; data other than those profiled, or latents of others, are refused before
+    anything is moved or started."""
     index = read_index(run, profile.inputs)
     if index.fingerprint != profile.fingerprints.data:
         raise MismatchError(
@@ -226,6 +227,7 @@ def _checked_index(run: Run, profile: Profile) -> Index:
             f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
             "Profile and plan again: disttrain profile && disttrain plan",
         )
+    described(run, index)
     return index
 
 

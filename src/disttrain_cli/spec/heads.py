@@ -283,12 +283,17 @@ class TargetInput(Head):
     item: Literal["target"] = "target"
     size_px: int = Field(ge=8, description="Side of the square image.")
     channels: int = Field(
-        3, description="Of the image, or of its latents where they were prepared beforehand."
+        3,
+        description=(
+            "Of the image, or of its latents' mean and log-variance where they were prepared"
+            " beforehand."
+        ),
     )
     context_tokens: int = Field(ge=1, description="LLM positions that condition one image.")
     latent_pixels: int = Field(ge=1, description="Height × width of the tensor that is denoised.")
-    cached_latents: bool = Field(
-        False, description="Latents come in the place of the image's pixels."
+    cached_latents: Literal[False, "fp32", "bf16"] = Field(
+        False,
+        description="In which precision latents come in the place of the image's pixels; or false.",
     )
 
     @property
@@ -298,9 +303,14 @@ class TargetInput(Head):
         return self.channels, side, side
 
     @property
-    def affine(self) -> Affine:
-        """By which bytes become what the generator draws: -1..1."""
-        return ((1 / 127.5, 1.0),) * self.channels
+    def pixels(self) -> TargetInput:
+        """Of the image itself, where its latents were prepared beforehand."""
+        return self.model_copy(update={"channels": 3, "cached_latents": False})
+
+    @property
+    def affine(self) -> Affine | None:
+        """By which bytes become what the generator draws: -1..1; None of latents."""
+        return None if self.cached_latents else ((1 / 127.5, 1.0),) * self.channels
 
     def shape_of(self, grid: Grid) -> tuple[int, ...]:
         """Channels, height and width of what the data brings."""

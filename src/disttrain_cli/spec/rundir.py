@@ -18,6 +18,11 @@ class RunDir:
         return self.root / "index.parquet"
 
     @property
+    def latents(self) -> Path:
+        """Latents prepared beforehand, by generator (`spec.latents`)."""
+        return self.root / "latents"
+
+    @property
     def profile(self) -> Path:
         return self.root / "profile.json"
 

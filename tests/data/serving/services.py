@@ -49,7 +49,7 @@ def serving(
     worker = Worker(
         location,
         preparer,
-        identity_of(run.file, layout, index, None) | (identity or {}),
+        identity_of(run, layout, index, None) | (identity or {}),
         steps,
         token,
         tls,

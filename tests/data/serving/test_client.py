@@ -253,8 +253,8 @@ def test_a_worker_of_something_else_is_refused(
         theirs["run"] = of_other_seed(run)
     else:
         theirs["identity"] = {differs: "other"}
-    own = identity_of(run.file, MONOLITHIC, index, None)
-    other = identity_of(theirs["run"].file, theirs["layout"], theirs["index"], None) | theirs.get(
+    own = identity_of(run, MONOLITHIC, index, None)
+    other = identity_of(theirs["run"], theirs["layout"], theirs["index"], None) | theirs.get(
         "identity", {}
     )
     with serving(**theirs) as worker:
@@ -421,7 +421,7 @@ def request(**changed: Any) -> Request:
 def test_what_the_job_has_not_is_refused_and_harms_nobody(
     run: Run, index: Index, expected: list[Any], beyond: Request | int
 ) -> None:
-    own = fingerprint(identity_of(run.file, MONOLITHIC, index, None))
+    own = fingerprint(identity_of(run, MONOLITHIC, index, None))
     with serving(run, index) as worker:
         client = flight.FlightClient(address(worker))
         with pytest.raises(flight.FlightServerError, match="nothing to answer") as caught:
@@ -539,7 +539,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(worker: Worker, run: Run, index: Index, gauge: Gauge, count: int) -> list[Any]:
     """As many answers that nobody reads, the first `AT_ONCE` of them under way."""
-    own = fingerprint(identity_of(run.file, MONOLITHIC, index, None))
+    own = fingerprint(identity_of(run, MONOLITHIC, index, None))
     client, streams = flight.FlightClient(address(worker)), []
     for n in range(count):
         ticket = flight.Ticket(wire.request_bytes(Request(0, n % 6, "all", 0, frozenset(ALL)), own))

@@ -14,26 +14,31 @@ from disttrain_cli.data.examples import smooth_jpeg
 from disttrain_cli.data.modalities.media import IMAGE_FILES
 from disttrain_cli.spec.heads import Grid, Head, TargetInput
 
+#: Of what the data bring, by `TargetInput.cached_latents`.
+DTYPES = {False: "u1", "fp32": "<f4", "bf16": "<u2"}
+
 
 class Targets:
-    """[C, S, S]; `TargetInput.affine` normalises them."""
+    """[C, S, S]; `TargetInput.affine` normalises bytes. Of latents the files are those of
+    `data.latents`; bf16, which NumPy does not know, as 16 bits."""
 
     media = IMAGE_FILES
 
     def blank(self, head: Head, grid: Grid) -> NDArray[Any]:
         assert isinstance(head, TargetInput)
-        return np.zeros(head.shape, np.uint8)
+        return np.zeros(head.shape, DTYPES[head.cached_latents])
 
     def decode(self, data: bytes, head: Head, grid: Grid, out: NDArray[Any]) -> None:
         assert isinstance(head, TargetInput)
-        decode_target(data, head, out)
+        if head.cached_latents:
+            out[:] = np.frombuffer(data, out.dtype).reshape(out.shape)
+        else:
+            decode_target(data, head, out)
 
     def check(self, data: bytes, head: Head, grid: Grid) -> None:
         assert isinstance(head, TargetInput)
-        decode_target(data, head)
+        decode_target(data, head.pixels)
 
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
         assert isinstance(head, TargetInput)
-        if head.cached_latents:
-            return None
         return partial(decode_target, smooth_jpeg(head.size_px), head)

@@ -49,7 +49,7 @@ class Workers:
         say: Progress = silent,
     ) -> None:
         self._wait_s, self._slots, self._say = run.file.preprocess.wait_s, layout.microbatches, say
-        access, identity = access_of(run), identity_of(run.file, layout, index, profile)
+        access, identity = access_of(run), identity_of(run, layout, index, profile)
         self._all = [
             Connection(address, access, identity) for address in run.file.preprocess.addresses
         ]
@@ -266,7 +266,7 @@ def check_workers(
             f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data"
             " serve",
         )
-    access, identity = access_of(run), identity_of(run.file, layout, index, profile)
+    access, identity = access_of(run), identity_of(run, layout, index, profile)
 
     def greeted(address: str) -> DisttrainError | None:
         try:

@@ -7,11 +7,12 @@ from importlib import metadata
 
 from disttrain_cli import __version__
 from disttrain_cli.data.index import Index
+from disttrain_cli.data.latents import described
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.runfile import Run
 
 PROTOCOL = 2
 IDENTITY_ACTION = "identity"  # by which a worker tells its own
@@ -21,8 +22,14 @@ DECODERS = ("opencv-python-headless", "simplejpeg")
 Identity = dict[str, str]
 
 
-def identity_of(run: RunFile, layout: Layout, index: Index, profile: Profile | None) -> Identity:
-    """Everything that the bytes of a slot depend on, besides the request."""
+def identity_of(run: Run, layout: Layout, index: Index, profile: Profile | None) -> Identity:
+    """Everything that the bytes of a slot depend on, besides the request.
+
+    Raises:
+        DataError, MismatchError: latents are not prepared, or not for this run
+            (`data.latents.described`).
+    """
+    train, latents = run.file.train, described(run, index)
     return {
         "program": f"{__version__}, protocol {PROTOCOL}",
         "decoders": ", ".join(f"{name} {_version(name)}" for name in DECODERS),
@@ -30,9 +37,10 @@ def identity_of(run: RunFile, layout: Layout, index: Index, profile: Profile | N
         "model inputs": index.inputs.fingerprint(),
         "plan": fingerprint(layout),
         "profile": fingerprint(profile),
-        "cluster": run.cluster_fingerprint(),  # the ordering knows its memory and nodes
-        "ordering": f"{run.train.ordering}, seed {run.train.seed}",
-        "train.steps": str(run.train.steps),  # beyond which a worker answers nothing
+        "cluster": run.file.cluster_fingerprint(),  # the ordering knows its memory and nodes
+        "ordering": f"{train.ordering}, seed {train.seed}",
+        "latents": fingerprint({name: one.model_dump() for name, one in latents.items()}),
+        "train.steps": str(train.steps),  # beyond which a worker answers nothing
     }
 
 

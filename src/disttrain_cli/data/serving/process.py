@@ -92,7 +92,7 @@ def open_worker(task: Task) -> Worker:
         return Worker(
             address,
             Preparer(run, orders),
-            identity_of(run.file, plan.plan, index, profile),
+            identity_of(run, plan.plan, index, profile),
             steps,
             token,
             tls,

@@ -77,7 +77,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         Pulse(pulses(Path(payload["logs"])), coords.rank, train.longest_hang_s, follow).beating()
     )
     index = read_index(run, profile.inputs)
-    facts = identity_of(run.file, plan.plan, index, profile) | {
+    facts = identity_of(run, plan.plan, index, profile) | {
         "run file": fingerprint(run.file),
         "torch": torch.__version__,
         "python": platform.python_version(),

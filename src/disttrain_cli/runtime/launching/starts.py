@@ -197,7 +197,7 @@ def alone(root: RunDir) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DisttrainError(
-                f"Another training of this run is under way in {root.root}",
+                f"Another training of this run, or data latents, is under way in {root.root}",
                 next_step="Wait for it, or give this one another name in its run file.",
             ) from None
         yield

@@ -124,7 +124,8 @@ class ModuleSpec(Strict):
     cached_latents: bool = Field(
         False,
         description=(
-            "Generators with a vae: latents were prepared beforehand, so that the vae does not run."
+            "Generators with a vae: training reads what `disttrain data latents` prepared, so that"
+            " the vae does not run."
         ),
     )
 

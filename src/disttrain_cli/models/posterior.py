@@ -1,0 +1,65 @@
+"""The latents that a step draws of an image: a sample of what a VAE's encoder makes of it.
+
+Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior −
+shift). The sample is drawn from the image's own seed on the CPU, so it does not depend on rank or
+device, nor on whether the posterior's moments were made in this step or beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.models.host import to_device
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.noise import own_seed
+
+#: Keeps the posterior's draw apart from the diffusion noise of the same seed.
+_POSTERIOR = 0x1A7E27
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """How latents follow from a VAE's moments."""
+
+    scaling: float
+    shift: float
+
+    @torch.no_grad()
+    def sample(self, moments_NCHW: Tensor, batch: Batch, index: int) -> Tensor:
+        """Latents [N, C, H, W] of the batch's targets, for the generator at `index`.
+
+        Args:
+            moments_NCHW: mean and log-variance [N, 2 · C, H, W].
+        """
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        posterior = DiagonalGaussianDistribution(moments_NCHW)
+        noise = to_device(draw(batch, posterior.mean.shape[1:], index), moments_NCHW.device)
+        sample: Tensor = posterior.mean + posterior.std * noise.to(moments_NCHW)
+        return (sample - self.shift) * self.scaling
+
+
+def posterior_of(config: dict[str, Any]) -> Posterior:
+    """That of an AutoencoderKL's configuration."""
+    return Posterior(config["scaling_factor"], config["shift_factor"] or 0.0)
+
+
+def draw(batch: Batch, shape: tuple[int, ...], index: int) -> Tensor:
+    """Standard normal [N, *shape] of a batch's targets, float32 on the CPU (without values on the
+    meta device)."""
+    noise_seeds = batch.of("target").noise_seeds
+    assert noise_seeds is not None
+    if noise_seeds.is_meta:
+        return torch.empty(len(noise_seeds), *shape, device="meta")
+    seeds = [own_seed(seed, index) ^ _POSTERIOR for seed in noise_seeds.tolist()]
+    with torch.device("cpu"):
+        return torch.stack(
+            [
+                torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed))
+                for seed in seeds
+            ]
+        )

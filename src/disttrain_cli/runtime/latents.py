@@ -1,0 +1,230 @@
+"""Making latents beforehand (`disttrain data latents`, `spec.latents`): every image to generate
+through the VAE of its generator, shard by shard.
+
+A shard's file takes its name when it is whole. Until then what is encoded is appended to
+NAME.partial, from whose end the next call goes on. The description comes last: until then training
+finds the old latents, or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from disttrain_cli.data.checking import Broken, try_decoding
+from disttrain_cli.data.index import Index, open_index
+from disttrain_cli.data.index_checks import check_sources
+from disttrain_cli.data.index_file import read_stored
+from disttrain_cli.data.latents import images_of, origin_of
+from disttrain_cli.data.modalities.registry import MODALITIES
+from disttrain_cli.data.modalities.targets import DTYPES
+from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.sources import Skipped
+from disttrain_cli.data.tokenizer import read_tokenizer
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.graph import describe
+from disttrain_cli.models.host import use_cuda
+from disttrain_cli.models.vae import PIXELS, VaeEncoder, encoder_maker
+from disttrain_cli.models.weights import load_into
+from disttrain_cli.runtime.engine.assemble import message_dtype
+from disttrain_cli.runtime.feeding import normalised
+from disttrain_cli.runtime.launching.starts import alone
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.heads import TargetInput
+from disttrain_cli.spec.latents import BROKEN, DESCRIPTION, LatentFile, Latents, Origin
+from disttrain_cli.spec.progress import Progress
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import write_whole
+
+PARTIAL = ".partial"
+#: Images that are decoded ahead of the encoder, for each core.
+AHEAD = 4
+EVERY_GRID = (1, 1)  # images to generate are all alike
+
+Bytes = NDArray[np.uint8]
+
+
+class Made(NamedTuple):
+    """The latents of one generator."""
+
+    module: str
+    path: Path  # of the description
+    images: int
+    image_bytes: int  # of each
+    encoded: int  # images of the files that were made now
+    broken: list[Skipped]  # of these, what cannot be decoded
+
+
+def make_latents(run: Run, progress: Progress) -> tuple[Index, list[Made]]:
+    """Encode the images of all generators with `cached_latents`; returns the data that they are of.
+
+    Files that are there and of the same images, VAE and precision stay.
+
+    Raises:
+        DataError, MismatchError: the data are missing or changed.
+        DisttrainError: the run is being trained.
+        SpecError: no generator asks for latents, or they cannot be written.
+    """
+    check_sources(run)
+    inputs = describe(run)
+    if not any(head.cached_latents for head in inputs.targets):
+        raise SpecError(
+            "No generator of this run reads latents that are prepared beforehand",
+            f"generators: {', '.join(inputs.generators) or 'none'}",
+            "Set model.modules.NAME.cached_latents: true for one that has a VAE.",
+        )
+    with alone(run.dir):
+        index = open_index(run, inputs, progress)
+        return index, [
+            _make(run, index, number, head, progress)
+            for number, head in enumerate(inputs.targets)
+            if head.cached_latents
+        ]
+
+
+def _make(run: Run, index: Index, number: int, head: TargetInput, progress: Progress) -> Made:
+    folder, origin, (images, first) = (
+        run.dir.latents / head.module,
+        origin_of(run, head),
+        images_of(index),
+    )
+    files, broken = _files(run, origin, np.diff(first).tolist()), list[Skipped]()
+    missing = [shard for shard, file in enumerate(files) if not _is_whole(folder, file, origin)]
+    total, done = sum(files[shard].images for shard in missing), 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode") as threads:
+            pixels = partial(_decoded, run, index, head.pixels, threads)
+            encode = _encoder(run, number, head) if missing else None
+            for shard in missing:
+                assert encode is not None
+                own = images[first[shard] : first[shard + 1]].tolist()
+                path = folder / files[shard].name
+                for written, found in _append(path, own, origin.image_bytes, pixels, encode):
+                    done += written
+                    broken += [one.what for one in found]
+                    progress(f"encode images of {head.module}", done, total)
+        latents = Latents(data=index.fingerprint, origin=origin, files=files)
+        write_whole(folder / DESCRIPTION, latents.model_dump_json(indent=2) + "\n")
+        kept = {DESCRIPTION, *(file.name for file in files)}
+        for stale in folder.iterdir():
+            if stale.name not in kept:
+                stale.unlink()
+    except OSError as error:
+        raise SpecError(
+            f"Cannot write the latents {folder}",
+            str(error),
+            "Free space there and go on with: disttrain data latents",
+        ) from None
+    return Made(head.module, folder / DESCRIPTION, len(images), origin.image_bytes, total, broken)
+
+
+def _files(run: Run, origin: Origin, images: list[int]) -> list[LatentFile]:
+    """The file of each shard, named by its content and what is made of it."""
+    stored = read_stored(run.dir.index).files
+    return [
+        LatentFile(
+            name=fingerprint(
+                [
+                    origin.model_dump(),
+                    indexed.name,
+                    indexed.size,
+                    indexed.digest,
+                    indexed.content or indexed.time,
+                ]
+            )
+            + ".bin",
+            images=count,
+        )
+        for indexed, count in zip(stored, images, strict=True)
+    ]
+
+
+def _is_whole(folder: Path, file: LatentFile, origin: Origin) -> bool:
+    path = folder / file.name
+    size = path.stat().st_size if path.is_file() else 0
+    return size == file.images * origin.image_bytes
+
+
+def _append(
+    path: Path,
+    segments: list[int],
+    image_bytes: int,
+    pixels: Callable[[list[int]], Iterator[tuple[Bytes, list[Broken]]]],
+    encode: Callable[[Bytes], NDArray[Any]],
+) -> Iterator[tuple[int, list[Broken]]]:
+    """Write a shard's file from where it was left; yields how many images were written since, and
+    which are broken."""
+    unfinished = path.with_name(path.name + PARTIAL)
+    with unfinished.open("ab") as file:
+        there = file.tell() // image_bytes
+        file.truncate(there * image_bytes)
+        yield there, []
+        for some in _batches(pixels(segments[there:])):
+            rows = encode(np.stack([one for one, _ in some]))
+            for row, (_, broken) in zip(rows, some, strict=True):
+                file.write(BROKEN * (image_bytes // len(BROKEN)) if broken else row.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            yield len(some), [one for _, found in some for one in found]
+    unfinished.replace(path)
+
+
+def _batches(images: Iterator[tuple[Bytes, list[Broken]]]) -> Iterator[Any]:
+    """As many images as the encoder takes at a time."""
+    for first in images:
+        more = max(1, PIXELS // first[0][0].size) - 1
+        yield [first, *islice(images, more)]
+
+
+def _decoded(
+    run: Run, index: Index, head: TargetInput, threads: ThreadPoolExecutor, segments: list[int]
+) -> Iterator[tuple[Bytes, list[Broken]]]:
+    """Pixels of images [3, S, S], in their order; black where one cannot be decoded."""
+    reader, modality = ShardReader(index, read_tokenizer(run)), MODALITIES[head.item]
+
+    def decode(segment: int) -> tuple[Bytes, list[Broken]]:
+        sample = int(np.searchsorted(index.segment_start, segment, side="right")) - 1
+        out = modality.blank(head, EVERY_GRID)
+        into = partial(modality.decode, head=head, grid=EVERY_GRID, out=out)
+        return out, try_decoding(run, index, reader, sample, segment, into)
+
+    waiting: deque[Future[tuple[Bytes, list[Broken]]]] = deque()
+    for segment in segments:
+        waiting.append(threads.submit(decode, segment))
+        if len(waiting) > AHEAD * len(os.sched_getaffinity(0)):
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _encoder(run: Run, number: int, head: TargetInput) -> Callable[[Bytes], NDArray[Any]]:
+    """Pixels [N, 3, S, S] → moments [N, *head.shape], as they lie in the file."""
+    cuda = run.file.cluster.device != "cpu" and torch.cuda.is_available()
+    device, dtype = use_cuda(0) if cuda else torch.device("cpu"), message_dtype(run.file.train)
+    config = read_configs(run)[head.module].vae
+    assert config is not None and head.cached_latents
+    maker = encoder_maker(head.module, config, head.size_px, number)
+    encoder = maker.build(run.file.train.seed, device, dtype)
+    assert isinstance(encoder, VaeEncoder) and head.pixels.affine is not None
+    load_into([encoder], run)
+    affine, stored = head.pixels.affine, DTYPES[head.cached_latents]
+
+    def encode(pixels_NCHW: Bytes) -> NDArray[Any]:
+        planes = torch.from_numpy(pixels_NCHW).to(device)
+        moments = encoder.moments(normalised(planes, affine, dtype)).cpu()
+        plain = moments.view(torch.uint16) if dtype == torch.bfloat16 else moments
+        return plain.numpy().astype(stored, copy=False)
+
+    return encode

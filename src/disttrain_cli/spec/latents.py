@@ -1,0 +1,53 @@
+"""Latents prepared beforehand: what a VAE's encoder makes of every image to generate, in
+`runs/NAME/latents/MODULE/`.
+
+`latents.json` (`Latents`) says what they were made of and names a flat file for each shard of the
+index. That holds, for the shard's images in the order of the index, the mean and the log-variance
+of their latents as the encoder leaves them: [images, 2 · channels, height, width], little-endian
+float32, or bfloat16 of a run in that precision. An image that cannot be decoded is all ones, bit
+by bit. A file's name follows from all that its bytes depend on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from disttrain_cli.spec.files import Strict
+
+DESCRIPTION = "latents.json"
+#: With which the row of an image begins that cannot be decoded; no number that an encoder makes.
+BROKEN = b"\xff" * 8
+
+
+class Origin(Strict):
+    """All that latents depend on, but the images."""
+
+    configuration: str = Field(description="Fingerprint of the VAE's configuration.")
+    weights: str = Field(description="Fingerprint of its weights, or the seed they are drawn from.")
+    image_size: int = Field(description="Side of an image in pixels.")
+    shape: tuple[int, int, int] = Field(description="Of an image: 2 · channels, height, width.")
+    precision: Literal["fp32", "bf16"]
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image."""
+        return math.prod(self.shape) * (2 if self.precision == "bf16" else 4)
+
+
+class LatentFile(Strict):
+    """The images of one shard."""
+
+    name: str
+    images: int = Field(ge=0, description="0 = there is no file.")
+
+
+class Latents(Strict):
+    """What the files of a generator hold."""
+
+    version: Literal[1] = 1
+    data: str = Field(description="Fingerprint of the index.")
+    origin: Origin
+    files: list[LatentFile] = Field(description="One for each shard, in the order of the index.")
