@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared, speed
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
@@ -54,14 +55,32 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         random.random(len(replicas)) * 0.1,
         0.05,
     )
-    if draw(st.booleans()):
-        return pipeline
     weighted = random.random(len(replicas)) > 0.3  # backwards of the other stages are whole
-    return dataclasses.replace(
-        pipeline,
-        weight_s=random.random(shape) * zeros * weighted[:, None],
-        weight_delay=random.integers(0, 4, len(replicas)) * weighted,
-    )
+    if draw(st.booleans()):
+        pipeline = dataclasses.replace(
+            pipeline,
+            weight_s=random.random(shape) * zeros * weighted[:, None],
+            weight_delay=random.integers(0, 4, len(replicas)) * weighted,
+        )
+    if draw(st.booleans()):
+        last = BACKWARD if pipeline.weight_s is None else np.where(weighted, WEIGHTS, BACKWARD)
+        pipeline = dataclasses.replace(
+            pipeline,
+            reducing=messages(random, len(replicas), last, -1),
+            gathering=messages(random, len(replicas), FORWARD, 0),
+        )
+    return pipeline
+
+
+def messages(random: np.random.Generator, stages: int, operation: Any, slot: int) -> Hidden:
+    """One to four per stage, somewhere behind its pass."""
+    most = 4
+    missing = np.arange(most)[:, None] >= random.integers(1, most + 1, stages)
+    before = np.sort(random.random((most, stages)), axis=0)
+    before[0] = 0.0
+    until_s = np.cumsum(random.random((most, stages)) * 0.6, axis=0)
+    operation = np.broadcast_to(operation, stages)
+    return Hidden(operation, slot, np.where(missing, -np.inf, until_s), before)
 
 
 def orders(pipeline: Pipeline) -> list[list[tuple[int, int]]]:
@@ -253,13 +272,51 @@ def by_events(
             arrival = max(arrivals)
             durations = (pipeline.forward_s, pipeline.backward_s, pipeline.weight_s)[what]
             asked = max(free[stage, replica], arrival)
+            if pipeline.gathering is not None and forward and not slot:
+                asked = with_weights(pipeline.gathering, stage, asked, durations[0, stage, replica])
             start = fetch(stage, replica, slot, asked) if forward else asked
             free[stage, replica] = start + float(durations[slot, stage, replica])
             times[what, slot, stage, replica] = (start, free[stage, replica])
             todo[stage, replica].pop(0)
-    return times, max(
-        free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks
-    ) + pipeline.step_s
+    if pipeline.reducing is None or pipeline.gathering is None:
+        ends = [free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks]
+        return times, max(ends) + pipeline.step_s
+    last = len(pipeline.forward_s) - 1
+    reduced = [
+        reduced_at(
+            pipeline.reducing,
+            stage,
+            *times[int(pipeline.reducing.operation[stage]), last, stage, replica],
+        )
+        for stage, replica in ranks
+    ]
+    return times, max(reduced)
+
+
+def by_bucket(messages: Hidden, stage: int) -> list[tuple[float, float, float]]:
+    """Of each bucket in layer order: its message in s, and where in the pass its layers are."""
+    until_s = messages.until_s[np.isfinite(messages.until_s[:, stage]), stage].tolist()
+    shares = [*messages.before[: len(until_s), stage].tolist(), 1.0]
+    each_s = np.diff(until_s, prepend=0.0).tolist()
+    return list(zip(each_s, shares[:-1], shares[1:], strict=True))
+
+
+def with_weights(messages: Hidden, stage: int, asked: float, forward_s: float) -> float:
+    """The start of a forward that takes its time without waiting inside, and ends as the one that
+    waits for the weights of each bucket."""
+    gathered, now = 0.0, asked
+    for message_s, begin, end in by_bucket(messages, stage):
+        gathered += message_s
+        now = max(now, gathered) + (end - begin) * forward_s
+    return now - forward_s
+
+
+def reduced_at(messages: Hidden, stage: int, start: float, end: float) -> float:
+    """When the last bucket is reduced: from the last layers on, each as its gradients are there."""
+    done = -np.inf
+    for message_s, before, _ in reversed(by_bucket(messages, stage)):
+        done = max(done, end - before * (end - start)) + message_s
+    return done
 
 
 @settings(max_examples=80, deadline=None)
@@ -268,12 +325,13 @@ def test_simulation_is_the_event_by_event_one_to_the_bit(pipeline: Pipeline) -> 
     timeline = simulate(pipeline)
     times, iteration_s = by_events(pipeline)
     # several weights' parts at the end are added up before they are added
-    close = 0.0 if pipeline.weight_s is None else 1e-12
+    plain = pipeline.weight_s is None and pipeline.reducing is None
+    close = 0.0 if plain else 1e-12
     assert timeline.iteration_s == pytest.approx(iteration_s, rel=close, abs=0.0)
     for (what, *place), (start, end) in times.items():
         starts, ends = when(timeline)[what]
         found = (starts[tuple(place)], ends[tuple(place)])
-        assert found == pytest.approx((start, end), rel=close, abs=0.0)
+        assert found == pytest.approx((start, end), rel=close, abs=close)
     assert np.isfinite(timeline.forward_end).sum() == sum(what == FORWARD for what, *_ in times)
 
 
@@ -288,6 +346,7 @@ def test_nothing_starts_before_its_input_and_each_rank_does_one_thing(pipeline: 
 @settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_sharing_with_a_core_for_every_rank_changes_nothing(pipeline: Pipeline) -> None:
+    pipeline = dataclasses.replace(pipeline, reducing=None, gathering=None)
     alone, shared = (
         simulate(pipeline),
         simulate_shared(pipeline, cores=int(pipeline.replicas.sum()), shared_by=1),

@@ -56,6 +56,8 @@ class CostedStage(Stage):
     """A stage of the graph with what it costs."""
 
     costs: list[Cost]
+    # (module, kind, what its backward does) of every layer
+    held: list[tuple[str, str, Backward]]
     trained: float  # parameters that one rank trains
     cut_bytes: float  # that one packed sequence sends to each of these
     # whether something up to here is trained, so that gradients come back over the cut
@@ -87,6 +89,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
             CostedStage(
                 **vars(stage),
                 costs=list(_costs(profile, stage, kinds)),
+                held=kinds,
                 trained=float(sum(parameters)),
                 cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
                 gradients_back=bool(parameters)
@@ -224,22 +227,37 @@ def reduction_of(profile: Profile, layout: Layout) -> str:
 
 
 def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """Reduction of the gradients of a stage over its replicas."""
-    if not stage.trained:
-        return 0.0
+    """Reduction of the gradients of a stage over its replicas, all at once."""
     link = replicas_link(profile, stage, gpus_per_node)
+    return reduction_s(profile, layout, link, stage.unit.dp, stage.trained)
+
+
+def reduction_s(
+    profile: Profile, layout: Layout, link: LinkTimes, dp: int, numbers: float
+) -> float:
+    """Reduction of so many gradients of a rank over its replicas."""
     collective_s = COLLECTIVES[reduction_of(profile, layout)]
-    return collective_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp)
+    return collective_s(link, numbers * GRADIENT_BYTES, dp) if numbers else 0.0
+
+
+def gather_s(profile: Profile, layout: Layout, link: LinkTimes, dp: int, numbers: float) -> float:
+    """Gathering of so many weights of a rank from its replicas, which update a share each under
+    ZeRO-1."""
+    if layout.zero_stage == 0 or not numbers:
+        return 0.0
+    return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], dp)
+
+
+def update_s(profile: Profile, layout: Layout, stage: CostedStage) -> float:
+    """The optimizer's own time; under ZeRO-1 for a replica's share."""
+    mine = stage.trained / (stage.unit.dp if layout.zero_stage else 1)
+    return mine * profile.device.optimizer_ns_per_parameter * 1e-9
 
 
 def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
     """Optimizer step of a stage; under ZeRO-1 of a replica's share, whose weights are then
     gathered."""
-    per_parameter_s = profile.device.optimizer_ns_per_parameter * 1e-9
-    if layout.zero_stage == 0 or not stage.trained:
-        return stage.trained * per_parameter_s
     link = replicas_link(profile, stage, gpus_per_node)
-    weights_bytes = stage.trained * WEIGHT_BYTES[profile.precision]
-    return stage.trained / stage.unit.dp * per_parameter_s + all_gather_s(
-        link, weights_bytes, stage.unit.dp
+    return update_s(profile, layout, stage) + gather_s(
+        profile, layout, link, stage.unit.dp, stage.trained
     )

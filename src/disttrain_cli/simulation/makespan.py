@@ -32,11 +32,17 @@ def iterations_s(
     program, steps = program_of(pipeline), forward_s.shape[-1]
     times_s = np.empty(steps)
     for chunk in _chunks(program, steps):
+        some = dataclasses.replace(
+            pipeline,
+            forward_s=forward_s[..., chunk],
+            backward_s=backward_s[..., chunk],
+            weight_s=None if weight_s is None else weight_s[..., chunk],
+        )
         spent_s = np.zeros((program.steps, len(program.stage_of), chunk.stop - chunk.start))
-        program.table(forward_s[..., chunk], True, spent_s)
-        program.table(backward_s[..., chunk], False, spent_s)
-        follow_s = None if weight_s is None else program.follow(pipeline, weight_s[..., chunk])
-        times_s[chunk] = _run(pipeline, program, spent_s, follow_s)
+        program.table(some.forward_s, True, spent_s)
+        program.table(some.backward_s, False, spent_s)
+        follow_s = None if some.weight_s is None else program.follow(some, some.weight_s)
+        times_s[chunk] = _run(some, program, spent_s, follow_s)
     return times_s
 
 
@@ -74,9 +80,14 @@ def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats
     count = (spent_s if follow_s is None else follow_s).shape[-1]
     ranks, stages = len(program.stage_of), len(program.depth)
     hold_s = program.hold_s[:, program.stage_of, None]
+    lead_s, exposed_s = (
+        each_s[pipeline.present].reshape(ranks, -1)
+        for each_s in (pipeline.lead_s, pipeline.exposed_s)
+    )
     clock = np.zeros((ranks + stages + 1, count))
     arrived, latest = clock[:ranks], clock[ranks:-1]
-    free = arrived if follow_s is None else np.zeros_like(arrived)
+    arrived[:] = lead_s
+    free = arrived if follow_s is None else arrived.copy()
     start = np.empty((ranks, count))
     for step in range(program.steps):
         np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
@@ -88,9 +99,7 @@ def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats
         np.maximum.reduceat(arrived, program.first[:-1], axis=0, out=latest)
         if follow_s is not None:
             np.add(arrived, follow_s[step], out=free)
-    if follow_s is not None:
-        np.maximum.reduceat(free, program.first[:-1], axis=0, out=latest)
-    times_s: Floats = (latest + pipeline.reduce_s[:, None]).max(axis=0) + pipeline.step_s
+    times_s: Floats = (free + exposed_s).max(axis=0) + pipeline.closing_s
     return times_s
 
 

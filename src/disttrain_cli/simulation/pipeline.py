@@ -13,7 +13,8 @@ between a slot's two passes). Sends do not hold up the sender. A slot enters a u
 replicas of the unit before have finished it, because images are split over replicas one by one.
 Where the data of a slot have to be prepared, its forward waits for them too (`feeding`). Weights'
 parts hold up nobody but their own rank, which computes them between a backward and what it does
-next (Qi et al. 2024, arXiv 2401.10241).
+next (Qi et al. 2024, arXiv 2401.10241). Messages behind passes (`costs.overlap`) hold up a rank's
+first forward, and the step's end.
 """
 
 from __future__ import annotations
@@ -139,8 +140,9 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     # end of every rank's last operation, the latest of every stage, and 0
     clock = np.zeros(ranks + stages + 1)
     arrived, latest = clock[:ranks], clock[ranks:-1]
+    arrived[:] = pipeline.lead_s[pipeline.present]
     follow_s = None if pipeline.weight_s is None else program.follow(pipeline, pipeline.weight_s)
-    free = arrived if follow_s is None else np.zeros(ranks)  # when each rank can go on
+    free = arrived if follow_s is None else arrived.copy()  # when each rank can go on
     held = np.empty(ranks)
     fed = [
         (feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1]))
@@ -173,13 +175,12 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
             table[:, stage, : pipeline.replicas[stage]] = values[
                 steps_of, first[stage] : first[stage + 1]
             ]
-    over = latest if follow_s is None else np.maximum.reduceat(free, first[:-1])
     return Timeline(
         forward[0],
         forward[1],
         backward[0],
         backward[1],
-        float((over + pipeline.reduce_s).max()) + pipeline.step_s,
+        float((free + pipeline.exposed_s[pipeline.present]).max()) + pipeline.closing_s,
         None if pipeline.load_s is None else load_waits_s(pipeline, feeds),
         *weight_times(pipeline, backward[1]),
     )

@@ -4,6 +4,7 @@ ranks.
 Times were measured with `shared_by` processes on `cores` cores at once, so each got min(1,
 cores/shared_by) of a core. With k ranks computing each gets min(1, cores/k): operations run faster
 than measured while others wait, and slower when more are busy than were during the measurement.
+Messages need cores too: none run behind passes, whatever the pipeline says.
 """
 
 from __future__ import annotations

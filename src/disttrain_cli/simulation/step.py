@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout
@@ -35,6 +36,9 @@ def pipeline_of(
             for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
                 part_s[:, number, : stage.unit.dp] += amount(part_ms, loads[cost.module]) / 1e3
     split = any(stage.weight_delay is not None for stage in stages)
+    reducing, gathering = (
+        hidden(profile, layout, stages, gpus_per_node) if layout.overlap else (None, None)
+    )
     return Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]),
         entry=np.array([stage.index == 0 for stage in stages]),
@@ -44,6 +48,8 @@ def pipeline_of(
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
         reduce_s=np.array([reduce_s(profile, layout, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
+        reducing=reducing,
+        gathering=gathering,
         weight_s=times_s[WEIGHTS] if split else None,
         weight_delay=np.array([stage.weight_delay or 0 for stage in stages]) if split else None,
     )

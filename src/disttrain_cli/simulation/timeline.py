@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.spec.stage_graph import stages_to_end
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 
@@ -36,6 +37,10 @@ class Pipeline:
     transfer_s: Floats  # [S-1] time of one crossing of each cut, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
+    # where messages run behind passes, instead of the two before: reductions, which the norm waits
+    # for and with it the step's end; optimizer steps and gathers, which then begin the next step
+    reducing: Hidden | None = None
+    gathering: Hidden | None = None
     # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
     load_s: Floats | None = None
     prefetch: int = 1  # slots that are prepared ahead of the one that a replica asks for
@@ -59,6 +64,27 @@ class Pipeline:
     def computing_s(self) -> Floats:
         """[n, S, R] all parts of a slot together."""
         return sum(self.parts_s[1:], self.parts_s[0])
+
+    @property
+    def lead_s(self) -> Floats:
+        """[S, R] before every replica's first forward, for the weights that the step before
+        updated."""
+        if self.gathering is None:
+            return np.zeros(self.forward_s.shape[1:])
+        return self.gathering.left_s(self.parts_s)
+
+    @property
+    def exposed_s(self) -> Floats:
+        """[S, R] reduction after every replica's last pass."""
+        if self.reducing is None:
+            whole_s = self.reduce_s.reshape(-1, *(1,) * (self.forward_s.ndim - 2))
+            return np.broadcast_to(whole_s, self.forward_s.shape[1:])
+        return self.reducing.left_s(self.parts_s)
+
+    @property
+    def closing_s(self) -> float:
+        """From the last reduction to the step's end."""
+        return self.step_s if self.gathering is None else 0.0
 
     @property
     def to_end(self) -> NDArray[np.int64]:

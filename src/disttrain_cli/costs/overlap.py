@@ -1,0 +1,137 @@
+"""Messages of buckets behind the passes of their stage, and what is left of them when these end.
+
+The gradients of a bucket (`costs.buckets`) are final once the step's last pass has done its layers,
+from the last one on; weights are gathered from the first bucket on, each before a step's first
+forward comes to its layers. Either way the buckets up to k take Σ_{j≤k} message_j, and the layers
+before bucket k hide what they compute meanwhile, so that
+
+    left = max_k (Σ_{j≤k} message_j − share of the pass before bucket k · its time)
+
+is exact: reductions end so much after the pass, and a forward begins so much after the norm is
+known. Shares are those of the data's mean work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.buckets import buckets
+from disttrain_cli.costs.layout import (
+    CostedStage,
+    gather_s,
+    reduction_s,
+    replicas_link,
+    update_s,
+)
+from disttrain_cli.costs.stage import backward_parts, shard_of
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Polynomial, Profile
+from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
+from disttrain_cli.spec.work import Work
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Messages of all stages, each behind one pass of its stage.
+
+    Shape letters: K buckets of the stage that has most · S stages · R replicas · n slots.
+    """
+
+    operation: NDArray[np.int64]  # [S] the pass, by its place in `COMPUTE`
+    slot: int  # of the pass: 0, or -1 for the last
+    until_s: Floats  # [K, S] messages up to each bucket's; −∞ where a stage has fewer
+    before: Floats  # [K, S] share of the pass that is computed before each bucket's layers
+
+    def left_s(self, parts_s: Sequence[Floats]) -> Floats:
+        """[S, R, ...] what is left of every stage's messages, of passes [n, S, R, ...] by
+        operation."""
+        stages = enumerate(self.operation.tolist())
+        pass_s = np.stack([parts_s[operation][self.slot, stage] for stage, operation in stages])
+        left_s = np.full(pass_s.shape, -np.inf)
+        each = (slice(None), *(None,) * (pass_s.ndim - 1))
+        for until_s, before in zip(self.until_s, self.before, strict=True):
+            np.maximum(left_s, until_s[each] - before[each] * pass_s, out=left_s)
+        return left_s
+
+
+def hidden(
+    profile: Profile, layout: Layout, stages: Sequence[CostedStage], gpus_per_node: int
+) -> tuple[Hidden, Hidden]:
+    """Reductions behind the step's last passes; optimizer steps and gathers behind its first
+    forwards."""
+    rows = [_of_stage(profile, layout, stage, gpus_per_node) for stage in stages]
+    last = [BACKWARD if stage.weight_delay is None else WEIGHTS for stage in stages]
+    reductions, gathers = zip(*rows, strict=True)
+    return (
+        Hidden(np.array(last), -1, *_stacked(reductions)),
+        Hidden(np.full(len(stages), FORWARD), 0, *_stacked(gathers)),
+    )
+
+
+Message = tuple[Floats, Floats]  # [K] until_s and before, of one stage
+
+
+def _stacked(rows: Sequence[Message]) -> list[Floats]:
+    most = max(len(until_s) for until_s, _ in rows)
+    return [
+        np.array(
+            [np.pad(row[part], (0, most - len(row[part])), constant_values=fill) for row in rows]
+        ).T
+        for part, fill in enumerate((-np.inf, 0.0))
+    ]
+
+
+def _of_stage(
+    profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int
+) -> tuple[Message, Message]:
+    """Reduction and gather of a stage."""
+    numbers, forward_ms, last_ms = _layers(profile, layout, stage)
+    link, dp = replicas_link(profile, stage, gpus_per_node), stage.unit.dp
+    found = buckets(numbers)
+    held = [sum(numbers[layer] for layer in bucket) for bucket in found]
+    firsts = [bucket.start for bucket in found]
+    reduced = [reduction_s(profile, layout, link, dp, count) for count in held]
+    gathered = [gather_s(profile, layout, link, dp, count) for count in held]
+    return (
+        (np.cumsum(reduced), _before(last_ms)[firsts]),
+        (update_s(profile, layout, stage) + np.cumsum(gathered), _before(forward_ms)[firsts]),
+    )
+
+
+def _before(layers_ms: Sequence[float]) -> Floats:
+    """[L] share of a pass that the layers before each one take."""
+    ends = np.concatenate([[0.0], np.cumsum(layers_ms)])
+    return ends[:-1] / (ends[-1] or 1.0)
+
+
+def _layers(
+    profile: Profile, layout: Layout, stage: CostedStage
+) -> tuple[list[int], list[float], list[float]]:
+    """By layer of a stage: trained numbers of a rank, and ms of its forward and of its part of the
+    step's last pass."""
+    sequences = layout.global_batch_size / layout.microbatches / stage.unit.dp
+    rows: dict[tuple[str, str, str], tuple[int, float, float]] = {}
+    for name, kind, does in dict.fromkeys(stage.held):
+        module = profile.modules[name]
+        shard, work = shard_of(module, kind, stage.tp), module.work_per_sequence.scaled(sequences)
+        if stage.weight_delay is None:
+            last = backward_parts(shard, does, stage.unit.checkpointing)
+        else:
+            last = [shard.weight_ms] if does == "trained" else []
+        rows[name, kind, does] = (
+            shard.parameters if does == "trained" else 0,
+            _ms([shard.forward_ms], work),
+            _ms(last, work),
+        )
+    numbers, forward_ms, last_ms = zip(*(rows[layer] for layer in stage.held), strict=True)
+    return list(numbers), list(forward_ms), list(last_ms)
+
+
+def _ms(parts: Sequence[Polynomial], work: Work) -> float:
+    return max(0.0, sum(part(work) for part in parts)) if work != Work() else 0.0
