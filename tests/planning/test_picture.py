@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.planning.picture import MOST_ROWS, gantt, rows_of, seconds, stretches, svg
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 
 def made(shapes: list[tuple[int, int]], slots: int, step_s: float = 0.1) -> tuple[Pipeline, Layout]:
@@ -158,6 +160,26 @@ def test_weights_parts_are_drawn_between_backward_and_reduction() -> None:
     assert any("W" in line for line in gantt(split, timeline, layout, columns=80))
     assert 'class="g"' in svg(split, timeline, layout)
     assert 'class="g"' not in svg(pipeline, simulate(pipeline), layout)
+
+
+def test_what_is_left_of_messages_behind_passes_is_drawn_at_the_ends() -> None:
+    pipeline, layout = made([(1, 1), (1, 1)], slots=2)
+    first, last = (
+        Hidden(np.full(2, operation), slot, np.array([[0.3, 0.3], [1.0, 4.0]]), before)
+        for operation, slot, before in (
+            (FORWARD, 0, np.array([[0.0, 0.0], [0.5, 0.5]])),
+            (BACKWARD, -1, np.array([[0.0, 0.0], [0.5, 0.5]])),
+        )
+    )
+    behind = dataclasses.replace(pipeline, gathering=first, reducing=last)
+    timeline = simulate(behind)
+    rows = rows_of(behind, timeline, layout)
+    assert [row.optimizer.tolist() for row in rows] == [[[0.0, 0.5]], [[0.0, 3.5]]]
+    assert rows[0].forward[0, 0] == 0.5
+    for row, left_s in zip(rows, (0.3, 3.0), strict=True):
+        done = row.backward[-1, 1]
+        assert row.reduction.tolist() == [[done, done + left_s]]
+    assert timeline.iteration_s == max(row.reduction[0, 1] for row in rows)
 
 
 def test_gantt_of_one_slot_reads_as_it_happens() -> None:

@@ -27,7 +27,7 @@ from disttrain_cli.costs.layout import (
     replicas_link,
     update_s,
 )
-from disttrain_cli.costs.stage import backward_parts, shard_of
+from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
@@ -121,12 +121,12 @@ def _layers(
         module = profile.modules[name]
         shard, work = shard_of(module, kind, stage.tp), module.work_per_sequence.scaled(sequences)
         if stage.weight_delay is None:
-            last = backward_parts(shard, does, stage.unit.checkpointing)
+            last = backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap)
         else:
             last = [shard.weight_ms] if does == "trained" else []
         rows[name, kind, does] = (
             shard.parameters if does == "trained" else 0,
-            _ms([shard.forward_ms], work),
+            _ms(forward_parts(shard, stage.unit.tp_overlap), work),
             _ms(last, work),
         )
     numbers, forward_ms, last_ms = zip(*(rows[layer] for layer in stage.held), strict=True)

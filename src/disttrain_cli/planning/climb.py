@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import UnitShape
 from disttrain_cli.planning.objective import layout_time
@@ -125,11 +126,16 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
 
 
 def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
-    """The formula with the longest reduction and optimizer step: whom to simulate first."""
+    """The formula with the longest reduction and optimizer step, or what is sure to be left of
+    them: whom to simulate first."""
     profile, gpus_per_node = units[0].profile, cluster.gpus_per_node
     stages = stages_of(profile, layout)
+    computed_s = layout_time(units, layout).total_ms / 1e3
+    if cluster.splits:  # what cannot be hidden: the first layers' messages
+        both = hidden(profile, layout, stages, gpus_per_node)
+        return computed_s + sum(float(messages.until_s[0].max()) for messages in both)
     return (
-        layout_time(units, layout).total_ms / 1e3
+        computed_s
         + max(reduce_s(profile, layout, stage, gpus_per_node) for stage in stages)
         + max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages)
     )

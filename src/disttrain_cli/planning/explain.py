@@ -169,15 +169,20 @@ def time_parts(
         )
 
     even_s = run(even).iteration_s
-    instant = run(replace(even, transfer_s=np.zeros_like(even.transfer_s)))
-    computed_s = float(np.nanmax(instant.backward_end))
+    instant = replace(even, transfer_s=np.zeros_like(even.transfer_s))
+    updated_s = run(instant).iteration_s
+    reduced = replace(instant, step_s=0.0, gathering=None)
+    reduced_s = run(reduced).iteration_s
+    computed_s = run(
+        replace(reduced, reduce_s=np.zeros_like(even.reduce_s), reducing=None)
+    ).iteration_s
     steady_s = float(even.computing_s[0].max()) * (layout.microbatches - 1)
     parts = [
         ("steady", steady_s),
         ("warm-up and cool-down", computed_s - steady_s),
-        ("transfers", even_s - instant.iteration_s),
-        ("gradient reduction", instant.iteration_s - even.step_s - computed_s),
-        ("optimizer", even.step_s),
+        ("transfers", even_s - updated_s),
+        ("gradient reduction", reduced_s - computed_s),
+        ("optimizer", updated_s - reduced_s),
         ("uneven data", iteration_s - even_s),
     ]
     return [TimePart(what, seconds, seconds / iteration_s) for what, seconds in parts]

@@ -48,8 +48,10 @@ class Row:
     forward: Floats  # [n, 2] start and end in s
     backward: Floats  # [n, 2]
     weights: Floats  # [n, 2] gradients of weights, where they are computed later; else [0, 2]
-    reduction: Floats  # [1, 2] after the last backward
-    optimizer: Floats  # [1, 2] after every stage's reduction
+    reduction: Floats  # [1, 2] after the last pass
+    # [1, 2] after every stage's reduction; what is left of it before the first forward, where that
+    # hides the gathering of weights
+    optimizer: Floats
 
     def bars(self) -> list[tuple[str, Floats]]:
         """(kind, [k, 2] starts and ends) of everything the stage does."""
@@ -69,8 +71,8 @@ def rows_of(
     others evenly."""
     shown = _shares([unit.pp for unit in layout.units], most)
     busy = np.nan_to_num(timeline.busy_s, nan=-1.0)
-    step_s = np.broadcast_to(pipeline.step_s, (len(pipeline.replicas),))
-    updates_at = timeline.iteration_s - float(step_s.max())
+    exposed_s, lead_s = pipeline.exposed_s, pipeline.lead_s
+    updates_at = timeline.iteration_s - pipeline.closing_s
     rows: list[Row] = []
     first = 0
     for unit, count in zip(layout.units, shown, strict=True):
@@ -96,8 +98,12 @@ def rows_of(
                     ),
                     backward,
                     weights[0] if weights else np.empty((0, 2)),
-                    np.array([[done, done + float(pipeline.reduce_s[stage])]]),
-                    np.array([[updates_at, updates_at + float(step_s[stage])]]),
+                    np.array([[done, done + float(exposed_s[stage, replica])]]),
+                    np.array(
+                        [[updates_at, timeline.iteration_s]]
+                        if pipeline.gathering is None
+                        else [[0.0, float(lead_s[stage, replica])]]
+                    ),
                 )
             )
         first += unit.pp

@@ -6,7 +6,7 @@ so that layouts are judged on the data's own skew; the same batches for all layo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +155,9 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         stages=stage_times,
         reduce_s=float(steps[0].pipeline.reduce_s.max()),
         optimizer_s=steps[0].pipeline.step_s,
+        exposed_reduce_s=_longest_s(steps, lambda pipeline: pipeline.exposed_s),
+        exposed_optimizer_s=steps[0].pipeline.closing_s
+        + _longest_s(steps, lambda pipeline: pipeline.lead_s),
         kernel_mfu=_kernel_mfu(profile.device, flops, computing),
         orchestration_efficiency=orchestration,
         traffic=traffic_of(profile, layout, stages, cluster.gpus_per_node),
@@ -162,6 +165,11 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
             profile, layout.global_batch_size / iteration_s, cluster.cpu_node_cores
         ),
     )
+
+
+def _longest_s(steps: list[Step], part: Callable[[Pipeline], Floats]) -> float:
+    """Mean over the steps of what takes the longest of all replicas, [S, R]."""
+    return float(np.mean([part(step.pipeline)[step.pipeline.present].max() for step in steps]))
 
 
 def _total(loads: Floats) -> Floats:

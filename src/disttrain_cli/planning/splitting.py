@@ -6,6 +6,8 @@ shortens the way of the first slots back through the pipeline and fills its end.
 for every stage in the simulator, within the memory that is left: first among delays that grow with
 the stages before one, as later stages have gaps later, then one stage at a time. Stages without
 room for it, or without a gain, compute both parts together.
+
+Where backwards may be split, messages also run behind passes (`costs.overlap`): of all layouts.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ def timed(
         numbers: of the batches. With several, the search goes on with all replicas, at ten times
             the time; delays that are best for one small batch may be bad for others.
     """
+    layout = layout.model_copy(update={"overlap": cluster.splits})
     policy = policy_of(profile, layout, cluster)
     loads = [loads_of(profile, layout, policy, number) for number in numbers]
 
@@ -52,7 +55,10 @@ def timed(
         stages, per_node = stages_of(profile, layout), cluster.gpus_per_node
         return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
 
-    whole_s = float(np.mean([simulate(one).iteration_s for one in pipelines_of(layout)]))
+    def mean_s(layout: Layout) -> float:
+        return float(np.mean([simulate(one).iteration_s for one in pipelines_of(layout)]))
+
+    whole_s = mean_s(layout)
     most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
     if all(delay is None for delay in most):
         return layout, whole_s
@@ -65,7 +71,9 @@ def timed(
         None if m is None or (not delay and not pipelines[0].before(stage)) else delay
         for stage, (m, delay) in enumerate(zip(most, delays, strict=True))
     ]
-    return with_delays(layout, chosen), split_s
+    split = with_delays(layout, chosen)
+    # reductions are hidden otherwise behind a backward that has no parts after all
+    return split, split_s if chosen == delays else mean_s(split)
 
 
 def most_delays(profile: Profile, layout: Layout, limit_gib: float) -> list[Delay]:
@@ -100,8 +108,9 @@ def with_delays(layout: Layout, delays: Sequence[Delay]) -> Layout:
 
 
 def whole(layout: Layout) -> Layout:
-    """The layout with backwards of one part."""
-    return with_delays(layout, [None] * sum(unit.pp for unit in layout.units))
+    """The layout with backwards of one part and no messages behind them."""
+    layout = with_delays(layout, [None] * sum(unit.pp for unit in layout.units))
+    return layout.model_copy(update={"overlap": False})
 
 
 def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[list[int], float]:

@@ -38,7 +38,8 @@ class Cluster:
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
-    splits: bool = False  # whether backwards may have two parts (`planning.splitting`)
+    # whether backwards may have two parts, and messages run behind passes (`planning.splitting`)
+    splits: bool = False
     hides: bool = False  # whether a TP group's messages may travel behind products
 
 

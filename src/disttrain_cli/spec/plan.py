@@ -283,10 +283,21 @@ class Prediction(Strict):
     units: list[UnitTime] = Field(default_factory=list)
     stages: list[StageTime] = Field(default_factory=list)
     reduce_s: float = Field(
-        0.0, description="Longest reduction of gradients of a stage, after its last backward."
+        0.0, description="Longest reduction of gradients of a stage, all at once."
     )
     optimizer_s: float = Field(
-        0.0, description="Optimizer step and gathering of updated weights, after all of them."
+        0.0, description="Longest optimizer step with gathering of updated weights, all at once."
+    )
+    exposed_reduce_s: float | None = Field(
+        None,
+        description=(
+            "Of the reductions, the longest part after a stage's last pass; None in plans made"
+            " before it was noted."
+        ),
+    )
+    exposed_optimizer_s: float | None = Field(
+        None,
+        description="Of optimizer steps and gathering, the longest part before a first forward.",
     )
     kernel_mfu: dict[str, float] = Field(
         default_factory=dict,

@@ -1,0 +1,100 @@
+"""What is left of messages behind a pass: against messages and layers followed one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disttrain_cli.costs import buckets
+from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.overlap import Hidden, hidden
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
+from tests.analysis.simulated import layout_of
+from tests.planning import synthetic
+
+PROFILE = synthetic.paper_9b(synthetic.run_file(batch=1920, gpus=1296, nodes=162))
+PER_NODE = 8
+
+
+def layout(weight_delay: list[int | None] | None = None, zero_stage: int = 1) -> Layout:
+    units = {
+        "image_encoder": {"dp": 136, "layers_per_stage": [32]},
+        "llm": {"tp": 2, "dp": 24, "layers_per_stage": [17, 17], "weight_delay": weight_delay},
+        "image_generator": {"dp": 1, "layers_per_stage": [11]},
+    }
+    made = layout_of(PROFILE, 1920, 80, **units)
+    return made.model_copy(update={"zero_stage": zero_stage, "overlap": True})
+
+
+def both(profile: Profile, plan: Layout) -> tuple[list[CostedStage], Hidden, Hidden]:
+    stages = stages_of(profile, plan)
+    return stages, *hidden(profile, plan, stages, PER_NODE)
+
+
+def passes(seconds: float, stages: int) -> list[np.ndarray]:
+    """All passes of one slot and one replica take so long."""
+    return [np.full((1, stages, 1), seconds)] * 3
+
+
+def test_messages_of_all_buckets_are_the_whole_one_but_for_latencies() -> None:
+    quiet = PROFILE.model_copy(
+        update={
+            "links": PROFILE.links.model_copy(
+                update={
+                    f"{name}_us": 0.0 for name in ("all_reduce", "reduce_scatter", "all_gather")
+                }
+                | {"inter_node": None}
+            )
+        }
+    )
+    for zero_stage in (0, 1):
+        plan = layout(zero_stage=zero_stage)
+        stages, reducing, gathering = both(quiet, plan)
+        nothing = passes(0.0, len(stages))
+        assert reducing.left_s(nothing)[:, 0] == pytest.approx(
+            [reduce_s(quiet, plan, stage, PER_NODE) for stage in stages]
+        )
+        assert gathering.left_s(nothing)[:, 0] == pytest.approx(
+            [optimizer_s(quiet, plan, stage, PER_NODE) for stage in stages]
+        )
+
+
+def test_long_passes_leave_the_message_of_the_first_bucket_only() -> None:
+    stages, reducing, gathering = both(PROFILE, layout())
+    long = passes(1e6, len(stages))
+    assert (np.isfinite(reducing.until_s).sum(axis=0) > 1).sum() >= 2
+    for messages in (reducing, gathering):
+        assert messages.left_s(long)[:, 0] == pytest.approx(messages.until_s[0])
+        assert (messages.before[0] == 0.0).all() and (messages.before < 1.0).all()
+
+
+def test_a_layer_s_gradients_are_final_where_its_part_of_the_pass_ends(monkeypatch) -> None:
+    """Every layer a bucket of its own: the last block of an LLM's stage of equal ones is done after
+    its share of the pass."""
+    monkeypatch.setattr(buckets, "BUCKET_NUMBERS", 1)
+    stages, reducing, gathering = both(PROFILE, layout())
+    first, second = 1, 2  # of the LLM, the first begins with the embedding and ends with a block
+    assert stages[first].held[-1] == stages[first].held[-2]
+    blocks = len([held for held in stages[first].held if held == stages[first].held[-1]])
+    shares = 1.0 - reducing.before[len(stages[first].held) - 1, first]
+    assert 0.9 / blocks < shares <= 1.0 / blocks
+    assert np.isfinite(reducing.until_s[:, second]).sum() == len(stages[second].held)
+    assert gathering.operation.tolist() == [FORWARD] * len(stages)
+
+
+def test_behind_the_weights_part_where_there_is_one() -> None:
+    stages, reducing, _ = both(PROFILE, layout(weight_delay=[3, None]))
+    assert reducing.operation.tolist() == [BACKWARD, WEIGHTS, BACKWARD, BACKWARD]
+    parts_s = [np.full((1, len(stages), 1), seconds) for seconds in (0.0, 1e6, 0.0)]
+    left_s, long = reducing.left_s(parts_s)[:, 0], reducing.left_s(passes(1e6, len(stages)))[:, 0]
+    assert left_s[1] > long[1] and left_s[2] == long[2]
+
+
+def test_frozen_stages_have_none() -> None:
+    plan = layout().model_copy(update={"trained": ["llm"]})
+    stages, reducing, gathering = both(PROFILE, plan)
+    nothing = passes(0.0, len(stages))
+    assert not stages[0].trained
+    assert reducing.left_s(nothing)[0, 0] == gathering.left_s(nothing)[0, 0] == 0.0
