@@ -116,9 +116,7 @@ def write(
     played = play(profile, layout, steps, data, stretch, ordering, **disturbed)
     for step, (batch, loads, pipeline, timeline) in enumerate(played):
         held_s = _held_s(pipeline, disturbed.get("held_up", ()), step)
-        for rank, row in _rows(
-            profile, layout, stages, loads, timeline, pipeline.reduce_s, held_s, clock
-        ):
+        for rank, row in _rows(profile, layout, stages, loads, timeline, pipeline, held_s, clock):
             rows.setdefault(rank, []).append(row | {"step": step, "rank": rank})
         clock += round(1e9 * timeline.iteration_s)
         reported.append(_step(step, batch, timeline, clock))
@@ -197,7 +195,12 @@ def play(
         if workers:
             pipeline = fed(pipeline, profile, stages, loads, workers, prefetch=1)
         pipeline = inject(pipeline, stages, faults if during is None or step in during else ())
-        pipeline = replace(pipeline, reduce_s=slow_reduce * pipeline.reduce_s)
+        behind = pipeline.reducing
+        pipeline = replace(
+            pipeline,
+            reduce_s=slow_reduce * pipeline.reduce_s,
+            reducing=behind and replace(behind, until_s=slow_reduce * behind.until_s),
+        )
         for times in (pipeline.forward_s, pipeline.backward_s):
             times *= np.maximum(0.1, 1 + noise * random.standard_normal(times.shape))
         pipeline.forward_s[...] += _held_s(pipeline, held_up, step)
@@ -210,7 +213,7 @@ def _rows(
     stages: list[CostedStage],
     loads: dict[str, Floats],
     timeline: Timeline,
-    reduce_s: Floats,
+    pipeline: Pipeline,
     held_s: Floats,
     clock: int,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -218,8 +221,11 @@ def _rows(
     rank, whole_ns = 0, round(1e9 * timeline.iteration_s)
     for number, stage in enumerate(stages):
         optimizer_ns = round(1e9 * optimizer_s(profile, layout, stage, GPUS_PER_NODE))
-        last_s = max(np.nanmax(ends[:, number]) for _, ends in _computed(timeline, stage))
-        done_ns = round(1e9 * (last_s + reduce_s[number]))
+        last_s = np.max([ends[:, number].max(axis=0) for _, ends in _computed(timeline, stage)], 0)
+        done_ns = round(1e9 * np.nanmax(last_s + pipeline.exposed_s[number]))
+        stepped_ns = whole_ns
+        if not layout.overlap:
+            stepped_ns -= max(0, _longest(profile, layout, stages) - optimizer_ns)
         for replica in range(stage.unit.dp):
             place = {
                 "run": "demo",
@@ -257,7 +263,9 @@ def _rows(
                 for operation, (starts, ends) in enumerate(_computed(timeline, stage))
                 for slot in range(layout.microbatches)
             )
-            free = 0
+            free = round(1e9 * pipeline.lead_s[number, replica])
+            if free:
+                yield rank, row("wait", 0, free)
             for start, end, operation, slot in passes:
                 forward = operation == FORWARD
                 waited = 0
@@ -283,15 +291,8 @@ def _rows(
                     )
                 )
                 free = end
-            yield rank, row("reduce", free, done_ns, bytes=int(reduce_s[number] > 0))
-            yield (
-                rank,
-                row(
-                    "step",
-                    done_ns,
-                    whole_ns - max(0, _longest(profile, layout, stages) - optimizer_ns),
-                ),
-            )
+            yield rank, row("reduce", free, done_ns, bytes=int(pipeline.reduce_s[number] > 0))
+            yield rank, row("step", done_ns, stepped_ns)
             rank += 1
 
 

@@ -80,7 +80,8 @@ def messages(random: np.random.Generator, stages: int, operation: Any, slot: int
     before[0] = 0.0
     until_s = np.cumsum(random.random((most, stages)) * 0.6, axis=0)
     operation = np.broadcast_to(operation, stages)
-    return Hidden(operation, slot, np.where(missing, -np.inf, until_s), before)
+    until_s = np.where(missing, -np.inf, until_s)
+    return Hidden(operation, slot, until_s, before, np.zeros(stages))
 
 
 def orders(pipeline: Pipeline) -> list[list[tuple[int, int]]]:

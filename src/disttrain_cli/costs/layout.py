@@ -217,26 +217,23 @@ def transfers_s(
     )
 
 
-def reduction_of(profile: Profile, layout: Layout) -> str:
+def reduction_of(layout: Layout) -> str:
     """The collective that sums gradients over replicas (`costs.links.COLLECTIVES`).
 
-    Where a replica needs no more than the sum of its own share, half of an all-reduce will do.
+    Under ZeRO-1 a replica needs no more than the sum of its own share: half of an all-reduce.
     """
-    shared = layout.zero_stage == 1 and profile.precision == "bf16"
-    return "reduce_scatter" if shared else "all_reduce"
+    return "reduce_scatter" if layout.zero_stage == 1 else "all_reduce"
 
 
 def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
     """Reduction of the gradients of a stage over its replicas, all at once."""
     link = replicas_link(profile, stage, gpus_per_node)
-    return reduction_s(profile, layout, link, stage.unit.dp, stage.trained)
+    return reduction_s(layout, link, stage.unit.dp, stage.trained)
 
 
-def reduction_s(
-    profile: Profile, layout: Layout, link: LinkTimes, dp: int, numbers: float
-) -> float:
+def reduction_s(layout: Layout, link: LinkTimes, dp: int, numbers: float) -> float:
     """Reduction of so many gradients of a rank over its replicas."""
-    collective_s = COLLECTIVES[reduction_of(profile, layout)]
+    collective_s = COLLECTIVES[reduction_of(layout)]
     return collective_s(link, numbers * GRADIENT_BYTES, dp) if numbers else 0.0
 
 

@@ -47,6 +47,24 @@ class Hidden:
     slot: int  # of the pass: 0, or -1 for the last
     until_s: Floats  # [K, S] messages up to each bucket's; −∞ where a stage has fewer
     before: Floats  # [K, S] share of the pass that is computed before each bucket's layers
+    mean_s: Floats  # [S] the pass, of the data's mean work
+
+    def of(self, stage: int) -> Hidden:
+        """Those of one stage, as the only one."""
+        count, only = int(np.isfinite(self.until_s[:, stage]).sum()), slice(stage, stage + 1)
+        return Hidden(
+            self.operation[only],
+            self.slot,
+            self.until_s[:count, only],
+            self.before[:count, only],
+            self.mean_s[only],
+        )
+
+    @property
+    def mean_left_s(self) -> Floats:
+        """[S] what is left of every stage's messages behind passes of mean work."""
+        left_s: Floats = (self.until_s - self.before * self.mean_s).max(axis=0)
+        return left_s
 
     def left_s(self, parts_s: Sequence[Floats]) -> Floats:
         """[S, R, ...] what is left of every stage's messages, of passes [n, S, R, ...] by
@@ -74,33 +92,40 @@ def hidden(
     )
 
 
-Message = tuple[Floats, Floats]  # [K] until_s and before, of one stage
+Messages = tuple[Floats, Floats, float]  # of one stage: [K] until_s and before, and mean_s
 
 
-def _stacked(rows: Sequence[Message]) -> list[Floats]:
-    most = max(len(until_s) for until_s, _ in rows)
-    return [
-        np.array(
-            [np.pad(row[part], (0, most - len(row[part])), constant_values=fill) for row in rows]
+def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
+    until_s, before, mean_s = zip(*rows, strict=True)
+    most = max(map(len, until_s))
+
+    def filled(columns: Sequence[Floats], fill: float) -> Floats:
+        """[K, S]"""
+        return np.array(
+            [np.pad(one, (0, most - len(one)), constant_values=fill) for one in columns]
         ).T
-        for part, fill in enumerate((-np.inf, 0.0))
-    ]
+
+    return filled(until_s, -np.inf), filled(before, 0.0), np.array(mean_s)
 
 
 def _of_stage(
     profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int
-) -> tuple[Message, Message]:
+) -> tuple[Messages, Messages]:
     """Reduction and gather of a stage."""
     numbers, forward_ms, last_ms = _layers(profile, layout, stage)
     link, dp = replicas_link(profile, stage, gpus_per_node), stage.unit.dp
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
     firsts = [bucket.start for bucket in found]
-    reduced = [reduction_s(profile, layout, link, dp, count) for count in held]
+    reduced = [reduction_s(layout, link, dp, count) for count in held]
     gathered = [gather_s(profile, layout, link, dp, count) for count in held]
     return (
-        (np.cumsum(reduced), _before(last_ms)[firsts]),
-        (update_s(profile, layout, stage) + np.cumsum(gathered), _before(forward_ms)[firsts]),
+        (np.cumsum(reduced), _before(last_ms)[firsts], sum(last_ms) / 1e3),
+        (
+            update_s(profile, layout, stage) + np.cumsum(gathered),
+            _before(forward_ms)[firsts],
+            sum(forward_ms) / 1e3,
+        ),
     )
 
 

@@ -126,14 +126,14 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
 
 
 def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
-    """The formula with the longest reduction and optimizer step, or what is sure to be left of
-    them: whom to simulate first."""
+    """The formula with the longest reduction and optimizer step, or what is left of them
+    behind passes: whom to simulate first."""
     profile, gpus_per_node = units[0].profile, cluster.gpus_per_node
     stages = stages_of(profile, layout)
     computed_s = layout_time(units, layout).total_ms / 1e3
-    if cluster.splits:  # what cannot be hidden: the first layers' messages
+    if cluster.splits:
         both = hidden(profile, layout, stages, gpus_per_node)
-        return computed_s + sum(float(messages.until_s[0].max()) for messages in both)
+        return computed_s + sum(float(messages.mean_left_s.max()) for messages in both)
     return (
         computed_s
         + max(reduce_s(profile, layout, stage, gpus_per_node) for stage in stages)

@@ -74,7 +74,7 @@ def _over_replicas(
     fullest = max(of_unit, key=lambda stage: stage.trained)
     most, inside = fullest.trained, in_one_node(fullest.ranks, gpus_per_node)
     link = replicas_link(profile, fullest, gpus_per_node)
-    reduction = reduction_of(profile, layout)
+    reduction = reduction_of(layout)
     kinds = [
         (
             "gradients",

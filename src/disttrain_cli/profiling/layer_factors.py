@@ -41,7 +41,7 @@ NOTHING = Polynomial()
 Change = Callable[[str, str, str, str, Polynomial], Polynomial]
 ROWS = """
 SELECT unit, stage, rank, CASE WHEN $llm THEN sequences ELSE images END AS items, tokens,
-  sum_length_sq, duration_ns
+  sum_length_sq, duration_ns, slot
 FROM operations
 WHERE measured AND module = $module AND operation = $operation AND duration_ns > 0
   AND hash(step, rank, slot) % greatest(1, (
@@ -287,7 +287,10 @@ def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
         np.hstack([np.ones((len(index), 1)), amounts]),
         columns["duration_ns"] / 1e6 / _sharing(job, module),
     )
-    return rows.take((index >= 0) & amounts.any(axis=1))
+    chosen = (index >= 0) & amounts.any(axis=1)
+    if job.layout.overlap and operation == "forward":  # the first may wait for weights
+        chosen &= columns["slot"] > 0
+    return rows.take(chosen)
 
 
 def _sharing(job: Job, module: str) -> float:

@@ -60,7 +60,7 @@ def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profi
     changed: list[Measure] = []
     for name, samples in (
         ("p2p", _transfers(database, job)),
-        (reduction_of(job.profile, job.layout), _reductions(database, job)),
+        (reduction_of(job.layout), _reductions(database, job)),
     ):
         for inside in (True, False):
             alike = [sample for sample in samples if sample.inside is inside]
@@ -76,8 +76,11 @@ def correct_optimizer(
     """`profile` with the optimizer's time per parameter as the trace has it beside the gathering of
     weights.
 
-    A profile without a time of the optimizer gets one.
+    A profile without a time of the optimizer gets one; where the next forwards hide a part of it,
+    it stays as it was.
     """
+    if job.layout.overlap:
+        return profile, []
     nothing, one = (_with_optimizer(job.profile, ns) for ns in (0.0, 1.0))
     samples = []
     for stage, measured_s in _updates(database, "step"):
@@ -182,8 +185,10 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
 
 
 def _reductions(database: Database, job: Job) -> list[_Sample]:
-    """Every stage whose replicas reduce gradients."""
-    bare = _without_latency(job.profile, reduction_of(job.profile, job.layout))
+    """Every stage whose replicas reduce gradients; none where passes hide a part of it."""
+    if job.layout.overlap:
+        return []
+    bare = _without_latency(job.profile, reduction_of(job.layout))
     samples = []
     for stage, measured_s in _updates(database, "reduce"):
         whole_s, bytes_s = (
@@ -218,6 +223,6 @@ def _inside(job: Job, ranks: Sequence[int]) -> bool:
 
 def _reduces_inside(job: Job, stage: CostedStage) -> bool:
     """Whether the links inside a node bound a reduction, also of a ring over several nodes."""
-    bandwidth = f"{reduction_of(job.profile, job.layout)}_gbps"
+    bandwidth = f"{reduction_of(job.layout)}_gbps"
     link = replicas_link(job.profile, stage, job.gpus_per_node)
     return bool(getattr(link, bandwidth) >= getattr(job.profile.links, bandwidth))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from disttrain_cli.analysis.analyze import ask
-from disttrain_cli.costs.layout import amount
+from disttrain_cli.costs.layout import CostedStage, amount
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.analytic import analytic_profile
@@ -91,6 +91,13 @@ def rows(
     return found
 
 
+def rows_in(trace: str, stage: CostedStage, replica: int, step: int) -> list[dict[str, Any]]:
+    """All rows of a replica in a step, in order of time."""
+    folder = Path(trace) / f"rank-{stage.rank(replica):05d}"
+    own = [row for row in pq.read_table(folder).to_pylist() if row["step"] == step]
+    return sorted(own, key=lambda row: (row["start_ns"], row["end_ns"]))
+
+
 def took_s(row: dict[str, Any]) -> float:
     return (row["end_ns"] - row["start_ns"]) / 1e9
 
@@ -98,14 +105,15 @@ def took_s(row: dict[str, Any]) -> float:
 @pytest.mark.slow
 def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path) -> None:
     """Six replicas of the encoder and eight GPUs more in seven processes, a slow rank among
-    them; weights' gradients of the first two units come later."""
+    them; weights' gradients of the first two units come later, and messages run behind passes."""
     fault = {"slow": "rank", "unit": "llm", "stage": 1, "replica": 1, "factor": 3.0}
     run, plan, profile = job(tmp_path, (3, 4, 2), pp=2, faults=[fault])
     delays = {"image_encoder": [1], "llm": [0, 1]}
     units = [
         unit.model_copy(update={"weight_delay": delays.get(unit.name)}) for unit in plan.plan.units
     ]
-    plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"units": units})})
+    behind = plan.plan.model_copy(update={"units": units, "overlap": True})
+    plan = plan.model_copy(update={"plan": behind})
     result = rehearse(run, plan, profile)
     assert (result.processes, result.gpus) == (2 + 4 + 1, 13)
     assert read_job(Path(result.trace) / "job.json").rehearsed.processes == 7
@@ -137,6 +145,22 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
                         for slot in range(plan.plan.microbatches)
                     ]
                     assert own == pytest.approx(times[:, number, replica].tolist(), abs=1e-6)
+            if stage.unit.name != "image_generator":  # two of whose replicas are one process
+                own_rows = [rows_in(result.trace, stage, r, step) for r in range(stage.unit.dp)]
+                for own, lead_s in zip(own_rows, pipeline.lead_s[number], strict=False):
+                    assert own[0]["operation"] == "wait"
+                    assert took_s(own[0]) == pytest.approx(lead_s, abs=1e-6) and lead_s > 0
+                last_ns = [
+                    max(row["end_ns"] for row in own if row["operation"] in parts)
+                    for own in own_rows
+                ]
+                exposed_ns = 1e9 * pipeline.exposed_s[number, : len(last_ns)]
+                reduced_ns = {
+                    row["end_ns"] for own in own_rows for row in own if row["operation"] == "reduce"
+                }
+                assert max(reduced_ns) - min(reduced_ns) < 1e3
+                assert max(reduced_ns) == pytest.approx((last_ns + exposed_ns).max(), abs=1e3)
+                assert exposed_ns.min() > 0
     busiest_s = max(
         sum(
             took_s(row)

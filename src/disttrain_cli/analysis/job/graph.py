@@ -15,6 +15,7 @@ from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
 from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import BACKWARD, COMPUTE, FORWARD, Job
@@ -181,7 +182,10 @@ def _unheard(
 
 def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
     """What the profile expects of the end of a step: the longest reduction, then the longest
-    optimizer step."""
+    optimizer step; or what is left of reductions that run behind passes."""
+    if layout.overlap:
+        reducing, _ = hidden(job.profile, layout, stages, job.gpus_per_node)
+        return float(reducing.mean_left_s.max())
     return max(reduce_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages) + max(
         optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages
     )

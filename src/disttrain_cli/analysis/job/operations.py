@@ -7,15 +7,17 @@ profile's or the machine's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
-from disttrain_cli.analysis.job.recorded import expected_s, waited_transfers
+from disttrain_cli.analysis.job.recorded import expected_s, recorded_pipelines, waited_transfers
 from disttrain_cli.analysis.result.rows import OperationRow
-from disttrain_cli.costs.layout import optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import COMPUTE, Job
 
@@ -132,11 +134,15 @@ def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
 
 
 def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
-    """Reduction of gradients and optimizer step of every stage."""
-    cost = {
+    """Reduction of gradients and optimizer step of every stage; where messages run behind passes,
+    what is left of the reduction when these end."""
+    cost: dict[str, Callable[[CostedStage], float]] = {
         "reduce": lambda stage: reduce_s(job.profile, job.layout, stage, job.gpus_per_node),
         "step": lambda stage: optimizer_s(job.profile, job.layout, stage, job.gpus_per_node),
     }
+    if job.layout.overlap:
+        left_s = _left_s(database)
+        cost = {"reduce": lambda stage: left_s[stage.number]}
     measured = {
         (row["unit"], row["stage"], row["operation"]): row["measured_ms"]
         for row in database.query("updates")
@@ -153,3 +159,17 @@ def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
         for operation, predicted_s in cost.items()
         if (stage.unit.name, stage.index, operation) in measured
     ]
+
+
+def _left_s(database: Database) -> list[float]:
+    """By stage, from the end of its last pass to that of its reduction: mean over the recorded
+    steps, as the profile expects them."""
+    rows = []
+    for pipeline in recorded_pipelines(database).values():
+        timeline = simulate(pipeline)
+        passes = [timeline.backward_end, timeline.weight_end]
+        last_s = np.fmax.reduce([ends[-1] for ends in passes if ends is not None])
+        reduced_s = np.nanmax(last_s + pipeline.exposed_s, axis=1)
+        rows.append(reduced_s - np.nanmax(last_s, axis=1))
+    left_s: list[float] = np.mean(rows, axis=0).tolist()
+    return left_s

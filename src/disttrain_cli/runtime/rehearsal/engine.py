@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
-from disttrain_cli.runtime.rehearsal.feeding import Feeder
+from disttrain_cli.runtime.rehearsal.feeding import Feeder, StepWork
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.spec.trace import WEIGHTS
+from disttrain_cli.spec.trace import COMPUTE, WEIGHTS
 
 #: Between the last host that is ready and the step, so that all hosts have given their devices the
 #: first operation.
@@ -67,6 +70,9 @@ class EmulatedEngine(UnitEngine):
     feeder: Feeder
     reduce_s: float
     optimizer_s: float
+    # where messages run behind passes, instead of the two before (`costs.overlap`)
+    reducing: Hidden | None
+    gathering: Hidden | None
 
     def get_ready(self) -> None:
         """Agree on when the step begins: all devices begin together, once every host has got
@@ -81,7 +87,16 @@ class EmulatedEngine(UnitEngine):
         fetch: Callable[[int], Batch],
         told: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        """One optimizer step."""
+        """One optimizer step.
+
+        Where the step before gathers weights behind the first forward, that begins so late that it
+        need not wait inside.
+        """
+        if self.gathering is not None:
+            start = self.tracer.mark()
+            work = self.feeder.work(order.step)
+            self.clock.enqueue(float(self.gathering.left_s(_passes(work, 0)).max()))
+            self.tracer.record("wait", start)
         super().run_step(order, fetch, told)
         self.clock.end()
 
@@ -95,11 +110,30 @@ class EmulatedEngine(UnitEngine):
 
     def _reduce_gradients(self) -> None:
         super()._reduce_gradients()
-        self._together(self.module.mpu().dp_proc_group, self.reduce_s)
+        replicas = self.module.mpu().dp_proc_group
+        if self.reducing is None:
+            self._together(replicas, self.reduce_s)
+        else:
+            self._reduce_behind(self.reducing, replicas)
+
+    def _reduce_behind(self, messages: Hidden, replicas: dist.ProcessGroup) -> None:
+        """Bucket by bucket from the last one on, each as soon as all replicas have its
+        gradients."""
+        work = self.feeder.work(self.order.step)
+        last_s = float(_passes(work, -1)[int(messages.operation[0])].max())
+        scale, before = self.clock.time_scale, messages.before[:, 0]
+        final = torch.tensor(self.clock.free_s - before * last_s * scale)
+        dist.all_reduce(final, op=dist.ReduceOp.MAX, group=replicas)
+        done_s = 0.0
+        each_s = np.diff(messages.until_s[:, 0], prepend=0.0)
+        for final_s, message_s in reversed(list(zip(final.tolist(), each_s.tolist(), strict=True))):
+            done_s = max(done_s, final_s) + message_s * scale
+        self.clock.arrive(done_s)
+        self.clock.enqueue(0.0)
 
     def _update(self) -> None:
         super()._update()
-        self._together(None, self.optimizer_s)
+        self._together(None, self.optimizer_s if self.gathering is None else 0.0)
 
     def _together(self, group: dist.ProcessGroup | None, seconds: float) -> None:
         """What a group begins together, when the last of its devices is free; None is all of
@@ -139,3 +173,9 @@ class EmulatedEngine(UnitEngine):
             return after
 
         return before
+
+
+def _passes(work: StepWork, slot: int) -> list[NDArray[np.float64]]:
+    """By operation of `COMPUTE`, the seconds of a slot's pass as an array [1, 1, 1]."""
+    waits = work.waits[slot].values()
+    return [np.full((1, 1, 1), sum(times[part] for times in waits)) for part in range(len(COMPUTE))]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of, transfers_s
+from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
@@ -126,6 +127,10 @@ def main(payload: dict[str, Any]) -> None:
         engine.clock, engine.feeder = clock, feeder
         engine.reduce_s = reduce_s(profile, layout, stage, payload["gpus_per_node"])
         engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
+        engine.reducing, engine.gathering = (
+            messages.of(coords.stage.number) if layout.overlap else None
+            for messages in hidden(profile, layout, stages, payload["gpus_per_node"])
+        )
         first = (
             checkpoint.resume(
                 folder.checkpoints, made_from(run.file, profile.fingerprints.data), engine

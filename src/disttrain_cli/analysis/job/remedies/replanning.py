@@ -99,7 +99,7 @@ def cluster_of(job: Job) -> Cluster:
         trained=None if layout.trained is None else tuple(layout.trained),
         ordering=job.predicted.ordering or "paper",
         most_tp=1 if cpu else None,
-        splits=any(unit.weight_delay for unit in layout.units),
+        splits=layout.overlap or any(unit.weight_delay for unit in layout.units),
         hides=any(unit.tp_overlap for unit in layout.units),
         checkpointing="auto" if len(recomputed) > 1 else "full" if True in recomputed else "none",
     )
