@@ -110,6 +110,13 @@ def traces() -> str:
             " lasts until its `step` row ends, which is after its host reported it. Rows of what"
             " the GPU has not done when a step's rows are written come with those of the next."
         ),
+        (
+            "Where messages run behind passes (`overlap` of a plan), `reduce` is what is left of"
+            " the reduction after the last pass, `step` does not last until weights are gathered,"
+            " and the first `forward` of a step may wait for them inside. In a rehearsal `step`"
+            " ends when the norm is known, and what is left of optimizer and gathering is a `wait`"
+            " before the first `forward`."
+        ),
         "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
         *_views(documented_views("kineto"), "Kineto: "),
         "Of operation-level Parquet this:",

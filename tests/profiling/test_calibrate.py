@@ -218,7 +218,7 @@ def test_links_come_back(recording, run, tmp_path):
     links = near.model_copy(
         update={
             "p2p_gbps": 4.0,
-            "all_reduce_gbps": 6.0,
+            "reduce_scatter_gbps": 6.0,
             "inter_node": two.inter_node.model_copy(update={"p2p_gbps": 3.0}),
         }
     )
@@ -235,8 +235,10 @@ def test_links_come_back(recording, run, tmp_path):
             reduce_s(true, plan, stage, 4), rel=0.02
         )
     # of the replicas that two nodes share: it was right
-    assert found.profile.links.inter_node.all_reduce_gbps == pytest.approx(far.all_reduce_gbps)
-    assert found.profile.links.reduce_scatter_gbps == near.reduce_scatter_gbps
+    assert found.profile.links.inter_node.reduce_scatter_gbps == pytest.approx(
+        far.reduce_scatter_gbps
+    )
+    assert found.profile.links.all_reduce_gbps == near.all_reduce_gbps
     rows = {(row.what, row.where): row for row in found.changes}
     assert rows["p2p_gbps", "inside a node"].measure == "Gbit/s"
     assert (
@@ -255,7 +257,7 @@ def test_links_that_contradict_themselves_stay(recording, run, tmp_path, monkeyp
 
     monkeypatch.setattr("disttrain_cli.profiling.link_factors._updates", late)
     found = calibrated(recording, run, tmp_path)
-    row = next(row for row in found.changes if row.what == "all_reduce_gbps")
+    row = next(row for row in found.changes if row.what == "reduce_scatter_gbps")
     assert row.before == row.after and row.error_before_pct == row.error_after_pct > 40
 
 

@@ -30,9 +30,10 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
-# until earlier sends have left; `load` is the wait for data; forward, backward and weights (the
-# weights' part of a backward in two parts) have one row per module of a stage. On a GPU, whose host
-# runs ahead, all times are those at which its stream comes to a row's ends
+# until earlier sends have left, and of an emulated device until it may begin its first forward
+# with weights that are being gathered; `load` is the wait for data; forward, backward and weights
+# (the weights' part of a backward in two parts) have one row per module of a stage. On a GPU, whose
+# host runs ahead, all times are those at which its stream comes to a row's ends
 # (`watching.device_clock`).
 COMPUTE = ("forward", "backward", "weights")
 FORWARD, BACKWARD, WEIGHTS = range(len(COMPUTE))

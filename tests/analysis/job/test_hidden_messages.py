@@ -9,6 +9,8 @@ from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.costs import buckets
+from disttrain_cli.profiling.layer_factors import correct_layers
+from disttrain_cli.profiling.link_factors import correct_links, correct_optimizer
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from tests.analysis import simulated
 from tests.planning import synthetic as planning
@@ -77,6 +79,24 @@ def test_slow_reductions_are_communication(tmp_path, job):
     assert found.verdict.cause == "communication"
     assert abs(found.stragglers.lost_s["unexplained"]) < 1e-3 * slow
     assert found.stragglers.lost_s["communication"] == pytest.approx(slow - without, rel=0.35)
+
+
+def test_calibrating_takes_no_rest_for_a_message(tmp_path, job):
+    profile, layout = job
+    simulated.write(tmp_path, profile, layout, STEPS)
+    database = open_database([tmp_path])
+    assert database.job is not None
+    linked, links = correct_links(database, database.job, profile)
+    assert {one.what for one in links} <= {"p2p_gbps", "p2p_us"} and links
+    assert linked.links.reduce_scatter_gbps == profile.links.reduce_scatter_gbps
+    assert correct_optimizer(database, database.job, profile) == (profile, [])
+    changed = correct_layers(database, database.job)[1]
+    slots = layout.microbatches
+    forward, backward = (
+        next(one.rows for one in changed if (one.module, one.operation) == ("llm", operation))
+        for operation in ("forward", "backward")
+    )
+    assert forward * slots == backward * (slots - 1)
 
 
 def test_a_slow_rank_is_found(tmp_path, job):
