@@ -20,10 +20,12 @@ from disttrain_cli.planning.solve import (
     ranking,
     solve,
 )
+from disttrain_cli.planning.traffic import preprocess_need
 from disttrain_cli.planning.units import Cluster, Unit, group
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan
 from disttrain_cli.spec.profile import Profile, SizeSample
 from tests import profiles
+from tests.heads import with_heads
 from tests.planning import synthetic
 
 GIB = 2.0**30
@@ -467,6 +469,37 @@ def test_preprocessing_keeps_up(case: tuple[Profile, list[Unit], Cluster]) -> No
     # three read, one generated
     assert need.images_per_s == pytest.approx(found.sequences_per_s * 4)
     assert need.cores == need.hosts == int(np.ceil(found.sequences_per_s / 300))
+
+
+def test_images_whose_latents_are_prepared_are_not_counted_as_decoded(
+    case: tuple[Profile, list[Unit], Cluster],
+) -> None:
+    """Of further generators only those that decode, beside the first that does, take more cores."""
+    profile, _, _ = case
+    target = profile.inputs.target
+    assert target is not None
+
+    def need(*latents: bool) -> tuple[float, int]:
+        heads = [
+            target.model_copy(
+                update={"module": name, "cached_latents": cached and "bf16", "size_px": 16}
+            )
+            for name, cached in zip(("image_generator", "refiner"), latents, strict=False)
+        ]
+        changed = profile.model_copy(
+            update={
+                "inputs": with_heads(profile.inputs, "target", *heads),
+                "modules": profile.modules | {"refiner": profile.modules["image_generator"]},
+            }
+        )
+        found = preprocess_need(changed, 299_900, 8)
+        assert found is not None
+        return found.images_per_s / 299_900, found.cores
+
+    # three read, one generated, at 300 sequences and 1,000 images per second and core
+    assert need(False) == need(True, False) == need(False, True) == (4, 1000)
+    assert need(True) == need(True, True) == (3, 1000)
+    assert need(False, False) == (4, 1300)
 
 
 def test_finalists_are_of_several_kinds() -> None:

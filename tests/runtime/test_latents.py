@@ -19,8 +19,10 @@ from disttrain_cli.data.index import Index, build_index, open_index
 from disttrain_cli.data.latents import described
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.packing import pack
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError
 from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.profiling.preprocess import measure_preprocessing
 from disttrain_cli.runtime import latents as making
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
@@ -202,6 +204,16 @@ def test_workers_send_the_same_bytes(cached: Run) -> None:
             file.unlink()
         with pytest.raises(DataError, match="no latents for refiner"), serving(run, index, layout):
             pass
+
+
+def test_a_profile_decodes_only_images_that_training_decodes(plain: Run, cached: Run) -> None:
+    one = changed(plain, {FIRST: OPTION[FIRST]})
+    rates = []
+    for run in (plain, one, cached):
+        inputs = describe(run)
+        packing = pack(build_index(run, inputs), inputs, 0, 0)
+        rates.append(measure_preprocessing(run, packing, 0.01).images_per_s_per_core)
+    assert rates[0] > 0 and rates[1] > 0 and rates[2] == 0
 
 
 class Interrupted(Exception):

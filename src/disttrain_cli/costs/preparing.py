@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import CostedStage
+from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -25,11 +26,11 @@ def item_s(profile: Profile, module: str) -> float:
     """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is
     known."""
     inputs, rates, data = profile.inputs, profile.preprocess, profile.data
-    cached = [head.module for head in inputs.targets if head.cached_latents]
+    decoding = {head.module: head.item for item in KINDS for head in inputs.decoding(item)}
     if module != inputs.llm:
-        return 0.0 if module in cached else _each_s(rates.rate(inputs.item(module)))
+        return _each_s(rates.rate(decoding[module])) if module in decoding else 0.0
     sequence_s = _each_s(rates.sequences_per_s_per_core)
-    decoded = {head.item: None for head in inputs.heads if head.module not in cached}
+    decoded = dict.fromkeys(decoding.values())
     decoded_s = sum(_each_s(rates.rate(item)) * data.count(item) for item in decoded)
     text_s = sequence_s - decoded_s / data.sequences
     return text_s if text_s > ROUNDING * sequence_s else 0.0

@@ -161,12 +161,13 @@ def preprocess_need(
     if rate <= 0:
         return None
     sample = profile.data.sample
-    images = sum(len(images) for images in sample.images) + sum(sample.targets)
+    images = sum(len(images) for images in sample.images)
+    images += sum(sample.targets) if profile.inputs.decoding("target") else 0
     # Further generators and encoders have their images decoded once more.
     again_s = sum(
         item_s(profile, name) * profile.modules[name].work_per_sequence.items
         for item in KINDS
-        for name in (head.module for head in profile.inputs.of(item)[1:])
+        for name in (head.module for head in profile.inputs.decoding(item)[1:])
     )
     cores = math.ceil(sequences_per_s * (1.0 / rate + again_s))
     return PreprocessNeed(

@@ -21,9 +21,8 @@ from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.heads import Grid, Head, Item, TargetInput
+from disttrain_cli.spec.heads import Grid, Head, Item
 from disttrain_cli.spec.index import KINDS
-from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import NAMED_ITEMS, PreprocessProfile
 from disttrain_cli.spec.runfile import Run
 
@@ -98,7 +97,7 @@ def _rates(seen: Mapping[Item, Seen], sequences_per_s: float) -> PreprocessProfi
 def _decode(index: Index, reader: ShardReader, sample: int, item: Item) -> Seen:
     """Decode all items of a sample that are of one modality."""
     first, last = index.segment_start[sample : sample + 2].tolist()
-    begin, count, heads = time.perf_counter(), 0, _decoding(index.inputs, item)
+    begin, count, heads = time.perf_counter(), 0, index.inputs.decoding(item)
     for segment in range(first, last):
         if index.kinds[segment] != KINDS[item] or not heads:
             continue
@@ -132,7 +131,7 @@ def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile
     """
     inputs, seen = packing.index.inputs, {item: Seen() for item in KINDS}
     for item, members in packing.items.items():
-        heads = _decoding(inputs, item)
+        heads = inputs.decoding(item)
         if not heads or not len(members):
             continue
         call = MODALITIES[item].example(heads[0], _mean_grid(heads[0], members))
@@ -149,16 +148,6 @@ def _mean_grid(head: Head, members: Members) -> Grid:
     merge = getattr(head, "merge", 1)
     side = max(1, round(np.sqrt(members.area.mean()) / merge)) * merge
     return side, side
-
-
-def _decoding(inputs: ModelInputs, item: Item) -> list[Head]:
-    """The heads of a modality but those for which latents stand in for the pixels of images to
-    generate, so that none is decoded."""
-    return [
-        head
-        for head in inputs.of(item)
-        if not (isinstance(head, TargetInput) and head.cached_latents)
-    ]
 
 
 def _mean_s(call: Callable[[], object], seconds: float) -> float:

@@ -88,6 +88,15 @@ class ModelInputs(Strict):
         """The heads that work on an item, in the model's order."""
         return [head for head in self.heads if head.item == item]
 
+    def decoding(self, item: Item) -> list[Head]:
+        """The heads for which an item's file is decoded: not generators whose latents were prepared
+        beforehand."""
+        return [
+            head
+            for head in self.of(item)
+            if not (isinstance(head, TargetInput) and head.cached_latents)
+        ]
+
     def head(self, module: str) -> Head | None:
         """What a module asks of its items; None of the LLM."""
         return next((head for head in self.heads if head.module == module), None)

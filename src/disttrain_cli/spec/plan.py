@@ -252,7 +252,9 @@ class PreprocessNeed(Strict):
     """What CPU nodes have to deliver so that training never waits."""
 
     sequences_per_s: float
-    images_per_s: float = Field(description="Images read and images to generate.")
+    images_per_s: float = Field(
+        description="Images read and images to generate, those that are decoded."
+    )
     cores: int
     hosts: int = Field(description="Of cluster.cpu_node_cores cores.")
 
