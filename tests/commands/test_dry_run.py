@@ -53,7 +53,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = profile.model_copy(update={"inputs": describe(run), "modules": modules})
     write_whole(run.dir.profile, profile.model_dump_json())
     plan = plan_of(
-        run, [unit(name, [name], layers[name], dp=1 + (name != "llm")) for name in modules], 2
+        run,
+        [unit(name, [name], layers[name], dp=1 + (name != "llm")) for name in modules],
+        2,
+        overlap=True,
     )
     write_plan(
         run.dir.plan,
