@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from disttrain_cli.runtime import worker
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.partitions import Gathering
+from disttrain_cli.runtime.engine.reduction import Reduction
 from disttrain_cli.runtime.launching import join
 
 #: Text of the error: of several lines, as those of compilers and drivers are.
@@ -23,6 +25,8 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "building": (worker, "build_engine", 1),
     "preflight": (worker, "check_groups", 1),
     "step": (UnitEngine, "_forward", 3),
+    "reducing": (Reduction, "_begin_next", 2),
+    "gathering": (Gathering, "begin", 2),
     "checkpoint": (Saver, "_copy", 1),
 }
 

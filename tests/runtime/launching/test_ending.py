@@ -35,7 +35,7 @@ from disttrain_cli.runtime.launching.process import abort_groups, joined
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
 from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict, read_verdict
 from disttrain_cli.spec.rundir import rank_log
-from tests.runtime.factory import make_job
+from tests.runtime.factory import make_job, plan_of, unit
 from tests.runtime.launching.fault_worker import TEXT
 
 ROOT = Path(__file__).parents[3]
@@ -353,21 +353,35 @@ def test_ranks_that_nobody_ends_end_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_training_rank_ends_all_of_them_with_its_text(tmp_path: Path) -> None:
-    """Rank 1 fails in a step while the others wait for it in a receive; it is told once, and nobody
-    ends them."""
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("step", r"forward of slot 0: unit \w+, stage 0, replica 0"),
+        ("reducing", "backward of slot 1: unit all, stage 0, replica 1"),
+        ("gathering", "step: unit all, stage 0, replica 1"),
+    ],
+)
+def test_an_error_of_a_training_rank_ends_all_of_them_with_its_text(
+    tmp_path: Path, where: str, told: str
+) -> None:
+    """Rank 1 fails in a step while the others wait for it in a receive, or for messages to replicas
+    that are under way; it is told once, and nobody ends them."""
     write_sample_data(tmp_path / "data")
-    run, plan, profile = make_job(tmp_path, tmp_path / "data")
+    run, plan, profile = make_job(tmp_path, tmp_path / "data", zero_stage=1)
+    if where != "step":
+        layers = [sum(sum(one.layers_per_stage) for one in plan.plan.units)]
+        alike = plan_of(run, [unit("all", run.file.model.order, layers, 3)], 1, overlap=True)
+        plan = plan.model_copy(update={"plan": alike.plan})
     job = read_job_file(Path(emit_torchrun(run, plan, profile, tmp_path / "out", steps=3).job))
     begin(job)
     (run.dir.root / "fault.json").write_text(
-        json.dumps({"rank": 1, "where": "step", "how": "raise"})
+        json.dumps({"rank": 1, "where": where, "how": "raise"})
     )
     with ranks_alone(job_file(tmp_path, f"{FAULT}:main", job.payload, 3), 3) as ranks:
         said = [rank.communicate(timeout=300)[0] for rank in ranks]
     log = rank_log(run.dir.logs, 1)
     assert ranks[1].returncode == 1 and {ranks[0].returncode, ranks[2].returncode} <= {1, 4}
     opening, closing = f"rank 1 ({socket.gethostname()}): RuntimeError: {TEXT}\n", f"\nlog: {log}\n"
-    where = said[1].partition(opening)[2].partition(closing)[0]
-    assert re.fullmatch(r"In the forward of slot 0: unit \w+, stage 0, replica 0", where), said[1]
+    place = said[1].partition(opening)[2].partition(closing)[0]
+    assert re.fullmatch(f"In the {told}", place), said[1]
     assert "RuntimeError" in log.read_text() and "Error" not in said[0] + said[2]
