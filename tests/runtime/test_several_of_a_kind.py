@@ -21,6 +21,7 @@ from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.messages.proof import faults
+from disttrain_cli.runtime.messages.records import SEND
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.runtime.equivalence_worker import recorded, reference
@@ -154,7 +155,7 @@ CASES = [
     "one eye frozen 1+3-2",
     "zero 1-2-1+2",
 ]
-#: Those that run a second time with NCCL's order of messages, and sends that block.
+#: Those that run a second time with NCCL's order of messages, sends that block, and `overlap`.
 IN_ORDER = [
     "1-2-1+2",
     "1-1-pp3+1",
@@ -208,6 +209,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     payload["cases"] += [
         case
         | {"name": f"{case['name']} in order", "out": f"{case['out']} in order", "in order": True}
+        | {"plan": case["plan"] | {"plan": case["plan"]["plan"] | {"overlap": True}}}
         for case in payload["cases"]
         if case["name"] in (*IN_ORDER, BF16)
     ]
@@ -253,3 +255,20 @@ def test_messages_ran_in_an_order_that_nccl_can_run(runs: dict[str, Any], name: 
     assert len(records) == 6 and faults(records) == []
     messages = [one for record in records for one in record.operations if one.is_message]
     assert messages and all(" to " in one.communicator for one in messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero 1-2-1+2", BF16])
+def test_reductions_begin_before_the_last_gradients_leave(runs: dict[str, Any], name: str) -> None:
+    """On the replicas of the LLM, which send to the encoder where they have images."""
+    kinds = [
+        "".join(
+            "S"
+            if one.kind == SEND and "to eye" in one.communicator
+            else "R" * one.kind.startswith("reduce_scatter")
+            for one in record.operations
+        )
+        for record in recorded(runs[f"{name} in order"][0])[1:3]
+    ]
+    assert kinds[0].count("R") == kinds[1].count("R") >= 3 * STEPS
+    assert any("RS" in one for one in kinds), kinds

@@ -129,9 +129,9 @@ class Gathering:
         group_of = {id(p): index for index, one in enumerate(partitions) for p in one.weights}
         self._ahead = False
         for layer in ahead:
-            self._ahead = True
-            own = sorted({group_of[id(p)] for p in layer.parameters() if id(p) in group_of})
-            layer.register_forward_pre_hook(partial(self._before, own))
+            if own := sorted({group_of[id(p)] for p in layer.parameters() if id(p) in group_of}):
+                self._ahead = True
+                layer.register_forward_pre_hook(partial(self._before, own))
 
     def begin(self, index: int) -> None:
         """Begin to gather the weights of a group, whose own part has changed."""
