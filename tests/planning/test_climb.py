@@ -61,6 +61,7 @@ def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
     case: tuple[Profile, list[Unit], Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(climbing, "TRIED", 1000)
+    monkeypatch.setattr(climbing, "BEST", 1000)
     monkeypatch.setattr(climbing, "MOST", 1000)
     profile, units, cluster = case
     build = built(case)
@@ -68,13 +69,18 @@ def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
     def has_room(layout: Layout) -> bool:
         return fits(profile, layout, cluster.memory_gib)
 
+    def simulated_s(layout: Layout) -> float:
+        return one_batch_s(profile, layout, cluster)
+
     def timed(layout: Layout) -> tuple[Layout, float]:
-        return layout, one_batch_s(profile, layout, cluster)
+        return layout, simulated_s(layout)
 
     start = build(LOPSIDED, 8)
     assert start is not None
     start_s = timed(start)[1]
-    way = climb(units, cluster, start, start_s, build, has_room, timed)
+    seen: set[str] = set()
+    way = climb(units, cluster, start, start_s, build, has_room, simulated_s, timed, seen)
+    assert len(seen) > 30
     times_s = [start_s, *(seconds for _, seconds in way)]
     assert times_s[-1] < 0.8 * start_s and times_s == sorted(times_s, reverse=True)
     for layout, seconds in way:

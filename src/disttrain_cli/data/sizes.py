@@ -71,11 +71,17 @@ class Sizes:
 
     def work(self, inputs: ModelInputs) -> dict[str, NDArray[np.float64]]:
         """By module name, [Q, 3]: the columns of `Work` that each sequence brings to the module."""
-        work = {inputs.llm: np.stack([np.ones(len(self)), self.tokens, self.length_sq], axis=1)}
-        for head in inputs.heads:
-            items = self.items[head.item]
-            work[head.module] = items.per_sequence(columns(head.size(items.area)))
-        return work
+        names = (inputs.llm, *(head.module for head in inputs.heads))
+        return {name: self.work_of(inputs, name) for name in names}
+
+    def work_of(self, inputs: ModelInputs, module: str) -> NDArray[np.float64]:
+        """[Q, 3] of one module."""
+        head = inputs.head(module)
+        if head is None:
+            columns_ = np.ones(len(self)), self.tokens, self.length_sq
+            return np.stack(columns_, axis=1)
+        items = self.items[head.item]
+        return items.per_sequence(columns(head.size(items.area)))
 
 
 def sizes_of(packing: Packing) -> Sizes:

@@ -21,6 +21,7 @@ from disttrain_cli.spec.plan import Layout
 
 LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
 TRIED = 12  # neighbours of a layout that are simulated: the best by `_estimate_s`
+BEST = 3  # of them, of which it is found how they are best run
 MOST = 8  # steps of a climb
 
 
@@ -36,30 +37,38 @@ def climb(
     start_s: float,
     build: Build,
     fits: Callable[[Layout], bool],
+    simulated_s: Callable[[Layout], float],
     timed: Callable[[Layout], tuple[Layout, float]],
+    seen: set[str],
 ) -> list[tuple[Layout, float]]:
     """The layouts on the way up from `start`, each with its simulated time, the best last.
 
     Args:
         start_s: its simulated time.
         fits: whether a layout has room in memory.
+        simulated_s: time of a layout as it is.
         timed: a layout as it is best run, and its simulated time.
+        seen: layouts that were looked at; those that are, are added.
     """
     way: list[tuple[Layout, float]] = []
     layout, best_s = start, start_s
-    seen = {start.describe()}
+    seen.add(_name(start))
     for _ in range(MOST):
-        found = {other.describe(): other for other in _built(units, cluster, layout, build)}
+        found = {_name(other): other for other in _built(units, cluster, layout, build)}
         new = [other for name, other in found.items() if name not in seen]
-        seen |= found.keys()
+        seen.update(found)
         new.sort(key=lambda other: _estimate_s(cluster, units, other))
-        tried = map(timed, itertools.islice(filter(fits, new), TRIED))
-        fastest = min(tried, key=lambda one: one[1], default=(layout, best_s))
+        tried = sorted(itertools.islice(filter(fits, new), TRIED), key=simulated_s)[:BEST]
+        fastest = min(map(timed, tried), key=lambda one: one[1], default=(layout, best_s))
         if fastest[1] > best_s * (1 - LEAST_GAIN):
             break
         layout, best_s = fastest
         way.append(fastest)
     return way
+
+
+def _name(layout: Layout) -> str:
+    return f"{layout.describe()} M {layout.microbatch_size}"
 
 
 def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from disttrain_cli.costs.layout import optimizer_s, stages_of
 from disttrain_cli.costs.memory import fits
+from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult
 from disttrain_cli.planning.splitting import timed, whole
@@ -58,6 +59,7 @@ class Limits:
 def rounds(
     profile: Profile,
     cluster: Cluster,
+    draws: Draws,
     find: Callable[[Limits, int], tuple[list[Unit], SearchResult]],
     layout_of: Callable[[list[Unit], Candidate], Layout],
     wanted: int,
@@ -90,7 +92,7 @@ def rounds(
         }
         for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
-            finalists.append(Ranked(*timed(profile, cluster, layout)))
+            finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
         return result.best[0].shapes[holder][1]
 
     most: int | None = None
@@ -103,7 +105,7 @@ def rounds(
             break
     for layout in others:
         if layout not in (whole(one.layout) for one in finalists):
-            finalists.append(Ranked(*timed(profile, cluster, layout)))
+            finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
     for _ in range(near if finalists else 0):
         llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
         best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
@@ -122,9 +124,11 @@ def _best_ms(finalists: list[Ranked]) -> float:
     return min((1e3 * one.iteration_s for one in finalists), default=math.inf)
 
 
-def one_batch_s(profile: Profile, layout: Layout, cluster: Cluster) -> float:
+def one_batch_s(
+    profile: Profile, layout: Layout, cluster: Cluster, draws: Draws | None = None
+) -> float:
     """Time of the step over the first global batch."""
-    return simulated_s(profile, layout, cluster, range(1), shared=False)
+    return simulated_s(profile, layout, cluster, range(1), shared=False, draws=draws)
 
 
 def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> list[T]:
@@ -139,7 +143,11 @@ def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> li
 
 
 def rank(
-    profile: Profile, cluster: Cluster, finalists: list[Ranked], wanted: int = SURE
+    profile: Profile,
+    cluster: Cluster,
+    draws: Draws,
+    finalists: list[Ranked],
+    wanted: int = SURE,
 ) -> list[Ranked]:
     """The best `wanted` finalists (`SURE` at least) by their times over all batches, best first.
 
@@ -158,7 +166,8 @@ def rank(
     best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
     numbers = batches(cluster)
     return sorted(
-        (Ranked(*timed(profile, cluster, whole(one.layout), numbers)) for one in best), key=_order
+        (Ranked(*timed(profile, cluster, whole(one.layout), numbers, draws)) for one in best),
+        key=_order,
     )
 
 

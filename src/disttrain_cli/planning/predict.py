@@ -18,6 +18,7 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.ordering.orders import Policy
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
+from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
 from disttrain_cli.planning.units import Cluster, Unit
@@ -59,17 +60,19 @@ def simulated_steps(
     cluster: Cluster,
     numbers: Iterable[int] | None = None,
     shared: bool = True,
+    draws: Draws | None = None,
 ) -> Iterator[Step]:
     """The steps over these of the global batches drawn from the data, or over all (`batches`).
 
     Args:
         shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a
             cluster.
+        draws: the batches; None = drawn anew.
     """
-    stages, policy = stages_of(profile, layout), policy_of(profile, layout, cluster)
+    stages, draws = stages_of(profile, layout), draws or Draws(profile, cluster)
     device = profile.device
     for number in batches(cluster) if numbers is None else numbers:
-        loads = loads_of(profile, layout, policy, number)
+        loads = draws.loads(layout, number)
         pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
         if device.kind == "cpu" and shared:
             timeline = simulate_shared(pipeline, device.cores, device.shared_by)
@@ -105,9 +108,10 @@ def simulated_s(
     cluster: Cluster,
     numbers: Iterable[int] | None = None,
     shared: bool = True,
+    draws: Draws | None = None,
 ) -> float:
     """Mean time of `simulated_steps`."""
-    steps = simulated_steps(profile, layout, cluster, numbers, shared)
+    steps = simulated_steps(profile, layout, cluster, numbers, shared, draws)
     return float(np.mean([step.timeline.iteration_s for step in steps]))
 
 

@@ -16,12 +16,14 @@ from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.planning.baselines import candidates, megatron
 from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.climb import climb
+from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import (
     EACH,
     Limits,
     Ranked,
     diverse,
     faster_zero,
+    one_batch_s,
     rank,
     rounds,
 )
@@ -132,12 +134,15 @@ def solve(
         cluster = plain
     started = time.perf_counter()
     either_zero = run.train.zero_stage == "auto"
+    draws = Draws(profile, ranked_as(cluster))
     baselines = {
-        name: baseline(profile, plain, name, either_zero) for name in BASELINES if name != strategy
+        name: baseline(profile, plain, name, either_zero, draws)
+        for name in BASELINES
+        if name != strategy
     }
     rivals = _rivals(profile, cluster, baselines) if strategy == "disaggregated" else []
     ranked, combinations, simulated = ranking(
-        profile, cluster, strategy, top, either_zero, [layout for layout, _ in rivals]
+        profile, cluster, strategy, top, either_zero, [layout for layout, _ in rivals], draws
     )
     if not ranked:
         raise infeasible(profile, cluster, strategy)
@@ -194,6 +199,7 @@ def ranking(
     top: int = 0,
     either_zero: bool = False,
     others: Sequence[Layout] = (),
+    draws: Draws | None = None,
 ) -> tuple[list[Ranked], int, int]:
     """Layouts of a strategy, best first, and how many were candidates and simulated.
 
@@ -204,9 +210,11 @@ def ranking(
         top: runners-up wanted beside the best layout.
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
         others: layouts that are simulated with those of the strategy (`disaggregated`).
+        draws: the batches that all are tried on; None = drawn anew.
     """
     combinations = 0
     cluster = ranked_as(cluster)
+    draws = draws or Draws(profile, cluster)
 
     def as_layout(units: list[Unit], candidate: Candidate) -> Layout:
         layout = layout_of(units, cluster, candidate, strategy)
@@ -222,7 +230,7 @@ def ranking(
         units, result = candidates(profile, cluster, strategy, top + 1)
         layouts = [as_layout(units, candidate) for candidate in result.best]
         ranked = [
-            Ranked(layout, simulated_s(profile, layout, cluster, shared=False))
+            Ranked(layout, simulated_s(profile, layout, cluster, shared=False, draws=draws))
             for layout in layouts
         ]
         return ranked, result.combinations, len(ranked)
@@ -230,6 +238,7 @@ def ranking(
     finalists = rounds(
         profile,
         cluster,
+        draws,
         find,
         as_layout,
         top + 1,
@@ -237,13 +246,14 @@ def ranking(
         NEAR if ours else 0,
         others,
     )
-    finalists += _climbed(profile, cluster, strategy, either_zero, finalists)
-    return rank(profile, cluster, finalists, top + 1), combinations, len(finalists)
+    finalists += _climbed(profile, cluster, draws, strategy, either_zero, finalists)
+    return rank(profile, cluster, draws, finalists, top + 1), combinations, len(finalists)
 
 
 def _climbed(
     profile: Profile,
     cluster: Cluster,
+    draws: Draws,
     strategy: Strategy,
     either_zero: bool,
     finalists: list[Ranked],
@@ -258,16 +268,23 @@ def _climbed(
     def has_room(layout: Layout) -> bool:
         return fits(profile, layout, cluster.memory_gib)
 
-    def as_run(layout: Layout) -> tuple[Layout, float]:
-        return timed(profile, cluster, layout)
+    def seconds(layout: Layout) -> float:
+        begun = layout.model_copy(update={"overlap": cluster.splits})
+        return one_batch_s(profile, begun, cluster, draws)
 
+    def as_run(layout: Layout) -> tuple[Layout, float]:
+        return timed(profile, cluster, layout, draws=draws)
+
+    seen: set[str] = set()
     best = sorted(finalists, key=lambda one: one.iteration_s)
     starts = diverse(best, lambda one: _shape(one.layout.unit_of(profile.inputs.llm)), CLIMBED)
     return [
         Ranked(*one)
         for start in starts
         if len(start.layout.units) == len(units)
-        for one in climb(units, cluster, start.layout, start.iteration_s, build, has_room, as_run)
+        for one in climb(
+            units, cluster, start.layout, start.iteration_s, build, has_room, seconds, as_run, seen
+        )
     ]
 
 
@@ -346,10 +363,14 @@ def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
 
 
 def baseline(
-    profile: Profile, cluster: Cluster, strategy: Strategy, either_zero: bool = False
+    profile: Profile,
+    cluster: Cluster,
+    strategy: Strategy,
+    either_zero: bool = False,
+    draws: Draws | None = None,
 ) -> Baseline | None:
     """The layout of another strategy in the same simulator; None where none fits."""
-    ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero)
+    ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero, draws=draws)
     if not ranked:
         return None
     return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.planning.predict import loads_of, policy_of
+from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.simulation.makespan import delays_s
 from disttrain_cli.simulation.pipeline import simulate
@@ -37,7 +37,11 @@ SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots for every stage before, where the se
 
 
 def timed(
-    profile: Profile, cluster: Cluster, layout: Layout, numbers: Sequence[int] = (0,)
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout,
+    numbers: Sequence[int] = (0,),
+    draws: Draws | None = None,
 ) -> tuple[Layout, float]:
     """The layout with the best delays, where the cluster splits backwards, and the mean time of its
     steps over some global batches.
@@ -46,10 +50,11 @@ def timed(
         layout: with whole backwards, which it keeps where two parts gain less than `LEAST_GAIN`.
         numbers: of the batches. With several, the search goes on with all replicas, at ten times
             the time; delays that are best for one small batch may be bad for others.
+        draws: the batches; None = drawn anew.
     """
     layout = layout.model_copy(update={"overlap": cluster.splits})
-    policy = policy_of(profile, layout, cluster)
-    loads = [loads_of(profile, layout, policy, number) for number in numbers]
+    draws = draws or Draws(profile, cluster)
+    loads = [draws.loads(layout, number) for number in numbers]
 
     def pipelines_of(layout: Layout) -> list[Pipeline]:
         stages, per_node = stages_of(profile, layout), cluster.gpus_per_node

@@ -31,10 +31,14 @@ def pipeline_of(
     """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3]."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
     times_s = np.zeros((len(COMPUTE), *shape))
+    known: dict[tuple[str, bytes], Floats] = {}  # many stages hold the same layers
     for number, stage in enumerate(stages):
         for cost in stage.costs:
             for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
-                part_s[:, number, : stage.unit.dp] += amount(part_ms, loads[cost.module]) / 1e3
+                key = cost.module, part_ms.tobytes()
+                if key not in known:
+                    known[key] = amount(part_ms, loads[cost.module]) / 1e3
+                part_s[:, number, : stage.unit.dp] += known[key]
     split = any(stage.weight_delay is not None for stage in stages)
     reducing, gathering = (
         hidden(profile, layout, stages, gpus_per_node) if layout.overlap else (None, None)

@@ -11,7 +11,7 @@ simulation; `order_step` adds the items of every replica, `loads.replica_loads` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from disttrain_cli.data.slots import (
 )
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout
 
 #: Integer cost of each sequence of a batch, by module name.
 Costs = Mapping[str, Ints]
@@ -54,12 +54,18 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
     Every sequence of the global batch has one place. Modules without costs count nothing; the
     policy `none` needs no costs.
     """
-    dp, n, m = layout.unit_of(llm).dp, layout.microbatches, layout.microbatch_size
-    assert dp * n * m == layout.global_batch_size
+    unit, n, m = layout.unit_of(llm), layout.microbatches, layout.microbatch_size
+    assert unit.dp * n * m == layout.global_batch_size
     if policy == "none":
-        return Assignment(np.arange(layout.global_batch_size).reshape(n, dp, m))
+        return Assignment(np.arange(layout.global_batch_size).reshape(n, unit.dp, m))
     assert policy == "paper"
-    size = _unit_costs(layout.unit_of(llm), costs)
+    positions = levelled_slots(unit_costs(unit.modules, costs), unit.dp, n, m)
+    return Assignment(positions[slot_order(layout, llm, costs, positions)])
+
+
+def levelled_slots(size: Ints, dp: int, n: int, m: int) -> Ints:
+    """[n, DP, M] positions of sequences of these costs: every replica gets its share, and the k-th
+    largest microbatch of each lies in slot k."""
     replicas = np.stack(level(size, dp, n * m))
     microbatches = replicas[..., None]  # [DP, n, M]
     if m > 1:
@@ -67,8 +73,12 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
             [members_of[np.stack(level(size[members_of], n, m))] for members_of in replicas]
         )
     largest_first = np.lexsort((microbatches.min(axis=2), -size[microbatches].sum(axis=2)), axis=-1)
-    positions = np.take_along_axis(microbatches, largest_first[..., None], axis=1).swapaxes(0, 1)
-    return Assignment(positions[interval_order(_stage_costs(layout, llm, costs, positions))])
+    return np.take_along_axis(microbatches, largest_first[..., None], axis=1).swapaxes(0, 1)
+
+
+def slot_order(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Ints:
+    """[n] the order of slots of these sequences by the interval rule."""
+    return interval_order(_stage_costs(layout, llm, costs, positions))
 
 
 def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
@@ -137,7 +147,9 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
     )
     line: list[Ints] = []
     for index, unit in enumerate(layout.units):
-        of_replicas = _unit_costs(unit, costs)[positions].sum(axis=2)  # [slots, LLM replicas]
+        of_replicas = unit_costs(unit.modules, costs)[positions].sum(
+            axis=2
+        )  # [slots, LLM replicas]
         # A unit without the LLM levels the slot's items over its own replicas.
         levelled = -(-of_replicas.sum(axis=1) // unit.dp)
         of_slot = (of_replicas.max(axis=1) if llm in unit.modules else levelled) // unit.pp
@@ -151,11 +163,11 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
     return np.concatenate([beside, np.stack(line, axis=1), behind], axis=1)
 
 
-def _unit_costs(unit: UnitPlan, costs: Costs) -> Ints:
-    """Cost of each sequence in one unit; modules without costs count nothing."""
+def unit_costs(modules: Sequence[str], costs: Costs) -> Ints:
+    """Cost of each sequence in a unit of these modules; those without costs count nothing."""
     some = next(iter(costs.values()))
     return sum(
-        (costs[module] for module in unit.modules if module in costs),
+        (costs[module] for module in modules if module in costs),
         np.zeros(len(some), dtype=np.int64),
     )
 

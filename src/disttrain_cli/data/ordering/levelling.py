@@ -85,7 +85,13 @@ def _give_out(costs: Ints, replicas: int, count: int | None) -> tuple[Ints, Ints
     heap = list(range(replicas))  # load · replicas + replica: one number orders by both
     adds = (costs[positions] * replicas).tolist()
     if count is None:
-        taken = [heapq.heapreplace(heap, heap[0] + cost) for cost in adds]
+        if len(adds) >= replicas and adds[replicas - 1] > 0:  # the first ones go round
+            heap = [load + cost for load, cost in zip(heap, adds[:replicas], strict=True)]
+            heapq.heapify(heap)
+            taken = list(range(replicas))
+            taken += [heapq.heapreplace(heap, heap[0] + cost) for cost in adds[replicas:]]
+        else:
+            taken = [heapq.heapreplace(heap, heap[0] + cost) for cost in adds]
         return positions, np.array(taken, dtype=np.int64) % replicas
     left, owner = [count] * replicas, []
     for cost in adds:

@@ -30,21 +30,30 @@ def replica_loads(
     Modules in the LLM's unit work on the replica's own sequences; others get the slot's items
     levelled one by one, or evenly where all are alike.
     """
+    return {
+        module: module_loads(
+            sizes,
+            inputs,
+            module,
+            assignment,
+            None if inputs.llm in unit.modules else unit.dp,
+        )
+        for unit in layout.units
+        for module in unit.modules
+    }
+
+
+def module_loads(
+    sizes: Sizes, inputs: ModelInputs, module: str, assignment: Assignment, dp: int | None
+) -> Floats:
+    """[n slots, DP, 3] of one module on `dp` replicas of its own; None: in the LLM's unit."""
     positions, carry = assignment.positions, assignment.carry
-    work = sizes.work(inputs)
-    loads = {}
-    for unit in layout.units:
-        for module in unit.modules:
-            if inputs.llm in unit.modules:
-                loads[module] = work[module][positions].sum(axis=2)
-            else:
-                head = inputs.head(module)
-                assert head is not None
-                items = sizes.items[head.item]
-                loads[module] = (_even if head.alike else _levelled)(
-                    head, items, positions, unit.dp, carry
-                )
-    return loads
+    if dp is None:
+        return np.asarray(sizes.work_of(inputs, module)[positions].sum(axis=2))
+    head = inputs.head(module)
+    assert head is not None
+    split = _even if head.alike else _levelled
+    return split(head, sizes.items[head.item], positions, dp, carry)
 
 
 def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:

@@ -1,0 +1,82 @@
+"""The global batches that layouts are tried on, and the work that they bring.
+
+All layouts of a plan are tried on the same batches, and many of them differ in one unit only. So
+batches are drawn once, and what an ordering makes of them is remembered by what it depends on: of
+the policy `paper` the sequences of every slot, before slots are ordered, by the LLM's replicas and
+microbatch, and a module's work by these and its unit's replicas. The last few of each stay.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.ordering.assigning import (
+    Costs,
+    count_costs,
+    levelled_slots,
+    slot_order,
+    unit_costs,
+)
+from disttrain_cli.data.ordering.loads import module_loads, replica_loads
+from disttrain_cli.data.ordering.orders import Policy
+from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
+from disttrain_cli.data.slots import Assignment, Ints
+from disttrain_cli.planning.units import Cluster
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+
+Floats = NDArray[np.float64]
+Slots = tuple[int, tuple[str, ...], int, int, int]  # batch, modules of the LLM's unit, DP, n, M
+KEPT = 64
+
+
+class Draws:
+    """Global batches of a profile's data, and the work that they bring to the replicas of a
+    layout."""
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self._profile, self._cluster = profile, cluster
+        self._sample = sizes_of_sample(profile.data.sample)
+        self._batch = lru_cache(KEPT)(self._drawn)
+        self._positions = lru_cache(KEPT)(self._levelled)
+        self._loads = lru_cache(KEPT)(self._loads_of)
+
+    def loads(self, layout: Layout, number: int) -> dict[str, Floats]:
+        """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch, as
+        training would order it."""
+        profile, cluster = self._profile, self._cluster
+        inputs, (sizes, costs) = profile.inputs, self._batch(number)
+        if cluster.ordering != "paper":
+            policy = Policy(
+                cluster.ordering,
+                layout,
+                inputs,
+                profile,
+                cluster.gpus_per_node,
+                cluster.memory_gib,
+            )
+            return replica_loads(sizes, inputs, layout, policy(sizes))
+        llm = layout.unit_of(inputs.llm)
+        n, m = layout.microbatches, layout.microbatch_size
+        slots: Slots = (number, tuple(llm.modules), llm.dp, n, m)
+        order = slot_order(layout, inputs.llm, costs, self._positions(slots))
+        return {
+            module: self._loads(slots, module, None if unit is llm else unit.dp)[order]
+            for unit in layout.units
+            for module in unit.modules
+        }
+
+    def _drawn(self, number: int) -> tuple[Sizes, Costs]:
+        sizes = sampled_batch(self._sample, self._cluster.batch, number)
+        return sizes, count_costs(sizes, self._profile.inputs)
+
+    def _levelled(self, slots: Slots) -> Ints:
+        number, modules, dp, n, m = slots
+        return levelled_slots(unit_costs(modules, self._batch(number)[1]), dp, n, m)
+
+    def _loads_of(self, slots: Slots, module: str, dp: int | None) -> Floats:
+        sizes, assignment = self._batch(slots[0])[0], Assignment(self._positions(slots))
+        return module_loads(sizes, self._profile.inputs, module, assignment, dp)
