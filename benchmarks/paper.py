@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common import Tables, table
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.planning.baselines import megatron, pipelines
@@ -282,10 +284,11 @@ def orderings(profile: Profile, layout: Layout, cluster: Cluster, steps: int) ->
 
 
 def busiest_s(pipeline: Pipeline) -> float:
-    """What the stage with most work takes when its replicas are level and never wait, with
-    reduction and optimizer."""
-    computing = (pipeline.forward_s + pipeline.backward_s).sum(axis=(0, 2)) / pipeline.replicas
-    return float((computing + pipeline.reduce_s).max()) + pipeline.step_s
+    """What the stage with most work takes when its replicas are level and never wait, with what of
+    reduction and optimizer nothing hides."""
+    computing = pipeline.computing_s.sum(axis=(0, 2)) / pipeline.replicas
+    left_s = np.where(pipeline.present, pipeline.lead_s + pipeline.exposed_s, np.inf).min(axis=1)
+    return float((computing + left_s).max()) + pipeline.closing_s
 
 
 def freezing(small: bool) -> Tables:

@@ -41,6 +41,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
         f" {layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM"
         f" replica); ZeRO-{layout.zero_stage}{_trained(layout)}"
+        f"{'; reductions and gathers behind passes' if layout.overlap else ''}"
     )
     if layout.gpus_used < given:
         left = _count(given - layout.gpus_used, "device")

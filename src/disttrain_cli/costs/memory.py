@@ -2,7 +2,8 @@
 
 The moment is in the backward of the first slot that leaves, or the forward before it: then all
 slots in flight are kept, and one layer holds what it works with beside that. Gradients are reduced
-and weights updated in place, when all activations are gone, so that neither ever holds more. Bytes
+and weights updated and gathered in place, when all activations are gone or, behind passes, those of
+one slot are left, so that neither ever holds more. Bytes
 per parameter follow DeepSpeed's engines as they are driven here. Activations are counted at the
 worst work a replica can meet, not at the mean.
 

@@ -126,6 +126,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
     differing += [
         (None, "microbatch", old.microbatch_size, new.microbatch_size),
         (None, "ZeRO", old.zero_stage, new.zero_stage),
+        (None, "reductions behind passes", old.overlap, new.overlap),
     ]
     return [Difference(*one) for one in differing if one[2] != one[3]]
 

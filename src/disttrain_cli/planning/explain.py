@@ -346,6 +346,8 @@ def differences(layout: Layout, other: Layout) -> str:
         words.append(f"M {layout.microbatch_size} → {other.microbatch_size}")
     if layout.zero_stage != other.zero_stage:
         words.append(f"ZeRO-{other.zero_stage}")
+    if layout.overlap != other.overlap:
+        words.append(f"reductions {'behind' if other.overlap else 'after'} passes")
     return ", ".join(words) or "same layout"
 
 
