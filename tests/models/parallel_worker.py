@@ -7,13 +7,16 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import piece, shard_of
@@ -34,6 +37,8 @@ from disttrain_cli.models.parallel import (
 from disttrain_cli.models.parallel import copy as copy_whole
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.tensor_parallel import join
+from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
+from disttrain_cli.models.weight_parts import split as split_backward
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.spec.runfile import read_run
 
@@ -61,14 +66,19 @@ def ranks(payload: dict[str, Any]) -> None:
         }
         for path in payload["runs"]:
             checks |= layer_checks(Path(path), group)
-        found = {}
-        for name, check in checks.items():
-            try:
-                check()
-                found[name] = ""
-            except AssertionError as error:
-                found[name] = str(error)
-        Path(payload["out"], f"{group.rank}.json").write_text(json.dumps(found))
+        Path(payload["out"], f"{group.rank}.json").write_text(json.dumps(found(checks)))
+
+
+def found(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
+    """By name of a check, what differs."""
+    said = {}
+    for name, check in checks.items():
+        try:
+            check()
+            said[name] = ""
+        except AssertionError as error:
+            said[name] = str(error)
+    return said
 
 
 def _gather(group: Group, rows: int) -> None:
@@ -211,28 +221,36 @@ FUNCTIONS = {
 }
 
 
-def layer_checks(path: Path, group: Group) -> dict[str, Callable[[], None]]:
-    """One check for each kind of layer of a run and each amount of items."""
+def layer_checks(
+    path: Path, group: Group, how: tuple[str, ...] = ("",), overlapped: bool = False
+) -> dict[str, Callable[[], None]]:
+    """One check for each kind of layer of a run, each amount of items and each way to run it; with
+    `overlapped` of the kinds that can."""
     run = read_run(path)
     kinds = {}
     for index, info in enumerate(layer_table(run)):
-        kinds.setdefault((info.module, info.kind), index)
+        if not overlapped or build_layers(run, index, index + 1, "meta")[0].row_by_row:
+            kinds.setdefault((info.module, info.kind), index)
     return {
-        f"{path.stem}/{module}.{kind}, {size}": lambda index=index, size=size: _layer(
-            run, index, size, group
+        f"{path.stem}/{module}.{kind}, {size}{one and ', '}{one}": partial(
+            _layer, run, index, size, group, one
         )
         for (module, kind), index in kinds.items()
         for size in SIZES
+        for one in how
     }
 
 
-def _layer(run: Any, index: int, size: str, group: Group) -> None:
+def _layer(run: Any, index: int, size: str, group: Group, how: str = "") -> None:
+    """`how`: whether it is "recomputed", or the gradients of its weights are computed "later"."""
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, **SIZES[size])
     given = state_at(table, index, inputs, batch)
     (whole,) = build_layers(run, index, index + 1)
-    (own,) = build_layers(run, index, index + 1, tp=TP, tp_rank=group.rank)
+    (own,) = build_layers(run, index, index + 1, tp=group.size, tp_rank=group.rank)
     join(own, group)
+    if how == "later":
+        split_backward(own)
     split_names = {spec.name for spec in (*live_tensors(table, index), *whole.writes) if spec.split}
 
     def mine(name: str, tensor: Tensor) -> Tensor:
@@ -241,16 +259,20 @@ def _layer(run: Any, index: int, size: str, group: Group) -> None:
     part = {
         name: mine(name, tensor.detach()).clone().requires_grad_() for name, tensor in given.items()
     }
-    expected, made = whole(dict(given), batch), own(dict(part), copy(batch))
+    run_own = partial(checkpoint, own, use_reentrant=False) if how == "recomputed" else own
+    expected, made = whole(dict(given), batch), run_own(dict(part), copy(batch))
     seeds = {
         name: torch.ones(()) if name.startswith(LOSS_PREFIX) else random(*tensor.shape, seed=3)
         for name, tensor in expected.items()
     }
     _backward(expected, seeds)
-    _backward(made, {name: mine(name, seed) for name, seed in seeds.items()})
+    parts: list[WeightPart] = []
+    with deferred(parts) if how == "later" else nullcontext():
+        _backward(made, {name: mine(name, seed) for name, seed in seeds.items()})
+    add_weight_gradients(parts)
     for name, tensor in expected.items():
         if name.startswith(LOSS_PREFIX):
-            dist.all_reduce(made[name].data)
+            dist.all_reduce(made[name].data, group=group.ranks)
         same(made[name], mine(name, tensor), name)
     for name, tensor in given.items():
         if tensor.grad is not None:
