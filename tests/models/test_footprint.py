@@ -4,6 +4,7 @@ noted on meta."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ OPERATIONS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "send": "pass",
 }
 MODELS = {
     "vit, whisper, llama, unet": {},
@@ -131,11 +133,12 @@ def _run(make_run, name):  # type: ignore[no-untyped-def]
     return type(run)(path=run.path, file=type(run.file).model_validate(plain))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_messages_are_those_of_a_process_group(make_run, group, name):  # type: ignore[no-untyped-def]
+def test_messages_are_those_of_a_process_group(make_run, group, name, overlap):  # type: ignore[no-untyped-def]
     run = _run(make_run, name)
     table, inputs = layer_table(run), describe(run)
-    seen = 0
+    seen, groups = 0, (replace(group, overlap=overlap), Noted(None, TP, 0, overlap))
     for place, info in {
         (info.module, info.kind): (place, info) for place, info in enumerate(table)
     }.values():
@@ -153,7 +156,7 @@ def test_messages_are_those_of_a_process_group(make_run, group, name):  # type: 
                 }
                 for device, batch in zip(("cpu", "meta"), batches, strict=True)
             ]
-            for layer, own in zip(layers, (group, Noted(None, TP, 0)), strict=True):
+            for layer, own in zip(layers, groups, strict=True):
                 layer.requires_grad_(trained and not info.frozen)
                 join(layer, own)
             noted = footprint(layers[1], states[1], batches[1], recompute)
@@ -171,8 +174,14 @@ def test_messages_are_those_of_a_process_group(make_run, group, name):  # type: 
                 recompute,
             )
             seen += len(sent.messages)
+            if not (info.kind == "block" and layers[0].by_rows and trained and not recompute):
+                continue
             # it gathers rows again
-            if info.kind == "block" and layers[0].by_rows and trained and not recompute:
+            if overlap:
+                passes = ["pass"] * (TP - 1)
+                assert [m.operation for m in noted.forward] == passes * 4
+                assert [m.operation for m in noted.backward] == [*passes, "all_gather", *passes] * 2
+            else:
                 assert [m.operation for m in noted.forward] == ["all_gather", "reduce_scatter"] * 2
                 assert (
                     sorted(m.operation for m in noted.backward)

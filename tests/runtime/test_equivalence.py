@@ -78,7 +78,14 @@ def _layouts(run: Run) -> dict[str, tuple[list[UnitPlan], int]]:
             ),
             1,
         ),
-        "monolithic-tp2pp3": ([unit("all", everything, [e + 1, m + 1, g - 2], tp=2)], 1),
+        "monolithic-tp2pp3": (
+            [
+                unit("all", everything, [e + 1, m + 1, g - 2], tp=2).model_copy(
+                    update={"tp_overlap": True}
+                )
+            ],
+            1,
+        ),
         "monolithic-pp3dp2": ([unit("all", everything, [e + 1, m + 1, g - 2], 2)], 1),
     }
 

@@ -59,6 +59,7 @@ class Case:
         units = "_".join(
             f"{''.join(short[m] for m in u.modules)}.tp{u.tp}.dp{u.dp}."
             f"{'+'.join(map(str, u.layers_per_stage))}{'.recomputed' if u.checkpointing else ''}"
+            f"{'.overlapped' if u.tp_overlap else ''}"
             f"{'' if u.weight_delay is None else '.later' + '+'.join(map(str, u.weight_delay))}"
             for u in self.units
         )
@@ -89,7 +90,7 @@ def draw(generator: random.Random) -> Case:
     trained = generator.choice([None] * 5 + [(LLM, "projectors"), ("projectors",)])
     overlap = random.Random(repr(units)).random() < 0.6
     return Case(
-        tuple(map(_with_delay, units)),
+        tuple(map(_overlapping, units)),
         microbatch,
         modules,
         trained,
@@ -122,9 +123,11 @@ def _unit(generator: random.Random, modules: list[str]) -> UnitPlan:
     return made.model_copy(update={"checkpointing": generator.random() < 0.25})
 
 
-def _with_delay(one: UnitPlan) -> UnitPlan:
-    """Two units of three compute weights' gradients later (of those that do not recompute)."""
+def _overlapping(one: UnitPlan) -> UnitPlan:
+    """Two units of three compute weights' gradients later (of those that do not recompute), and
+    overlap their TP groups' messages."""
     generator = random.Random(repr(one))
+    one = one.model_copy(update={"tp_overlap": one.tp > 1 and generator.random() < 2 / 3})
     if one.checkpointing or generator.random() < 1 / 3:
         return one
     delays = [generator.choice([0, 0, 1, 2, 5]) for _ in range(one.pp)]
@@ -274,6 +277,9 @@ def test_the_draws_cover_what_a_plan_may_choose() -> None:
     )
     split = [u for u in units if u.weight_delay is not None]
     assert len(split) >= 18 and {u.tp for u in split} == {1, 2, 4} and any(u.dp > 1 for u in split)
+    overlapped = [u for u in units if u.tp_overlap]
+    assert {u.tp for u in overlapped} == {2, 4} and any(u.checkpointing for u in overlapped)
+    assert any(u in overlapped for u in split) and any(u.tp > 1 for u in units if not u.tp_overlap)
     assert {case.zero_stage for case in drawn} == {0, 1}
     overlapping = [case for case in drawn if case.overlap]
     assert 8 <= len(overlapping) < len(drawn) - 5

@@ -170,7 +170,11 @@ def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> Un
     later = random.Random(repr(made))
     if later.random() < 0.5:
         return made
-    return made.model_copy(update={"weight_delay": [later.randint(0, 3) for _ in stages]})
+    changes = {
+        "weight_delay": [later.randint(0, 3) for _ in stages],
+        "tp_overlap": later.random() < 0.5,
+    }
+    return made.model_copy(update=changes)
 
 
 def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> StepOrder:

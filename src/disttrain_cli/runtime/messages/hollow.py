@@ -3,8 +3,8 @@ real ones.
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-leave tensors of the rows that a slot gives them. What layers say to a TP group is one message, what
-is said to the replicas of a stage one per layer.
+leave tensors of the rows that a slot gives them. What layers say to a TP group is one message (and
+once round the group where it overlaps), what is said to the replicas of a stage one per layer.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ class HollowRunner(StageRunner):
             self._reduction.begin()
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
-        join(self._grid.tp and self._grid.tp.ranks)
+        group = self._grid.tp
+        join(group and group.ranks)
+        if group is not None and group.overlap:
+            for _ in range(group.size - 1):
+                chunk = torch.empty(1, device=NOWHERE)
+                group.pass_on(chunk, torch.empty_like(chunk)).wait()
         return {
             spec.name: self._empty(slot, spec, link.dtype) for link in links for spec in link.sends
         }
