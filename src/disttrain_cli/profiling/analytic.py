@@ -39,6 +39,7 @@ from disttrain_cli.profiling.assemble import Series, Setting, known_parts, modul
 from disttrain_cli.profiling.dataset import read_dataset
 from disttrain_cli.profiling.fitting import Floats
 from disttrain_cli.profiling.footprints import running
+from disttrain_cli.profiling.hiding import hidden
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.spec.inputs import ModelInputs
@@ -98,7 +99,9 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
-        known = known_parts(kinds, flops[module], running(run, module, tps))
+        progress(f"count what {module} hides of its messages", 0, 0)
+        hides = hidden(run, module, tps, device, precision, links.of(True))
+        known = known_parts(kinds, flops[module], running(run, module, tps), hides)
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
     return Profile(
         precision=precision,

@@ -17,6 +17,7 @@ from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import (
+    HidingPass,
     LayerCost,
     LayerShard,
     LinkTimes,
@@ -30,6 +31,8 @@ from disttrain_cli.spec.runfile.model import Kind
 from disttrain_cli.spec.work import Work
 
 NOTHING = Polynomial()
+#: What passes take less where a TP group's messages travel behind products.
+Hidden = dict[HidingPass, Polynomial]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Part:
     flops: LayerFlops
     shard_parameters: dict[int, int]  # by TP size
     running: dict[int, Running]  # by TP size
+    hidden: dict[int, Hidden]  # by TP size at which its messages may travel behind products
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,14 @@ def known_parts(
     shards: Mapping[int, Mapping[str, PipelineLayer]],
     flops: Mapping[str, LayerFlops],
     running: Mapping[int, Mapping[str, Running]],
+    hidden: Mapping[int, Mapping[str, Hidden]],
 ) -> dict[str, Part]:
-    """What counts say of every kind of layer of a module.
+    """What is known of every kind of layer of a module without its times.
 
     Args:
         shards: by TP size (1 among them) and kind, one rank's part of a layer.
         running: by TP size and kind, what a rank holds and sends (`footprints.running`).
+        hidden: by TP size and kind, what overlapping messages save, where it is known.
     """
     return {
         kind: Part(
@@ -83,6 +89,7 @@ def known_parts(
                 for tp, layers in shards.items()
             },
             {tp: kinds[kind] for tp, kinds in running.items()},
+            {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
         )
         for kind in shards[1]
     }
@@ -219,6 +226,8 @@ def _shard(
             (-1.0, messages["backward"]),
         ),
         sent_bytes={name: sent_bytes(sent, tp) for name, sent in passes.items() if sent.counts},
+        hidden_ms=known.hidden.get(tp, {}),
+        overlapping_bytes=running.overlapping_bytes,
         transient_bytes=running.transient_bytes,
         deferred_bytes=running.deferred_bytes,
         split_transient_bytes=running.split_transient_bytes,

@@ -50,6 +50,8 @@ class Running:
     # keeps from the forward until then
     deferred_bytes: Polynomial = field(default_factory=Polynomial)
     split_transient_bytes: Polynomial = field(default_factory=Polynomial)
+    # the most beyond these where the group's messages travel behind products, in any pass
+    overlapping_bytes: Polynomial = field(default_factory=Polynomial)
     # the most beyond `transient_bytes`, where it recomputes
     recomputing_bytes: Polynomial = field(default_factory=Polynomial)
     forward: Messages = field(default_factory=Messages)
@@ -60,13 +62,35 @@ class Running:
 
 
 @dataclass(frozen=True)
-class _Probes:
-    """A module's layers at a few sizes."""
+class Probes:
+    """A module's layers at a few sizes that training has."""
 
     table: list[LayerInfo]
     inputs: ModelInputs
+    dtype: torch.dtype
     batches: list[Batch]
-    works: list[Work]
+    works: list[Work]  # what rows depend on
+    layers: list[int]  # the first of each kind, by number in the table
+
+    def state(self, layer: PipelineLayer, index: int, batch: Batch, tp: int) -> dict[str, Tensor]:
+        """What the first rank of a TP group has of what a layer reads."""
+        dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
+        state = state_at(self.table, index, self.inputs, batch, "meta", dtype, tp=tp)
+        return {name: tensor for name, tensor in state.items() if name in layer.reads}
+
+
+def probes_of(run: Run, module: str, tps: Sequence[int]) -> Probes:
+    """Raises SpecError where the model's configuration is wrong."""
+    table, inputs = layer_table(run), describe(run)
+    sizes = _sizes(inputs, module, math.lcm(8, *tps))
+    return Probes(
+        table,
+        inputs,
+        torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32,
+        [probe_batch(inputs, device="meta", **size) for size in sizes],
+        [_rows_alone(inputs, module, size) for size in sizes],
+        [index for first in first_of_kinds(table, module, 1) for index in range(*first)],
+    )
 
 
 def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Running]]:
@@ -75,39 +99,58 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
     Raises:
         SpecError: the model's configuration is wrong.
     """
-    table, inputs = layer_table(run), describe(run)
-    dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
-    sizes = _sizes(inputs, module, math.lcm(8, *tps))
-    probes = _Probes(
-        table,
-        inputs,
-        [probe_batch(inputs, device="meta", **size) for size in sizes],
-        [_rows_alone(inputs, module, size) for size in sizes],
-    )
+    probes = probes_of(run, module, tps)
     by_tp: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
-    indices = [
-        index for start, stop in first_of_kinds(table, module, 1) for index in range(start, stop)
-    ]
-    for index in indices:
-        whole = build_layers(run, index, index + 1, "meta", dtype)[0]
+    for index in probes.layers:
+        whole = build_layers(run, index, index + 1, "meta", probes.dtype)[0]
         by_tp[1][whole.kind] = _running(whole, index, probes, 1)
         for tp in list(by_tp)[1:]:
-            layer = build_layers(run, index, index + 1, "meta", dtype, tp)[0]
+            layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
             join(layer, Noted(size=tp))
             by_tp[tp][whole.kind] = (
                 _running(layer, index, probes, tp)
                 if pieces(whole) or layer.by_rows
                 else by_tp[1][whole.kind]
             )
+            if layer.row_by_row:
+                more = _overlapping(run, index, probes, tp)
+                by_tp[tp][whole.kind] = replace(by_tp[tp][whole.kind], overlapping_bytes=more)
     return by_tp
 
 
-def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Running:
+def _overlapping(run: Run, index: int, probes: Probes, tp: int) -> Polynomial:
+    """The most bytes that messages behind products add to what any backward holds."""
+    held: dict[bool, list[list[int]]] = {}
+    for overlap in (False, True):
+        layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
+        join(layer, Noted(size=tp, overlap=overlap))
+        layer.requires_grad_(not layer.frozen)
+
+        def most(layer: PipelineLayer = layer, **how: bool) -> list[int]:
+            ran = (
+                footprint(layer, probes.state(layer, index, batch, tp), batch, **how)
+                for batch in probes.batches
+            )
+            return [one.kept_bytes + one.transient_bytes for one in ran]
+
+        held[overlap] = [most(), most(recompute=True)]
+        split(layer)
+        held[overlap].append(most(deferring=True))
+    more = [
+        max(0.0, *(float(two - one) for one, two in zip(plain, overlapped, strict=True)))
+        for plain, overlapped in zip(
+            zip(*held[False], strict=True), zip(*held[True], strict=True), strict=True
+        )
+    ]
+    return fit(probes.works, more)
+
+
+def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:
     whole = _running_whole(layer, index, probes, tp)
     layer.requires_grad_(not layer.frozen)
     split(layer)
     later = [
-        footprint(layer, _own_state(layer, index, probes, batch, tp), batch, deferring=True)
+        footprint(layer, probes.state(layer, index, batch, tp), batch, deferring=True)
         for batch in probes.batches
     ]
     return replace(
@@ -117,13 +160,13 @@ def _running(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Runn
     )
 
 
-def _running_whole(layer: PipelineLayer, index: int, probes: _Probes, tp: int) -> Running:
+def _running_whole(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:
     """As it runs with backwards in one part."""
 
     def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
         layer.requires_grad_(not frozen and not layer.frozen)
         return [
-            footprint(layer, _own_state(layer, index, probes, batch, tp), batch, recompute)
+            footprint(layer, probes.state(layer, index, batch, tp), batch, recompute)
             for batch in probes.batches
         ]
 
@@ -169,15 +212,6 @@ def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messa
             for operation in counts
         },
     )
-
-
-def _own_state(
-    layer: PipelineLayer, index: int, probes: _Probes, batch: Batch, tp: int
-) -> dict[str, Tensor]:
-    """What the group's first rank has of what a layer reads."""
-    dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
-    state = state_at(probes.table, index, probes.inputs, batch, "meta", dtype, tp=tp)
-    return {name: tensor for name, tensor in state.items() if name in layer.reads}
 
 
 def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:

@@ -87,7 +87,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             name,
             file.model.modules[name].kind,
             setting,
-            known_parts(_shards(run, name, tps), flops[name], running(run, name, tps)),
+            known_parts(_shards(run, name, tps), flops[name], running(run, name, tps), {}),
             trained,
             frozen,
         )
