@@ -129,7 +129,7 @@ def test_simulated_plans_are_never_slower_than_the_papers():
 
 
 def test_frozen_costs_are_planned_and_their_waiting_is_counted():
-    assert {case[0] for case in waiting.CASES} | {"weights"} == {
+    assert {case[0] for case in waiting.CASES} | {"weights", "hidden"} == {
         path.name.split(".")[0] for path in waiting.COSTS.iterdir()
     }
     (row,) = waiting.measure(small=True)["Waiting"]

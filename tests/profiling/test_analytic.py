@@ -261,3 +261,17 @@ def test_a_real_layer_of_llama_runs_as_fast_as_published_ones(tmp_path: Path) ->
     assert 0.68 < whole < 0.82
     assert 0.8 * whole < shard + 0.05 and shard < whole - 0.05
     assert layer_mfu(run, "llm.block.0", "H100", documents=[[8192]]) < whole
+
+
+def test_divided_blocks_say_what_overlapping_saves(profile: Profile) -> None:
+    for module in profile.modules.values():
+        work = module.work_per_sequence
+        for kind, cost in module.costs.items():
+            for tp, shard in cost.tp.items():
+                assert bool(shard.hidden_ms) == (
+                    tp != "1" and (module.kind, kind) in (("encoder", "block"), ("llm", "block"))
+                )
+                for name, saved in shard.hidden_ms.items():
+                    if name in shard.sent_bytes:  # at 160 GB/s and 20 us for each of some messages
+                        sent_ms = shard.sent_bytes[name](work) / 1.6e8
+                        assert saved(work) < sent_ms + 12 * 0.02

@@ -54,7 +54,7 @@ def hidden(
         found[tp] = {}
         for index in probes.layers:
             times = [
-                _times_ms(run, probes, index, tp, overlap, duration) for overlap in (False, True)
+                times_ms(run, probes, index, tp, overlap, duration) for overlap in (False, True)
             ]
             if times[1]:
                 plain, overlapped = times
@@ -101,7 +101,7 @@ def message_ms(message: Message, links: LinkTimes, tp: int) -> float:
     return 1e3 * COLLECTIVES[message.operation](links, message.bytes, tp)
 
 
-def _times_ms(
+def times_ms(
     run: Run, probes: Probes, index: int, tp: int, overlap: bool, duration: Duration
 ) -> dict[HidingPass, list[float]]:
     """By pass, times at each probe; nothing where the layer does not overlap though it is asked
