@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from disttrain_cli.costs import buckets
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
@@ -28,6 +29,7 @@ from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.stage_graph import stage_graph
 from tests.batches import changed
+from tests.runtime.equivalence_worker import BUCKET_NUMBERS
 
 
 class CountingTracer(Tracer):
@@ -50,6 +52,7 @@ def before_fork(payload: dict[str, Any]) -> None:
 def ranks(payload: dict[str, Any]) -> None:
     """Train every case; rank 0 writes losses and norms, the first replica of every stage its
     weights, all a summary."""
+    buckets.BUCKET_NUMBERS = BUCKET_NUMBERS
     with joined("cpu", 120.0) as device:
         for case in payload["cases"]:
             _train(case, device)
@@ -92,6 +95,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
         (out / "history.json").write_text(json.dumps(history))
+    engine.settle()
     if place.replica == 0 and place.tp_rank == 0:
         save_file(
             {

@@ -154,7 +154,8 @@ def _train(names: list[str], folder: Path) -> dict[str, tuple[Run, Path]]:
         run = write_run(folder / name, folder / "data", name=name, modules=modules, **train)
         run = _changed(run, trained, vae=name == "vae", dropout=0.2 if "dropout" in name else 0.0)
         build_index(run, describe(run), silent)
-        plan = plan_of(run, _units(run, layout, recompute), 1)
+        replicas = layout != "units"  # which then reduce and gather beside computing
+        plan = plan_of(run, _units(run, layout, recompute), 1, overlap=replicas)
         plan = plan.model_copy(
             update={
                 "plan": plan.plan.model_copy(
