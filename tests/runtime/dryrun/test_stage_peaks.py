@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from disttrain_cli.costs.memory import GIB, layout_memory
-from disttrain_cli.models.graph import describe
-from disttrain_cli.models.probe import probe_work
+from disttrain_cli.models.footprint import Noted, footprint
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial, Profile
@@ -102,6 +105,13 @@ def run_file(modules: dict[str, Any]) -> RunFile:
 
 #: Module, its layers, TP, slots in flight, whether the stage recomputes.
 Case = tuple[str, int, int, int, int, bool]
+#: Single blocks, also whether their TP group overlaps.
+BLOCKS = [
+    (module, 1, 2, 4, 1, recompute, overlap)
+    for module in ("llm", "eye")
+    for recompute in (False, True)
+    for overlap in (False, True)
+]
 CASES: list[Case] = [
     ("llm", 1, 3, 1, 3, False),
     ("llm", 1, 3, 4, 3, False),
@@ -118,7 +128,7 @@ CASES: list[Case] = [
 ]
 
 
-def executed(cases: list[Case]) -> list[int]:
+def executed(cases: list[Any]) -> list[int]:
     """Peak bytes beside the weights of each stage, in a process with a fake CUDA device."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -127,7 +137,15 @@ def executed(cases: list[Case]) -> list[int]:
     return [_peak(*case) for case in cases]
 
 
-def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: bool) -> int:
+def _peak(
+    module: str,
+    first: int,
+    last: int,
+    tp: int,
+    flight: int,
+    recompute: bool,
+    overlap: bool = False,
+) -> int:
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -146,7 +164,7 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
         table, inputs = layer_table(run), describe(run)
         start = first + next(place for place, info in enumerate(table) if info.module == module)
         layers = build_layers(run, start, start + last - first, "meta", torch.bfloat16, tp)
-    group = Group(dist.group.WORLD, tp, 0) if tp > 1 else None
+    group = Group(dist.group.WORLD, tp, 0, overlap) if tp > 1 else None
     read = {name for layer in layers for name in layer.reads}
     split = {spec.name for spec in live_tensors(table, start) if spec.split}
 
@@ -301,3 +319,21 @@ def test_stages_hold_what_the_plan_says(profile: Profile) -> None:
         module, start, stop, tp, flight, recompute = case
         said = planned(profile, module, slice(start, stop), tp, flight, recompute)
         assert said == pytest.approx(held, rel=0.03), case
+
+
+@pytest.mark.slow
+def test_blocks_hold_what_is_noted_on_meta(tmp_path: Path) -> None:
+    """Also where messages travel behind products: chunks come and go."""
+    run = Run(path=tmp_path / "disttrain.yaml", file=run_file(MODULES))
+    table, inputs = layer_table(run), describe(run)
+    for case, held in zip(BLOCKS, on_fake_cuda(executed, BLOCKS), strict=True):
+        module, first, _, tp, _, recompute, overlap = case
+        place = first + next(i for i, info in enumerate(table) if info.module == module)
+        layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp)[0]
+        join(layer, Noted(size=tp, overlap=overlap))
+        batch = probe_batch(inputs, device="meta", **SIZES[module])
+        state = state_at(table, place, inputs, batch, "meta", torch.bfloat16, tp=tp)
+        noted = footprint(
+            layer, {name: state[name] for name in table[place].reads}, batch, recompute
+        )
+        assert noted.kept_bytes + noted.transient_bytes == pytest.approx(held, rel=0.03), case
