@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from benchmarks import (
     best,
     calibration,
     checkpoints,
+    colocation,
     common,
     data_wait,
     decode,
@@ -30,6 +32,8 @@ from benchmarks import (
     verdicts,
     waiting,
 )
+from benchmarks.list_schedule import Batch, Group, Rules, ends_s
+from benchmarks.placements import Knobs, Shape, case_of
 from disttrain_cli.analysis.result.verdicts import Place, Verdict
 from disttrain_cli.costs.hardware import Curve, lookup
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -135,6 +139,65 @@ def test_frozen_costs_are_planned_and_their_waiting_is_counted():
     (row,) = waiting.measure(small=True)["Waiting"]
     assert row["no waiting, s"] == pytest.approx(row["no waiting over step"] * row["s per step"])
     assert 0.5 < row["no waiting over step"] < 1 <= row["over the best megatron"]
+
+
+def group(slots, stages, encoded=(), generated=0, hold=9, anywhere=True):
+    """Stages of 1 s forward, 1 s backward and 1 s for the gradients of weights, at once."""
+    times_s = [[1.0] * stages] * slots
+    return Group(
+        times_s,
+        times_s,
+        times_s,
+        list(encoded),
+        [[0.5] * generated] * slots,
+        [*range(stages)],
+        [*range(stages)],
+        [stages - stage + 1 for stage in range(stages)],
+        [0] * stages,
+        [hold] * stages,
+        anywhere,
+        [0.0] * (stages - 1),
+        0.0,
+        0.0,
+    )
+
+
+def test_a_list_schedule_without_images_is_a_zero_bubble_pipeline():
+    # each stage begins a forward after the one before, and ends with gradients of weights
+    assert ends_s(group(1, 3), Rules()) == [7.0, 6.0, 5.0]
+    # 3 s a slot, 1 s until the second stage begins and 1 s until the first one is done after it
+    assert ends_s(group(6, 2), Rules()) == [3 * 6 + 2, 3 * 6 + 1]
+    assert ends_s(group(6, 1), Rules()) == [3 * 6]
+
+
+@pytest.mark.parametrize("anywhere", [True, False])
+def test_images_fill_the_gaps_of_a_pipeline(anywhere):
+    slots, stages = 6, 3
+    images = [Batch(slot, slot, 0.2, 0.3) for slot in range(slots) for _ in range(stages)]
+    full = group(slots, stages, images, generated=2, anywhere=anywhere)
+    work_s = 3 * slots * stages + 0.5 * len(images) + 0.5 * 2 * slots
+    for rules in colocation.RULES:
+        assert work_s / stages <= max(ends_s(full, rules)) < 1.25 * work_s / stages
+    assert ends_s(group(slots, stages, images, hold=0), Rules()) is None
+
+
+def test_colocated_steps_are_above_perfect_packing():
+    shape, knobs = Shape(2, 320, 2, 0, 0, 1), Knobs(recompute=True)
+    search = colocation.Search(case_of("mllm-9b", 1296), colocation.VARIANTS["both"])
+    step_s = search.timed(shape, knobs, Rules())
+    assert 3 < search.lowest_s <= step_s < 10
+    # two stages do not hold the LLM of 72B
+    larger = colocation.Search(case_of("mllm-72b", 1296), colocation.VARIANTS["both"])
+    assert larger.timed(shape, knobs, Rules()) == np.inf
+
+
+@pytest.mark.slow
+def test_colocation():
+    waits, steps = colocation.measure(small=True).values()
+    shares = [waits[0][f"{where} %"] for where in ("LLM waits", "encoder waits", "generator waits")]
+    assert all(0 < share < 50 for share in shares)
+    assert waits[0]["step if that were filled, s"] < waits[0]["s per step"]
+    assert steps[0]["perfect packing, s"] <= steps[0]["s per step"]
 
 
 def test_the_command_prints_tables_or_one_document():
