@@ -4,9 +4,9 @@ Optimus (arXiv 2408.03505) schedules encoders into the gaps of LLM pipelines, Bi
 2605.25451) nests encoders and generators in them. Here both are simulated on the frozen costs of
 `benchmarks.waiting`: `benchmarks.placements` says what a group of GPUs costs and holds,
 `benchmarks.list_schedule` when it does what. "Perfect packing" is below every schedule of all
-shapes looked at. "In hindsight" all is planned without reductions and with a third of the TP
-messages, which stands for overlapping both. Simulated; nothing here was measured on a GPU.
-Deterministic. Takes some ten minutes.
+shapes looked at. Plans reduce and gather behind their passes; of colocated steps both ends are
+shown: all of it after the step, and all of it hidden. TP messages are hidden in both as in plans.
+Simulated; nothing here was measured on a GPU. Deterministic. Takes some ten minutes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def bound_s(one: Priced, group: Group) -> float:
     inside_s = llm_s + (read_s + back_s) * encoder_in + made_s * generator_in + idle
     alone = [] if encoder_in else [(read_s + back_s) / one.shape.encoders]
     alone += [] if generator_in else [made_s / one.shape.generators]
-    return float(max(inside_s / pp + one.after_s[:pp].min(), *alone, 0.0)) + one.update_s
+    return float(max(inside_s / pp + one.after_s[:pp].min(), *alone, 0.0)) + one.step_s
 
 
 class Search:
@@ -162,7 +162,7 @@ class Search:
         ends = fits and ends_s(fits[1], rules)
         if fits is None or ends is None:
             return np.inf
-        return float((np.array(ends) + fits[0].after_s).max()) + fits[0].update_s
+        return float((np.array(ends) + fits[0].after_s).max()) + fits[0].step_s
 
     def _fitting(self, shape: Shape, knobs: Knobs) -> tuple[Priced, Group] | None:
         one = priced(self.case, self.inside, shape, knobs)
@@ -180,7 +180,8 @@ def plan_of(case: Case, name: str) -> Plan:
 
 
 def idle(case: Case, plan: Plan) -> dict[str, Any]:
-    """Where the GPUs of a plan wait, in % of all GPUs' time, and what of it could take images.
+    """Where the GPUs of a plan do not compute, in % of all GPUs' time, and what of it could take
+    images.
 
     A stage of the LLM can take the images of a module whose weights, gradients and optimizer states
     it has room for, and one image.
@@ -189,14 +190,8 @@ def idle(case: Case, plan: Plan) -> dict[str, Any]:
     step = simulated_step(profile, layout, case.cluster)
     pipeline, timeline, stages = step.pipeline, step.timeline, step.stages
     all_s = case.cluster.gpus * timeline.iteration_s / 100
-    after_s = pipeline.reduce_s + pipeline.step_s
-    waits_s = np.nansum(
-        timeline.iteration_s - timeline.busy_s - after_s[:, None],
-        axis=1,
-        where=pipeline.present,
-    )
-    waits_s *= [stage.tp for stage in stages]
-    ranks = np.array([len(stage.ranks) for stage in stages])
+    busy_s = np.where(pipeline.present, timeline.busy_s, timeline.iteration_s)
+    waits_s = (timeline.iteration_s - busy_s).sum(axis=1) * [stage.tp for stage in stages]
     names = np.array([stage.unit.modules[0] for stage in stages])
     llm = names == case.modules[1]
     memory = layout_memory(profile, layout, case.cluster.memory_gib)
@@ -207,11 +202,10 @@ def idle(case: Case, plan: Plan) -> dict[str, Any]:
         takes |= room_gib >= module.states_gib + module.working_gib + module.image_gib
     takeable_s = waits_s[llm & takes].sum()
     return {
-        "LLM waits %": waits_s[llm].sum() / all_s,
-        "encoder waits %": waits_s[names == case.modules[0]].sum() / all_s,
-        "generator waits %": waits_s[names == case.modules[2]].sum() / all_s,
-        "reduction, optimizer %": (after_s * ranks).sum() / all_s,
-        "LLM waits with room %": takeable_s / all_s,
+        "LLM idle %": waits_s[llm].sum() / all_s,
+        "encoder idle %": waits_s[names == case.modules[0]].sum() / all_s,
+        "generator idle %": waits_s[names == case.modules[2]].sum() / all_s,
+        "LLM idle with room %": takeable_s / all_s,
         "step if that were filled, s": timeline.iteration_s - takeable_s / case.cluster.gpus,
     }
 
@@ -233,17 +227,18 @@ def measure(small: bool = False) -> Tables:
     """Where plans wait, and colocated steps beside them."""
     waiting, steps = [], []
     effort = {"quick": 3, "tried": 1} if small else {}
-    for (name, gpus), hindsight in itertools.product(CASES[:1] if small else CASES, (False, True)):
-        case = case_of(name, gpus, hindsight)
+    for name, gpus in CASES[:1] if small else CASES:
+        head: dict[str, Any] = {"model": name, "devices": gpus}
+        case = case_of(name, gpus)
         plan = plan_of(case, name)
-        head = {"model": name, "devices": gpus, "costs": "in hindsight" if hindsight else "today"}
         plan_s = plan.predicted.iteration_s
         waiting.append(head | {"s per step": plan_s} | idle(case, plan))
-        for variant in ("both",) if small or hindsight or gpus != CASES[0][1] else VARIANTS:
-            row = colocated(case, variant, **effort)
-            steps.append(head | row | {"gain over the plan": plan_s / row["s per step"]})
-        if small:
-            break
+        for hidden, variant in itertools.product((False, True), VARIANTS):
+            if variant == "both" or not (small or variant == "neither" or hidden):
+                row = colocated(case_of(name, gpus, hidden), variant, **effort)
+                places = {"reductions": "hidden" if hidden else "after the step"}
+                gain = {"gain over the plan": plan_s / row["s per step"]}
+                steps.append(head | places | row | gain)
     return {"Where plans wait": waiting, "Colocated": steps}
 
 

@@ -2,8 +2,8 @@
 
 A group is one LLM replica: TP × PP GPUs for the LLM and, where a module stays apart, some more. A
 module that is inside is whole on every GPU of the LLM, and an image is computed by one GPU. A group
-works on the images of its own sequences only. All replicas of a module reduce its gradients after
-the step; modules that share GPUs do it one after the other.
+takes an equal share of every slot's images. Modules that share GPUs reduce their gradients one
+after the other, after the step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from disttrain_cli.costs.layout import (
     reduce_s,
     stages_of,
     transfers_s,
+    update_s,
 )
-from disttrain_cli.costs.links import GIGABIT_BYTES, all_gather_s, all_reduce_s, p2p_s, ring_link
+from disttrain_cli.costs.links import all_gather_s, p2p_s, reduce_scatter_s, ring_link
 from disttrain_cli.costs.memory import (
     GIB,
     WEIGHT_BYTES,
@@ -37,6 +38,7 @@ from disttrain_cli.costs.memory import (
     state_bytes,
     working_terms,
 )
+from disttrain_cli.costs.stage import backward_parts, forward_parts, overlap_helps
 from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.data.slots import columns
@@ -91,6 +93,7 @@ class Case:
 
     profile: Profile
     cluster: Cluster
+    hidden: bool  # reducing and gathering take no time; else they follow the step
     sizes: Sizes
     work: dict[str, Floats]  # [Q, 3] by module
     images: dict[str, list[Floats]]  # by encoder and generator, [images, 3] of every sequence
@@ -120,17 +123,12 @@ class Priced:
     stages: list[CostedStage]  # of a layout of encoder, LLM, generator
     empty: Group  # without work
     after_s: Floats  # [D] reduction
-    update_s: float  # optimizer
+    step_s: float  # optimizer, and gathering of weights
 
 
-def case_of(name: str, gpus: int, hindsight: bool = False) -> Case:
-    """A model's frozen costs with one global batch.
-
-    Args:
-        hindsight: reductions are free and two thirds of the TP messages hidden.
-    """
+def case_of(name: str, gpus: int, hidden: bool = False) -> Case:
+    """A model's frozen costs with one global batch."""
     run, profile = costs(name)
-    profile = overlapped(profile) if hindsight else profile
     cluster = cluster_of(run, profile, gpus)
     sizes = sampled_batch(sizes_of_sample(profile.data.sample), cluster.batch, 0)
     images = {
@@ -141,28 +139,7 @@ def case_of(name: str, gpus: int, hindsight: bool = False) -> Case:
         for head in profile.inputs.heads
         for items in [sizes.items[head.item]]
     }
-    return Case(profile, cluster, sizes, sizes.work(profile.inputs), images)
-
-
-def overlapped(profile: Profile) -> Profile:
-    """The profile with free reductions and a third of the TP messages."""
-    data = profile.model_dump()
-    for links in (data["links"], data["links"]["inter_node"]):
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
-            links |= {f"{name}_gbps": 1e12, f"{name}_us": 0.0}
-    hidden_ms = 2 / 3 * 1e3 / (profile.links.all_reduce_gbps * GIGABIT_BYTES)  # of a byte
-    shards = [
-        shard
-        for module in data["modules"].values()
-        for cost in module["costs"].values()
-        for shard in cost["tp"].values()
-    ]
-    for shard in shards:
-        for passing, sent in shard["sent_bytes"].items():
-            for term, size in sent.items():
-                if passing != "recomputing":
-                    shard[f"{passing}_ms"][term] -= hidden_ms * size
-    return Profile.model_validate(data)
+    return Case(profile, cluster, hidden, sizes, sizes.work(profile.inputs), images)
 
 
 class Module(NamedTuple):
@@ -183,13 +160,14 @@ def module_of(case: Case, name: str, ranks: int) -> Module:
     count = float(parameters(profile, [name], 1).sum())
     waste = (1.0 + profile.device.fragmentation) / GIB
     link = ring_link(profile.links, case.cluster.gpus_per_node)
+    moved = 0.0 if case.hidden else count
     return Module(
         (kept + shared / ranks) / GIB,
         float((image @ activation_terms(profile, [name], 1)).sum()) * waste,
         float((image @ working_terms(profile, [name], 1)).max()) * waste,
-        all_reduce_s(link, count * GRADIENT_BYTES, ranks),
+        reduce_scatter_s(link, moved * GRADIENT_BYTES, ranks),
         count / ranks * profile.device.optimizer_ns_per_parameter * 1e-9
-        + all_gather_s(link, count * WEIGHT_BYTES[profile.precision], ranks),
+        + all_gather_s(link, moved * WEIGHT_BYTES[profile.precision], ranks),
     )
 
 
@@ -234,13 +212,16 @@ def priced(case: Case, inside: Inside, shape: Shape, knobs: Knobs) -> Priced | N
         [*(llm if inside[0] else range(pp, pp + shape.encoders))],
         [*(llm if inside[1] else range(pp + shape.encoders, count))],
     )
-    after_s, update_s = np.zeros(count), np.zeros(count)
+    after_s, stepping_s = np.zeros(count), np.zeros(count)
     for number, stage in enumerate(stages[1 : pp + 1]):
-        after_s[number] = reduce_s(profile, stage, per_node)
-        update_s[number] = optimizer_s(profile, layout, stage, per_node)
+        if case.hidden:
+            stepping_s[number] = update_s(profile, layout, stage)
+        else:
+            after_s[number] = reduce_s(profile, layout, stage, per_node)
+            stepping_s[number] = optimizer_s(profile, layout, stage, per_node)
     for module, where in zip(modules, devices, strict=True):
         after_s[where] += module.reduce_s
-        update_s[where] += module.update_s
+        stepping_s[where] += module.update_s
     entering, leaving = (
         p2p_s(profile.links.of(False), bytes_ * shape.microbatch / shape.tp)
         for bytes_ in (profile.modules[name].output_bytes_per_sequence for name in case.modules[:2])
@@ -261,7 +242,7 @@ def priced(case: Case, inside: Inside, shape: Shape, knobs: Knobs) -> Priced | N
         enter_s=entering,
         leave_s=leaving,
     )
-    return Priced(shape, knobs, inside, stages, empty, after_s, float(update_s.max()))
+    return Priced(shape, knobs, inside, stages, empty, after_s, float(stepping_s.max()))
 
 
 def _layout(case: Case, shape: Shape, knobs: Knobs, limit_gib: float) -> Layout | None:
@@ -286,6 +267,7 @@ def _layout(case: Case, shape: Shape, knobs: Knobs, limit_gib: float) -> Layout 
             gpus=tp * dp * len(split),
             layers_per_stage=split,
             checkpointing=recompute,
+            tp_overlap=unit.overlaps(tp),
         )
         for unit, tp, dp, split, recompute in (
             (units[0], 1, cluster.gpus_per_node, [units[0].layers], knobs.recompute),
@@ -311,11 +293,18 @@ def _peaks(case: Case, layout: Layout, delay: int | None) -> Floats:
 
 
 def whole_ms(profile: Profile, name: str, tp: int = 1) -> float:
-    """Forward and backward of a whole module for the mean sequence."""
+    """Forward and backward of a whole module for the mean sequence, TP messages as is faster."""
     module = profile.modules[name]
+    overlap = tp > 1 and overlap_helps(profile, [name], tp, None, False)
     shards = [module.costs[kind].tp[str(tp)] for kind in module.layers]
-    work = module.work_per_sequence
-    return sum(shard.forward_ms(work) + shard.backward_ms(work) for shard in shards)
+    return sum(
+        part(module.work_per_sequence)
+        for shard in shards
+        for part in (
+            *forward_parts(shard, overlap),
+            *backward_parts(shard, "trained", overlap=overlap),
+        )
+    )
 
 
 def work_of(case: Case, priced: Priced) -> Group:

@@ -194,7 +194,7 @@ def test_colocated_steps_are_above_perfect_packing():
 @pytest.mark.slow
 def test_colocation():
     waits, steps = colocation.measure(small=True).values()
-    shares = [waits[0][f"{where} %"] for where in ("LLM waits", "encoder waits", "generator waits")]
+    shares = [waits[0][f"{where} %"] for where in ("LLM idle", "encoder idle", "generator idle")]
     assert all(0 < share < 50 for share in shares)
     assert waits[0]["step if that were filled, s"] < waits[0]["s per step"]
     assert steps[0]["perfect packing, s"] <= steps[0]["s per step"]
