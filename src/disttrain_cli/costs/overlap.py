@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,18 +93,17 @@ def hidden(
     )
 
 
-Messages = tuple[Floats, Floats, float]  # of one stage: [K] until_s and before, and mean_s
+# of one stage: [K] until_s and before, and mean_s
+Messages = tuple[list[float], list[float], float]
 
 
 def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
     until_s, before, mean_s = zip(*rows, strict=True)
     most = max(map(len, until_s))
 
-    def filled(columns: Sequence[Floats], fill: float) -> Floats:
+    def filled(columns: Sequence[list[float]], fill: float) -> Floats:
         """[K, S]"""
-        return np.array(
-            [np.pad(one, (0, most - len(one)), constant_values=fill) for one in columns]
-        ).T
+        return np.array([[*one, *[fill] * (most - len(one))] for one in columns]).T
 
     return filled(until_s, -np.inf), filled(before, 0.0), np.array(mean_s)
 
@@ -116,23 +116,22 @@ def _of_stage(
     link, dp = replicas_link(profile, stage, gpus_per_node), stage.unit.dp
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
-    firsts = [bucket.start for bucket in found]
     reduced = [reduction_s(layout, link, dp, count) for count in held]
     gathered = [gather_s(profile, layout, link, dp, count) for count in held]
     return (
-        (np.cumsum(reduced), _before(last_ms)[firsts], sum(last_ms) / 1e3),
+        (list(accumulate(reduced)), _before(found, last_ms), sum(last_ms) / 1e3),
         (
-            update_s(profile, layout, stage) + np.cumsum(gathered),
-            _before(forward_ms)[firsts],
+            list(accumulate(gathered, initial=update_s(profile, layout, stage)))[1:],
+            _before(found, forward_ms),
             sum(forward_ms) / 1e3,
         ),
     )
 
 
-def _before(layers_ms: Sequence[float]) -> Floats:
-    """[L] share of a pass that the layers before each one take."""
-    ends = np.concatenate([[0.0], np.cumsum(layers_ms)])
-    return ends[:-1] / (ends[-1] or 1.0)
+def _before(found: Sequence[range], layers_ms: Sequence[float]) -> list[float]:
+    """[K] share of a pass that the layers before each bucket take."""
+    *begins, whole = accumulate(layers_ms, initial=0.0)
+    return [begins[bucket.start] / (whole or 1.0) for bucket in found]
 
 
 def _layers(
