@@ -29,6 +29,7 @@ from benchmarks import (
     rehearsal,
     simulation,
     stock_pipeline,
+    tp_overlap,
     verdicts,
     waiting,
 )
@@ -198,6 +199,14 @@ def test_colocation():
     assert all(0 < share < 50 for share in shares)
     assert waits[0]["step if that were filled, s"] < waits[0]["s per step"]
     assert steps[0]["perfect packing, s"] <= steps[0]["s per step"]
+
+
+@pytest.mark.slow
+def test_messages_behind_products_are_priced_and_rehearsed():
+    row = only(tp_overlap.measure(small=True))
+    assert 1 < row["gain"] < 2
+    for how in ("plain ms", "overlapped ms"):
+        assert row[f"rehearsed {how}"] > 0.999 * row[how]  # a device is never ahead of its clock
 
 
 def test_the_command_prints_tables_or_one_document():

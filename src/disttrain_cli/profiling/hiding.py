@@ -106,8 +106,7 @@ def times_ms(
 ) -> dict[HidingPass, list[float]]:
     """By pass, times at each probe; nothing where the layer does not overlap though it is asked
     to."""
-    layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
-    join(layer, Noted(size=tp, overlap=overlap))
+    layer = joined_shard(run, probes, index, tp, overlap)
     times: dict[HidingPass, list[float]] = {}
     if layer.group is None or layer.group.overlap != overlap:
         return times
@@ -127,6 +126,13 @@ def times_ms(
     split(layer)
     take(None, "split", deferring=True)
     return times
+
+
+def joined_shard(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> PipelineLayer:
+    """The first rank's part of a layer on the meta device, in its group."""
+    layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
+    join(layer, Noted(size=tp, overlap=overlap))
+    return layer
 
 
 def _freeze(layer: PipelineLayer, frozen: bool) -> None:
