@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from disttrain_cli.planning.changes import Changes, changes, differences, not_comparable
+from disttrain_cli.planning.explain import differences as in_words
 from disttrain_cli.planning.predict import simulated_s
 from disttrain_cli.planning.solve import cluster_of, solve
 from disttrain_cli.spec.plan import Plan
@@ -185,6 +186,19 @@ def test_every_difference_is_named(made: Made) -> None:
     whole = solve(made[0], made[1], gpus=1, top=0).plan
     units = next(one for one in differences(layout, whole) if one.what == "units")
     assert (units.unit, units.before, units.after) == (None, layout.describe(), whole.describe())
+
+
+def test_hidden_messages_are_a_difference_in_few_words(made: Made) -> None:
+    layout = made[2].plan
+    encoder, llm, generator = layout.units
+    hides = layout.model_copy(
+        update={"units": [encoder, llm.model_copy(update={"tp_overlap": True}), generator]}
+    )
+    (found,) = differences(layout, hides)
+    assert (found.unit, found.what) == ("llm", "TP messages hidden")
+    assert (found.before, found.after) == (False, True)
+    assert in_words(layout, hides) == "llm hides TP messages"
+    assert in_words(hides, layout) == "llm TP messages wait"
 
 
 def test_plans_of_other_work_are_not_compared(made: Made) -> None:

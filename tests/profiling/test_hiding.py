@@ -16,9 +16,11 @@ from disttrain_cli.costs.hardware import KernelWork, analytic_device, link_profi
 from disttrain_cli.models.footprint import Begun, Message, Waited
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.timeline import Event
+from disttrain_cli.profiling.assemble import Hidden
 from disttrain_cli.profiling.footprints import probes_of
 from disttrain_cli.profiling.hiding import duration_ms, hidden, on_device, times_ms
-from disttrain_cli.spec.profile import HidingPass
+from disttrain_cli.profiling.measure import hidden_on
+from disttrain_cli.spec.profile import DeviceProfile, HidingPass
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 from tests.profiling.test_analytic import make_run
@@ -131,3 +133,15 @@ def test_what_is_hidden_is_exact_for_whole_sequences(wide: Run) -> None:
         for name, polynomial in kinds["block"].items():
             assert polynomial(Work(5)) == pytest.approx(slow[name][0] - fast[name][0], rel=1e-6)
             assert polynomial(Work(5)) > 0
+
+
+def test_measured_profiles_hide_on_known_devices_only(wide: Run) -> None:
+    _, _, links = device(wide)
+
+    def on(name: str, kind: str) -> dict[int, dict[str, Hidden]]:
+        described = DeviceProfile(name=name, kind=kind, count=8, memory_gib=80, peak_tflops=312)
+        return hidden_on(described, "bf16", wide, "llm", [1, 2], links)
+
+    known = on("NVIDIA A800-SXM4-80GB", "cuda")
+    assert known == hidden(wide, "llm", [1, 2], *device(wide)) and known[2]["block"]
+    assert on("Some other GPU", "cuda") == on("A800", "cpu") == {}

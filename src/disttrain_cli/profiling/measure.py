@@ -11,16 +11,18 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from disttrain_cli.errors import DisttrainError
+from disttrain_cli.costs.hardware import Precision, lookup
+from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_work
 from disttrain_cli.models.sharding import tp_degrees
-from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
+from disttrain_cli.profiling.assemble import Hidden, Series, Setting, known_parts, module_profile
 from disttrain_cli.profiling.dataset import Dataset, read_dataset
 from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_device, local_processes
 from disttrain_cli.profiling.footprints import running
+from disttrain_cli.profiling.hiding import hidden
 from disttrain_cli.profiling.kept import kept_path, record_name
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
 from disttrain_cli.profiling.sizes import draw_sizes, fewer, packed_sizes, with_work
@@ -29,7 +31,7 @@ from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
+from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, LinkTimes, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
@@ -83,11 +85,12 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             {tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
             for still in (False, True)
         )
+        hides = hidden_on(described, file.train.precision, run, name, tps, setting.links)
         modules[name] = module_profile(
             name,
             file.model.modules[name].kind,
             setting,
-            known_parts(_shards(run, name, tps), flops[name], running(run, name, tps), {}),
+            known_parts(_shards(run, name, tps), flops[name], running(run, name, tps), hides),
             trained,
             frozen,
         )
@@ -98,7 +101,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             data=data.profile.fingerprint,
             cluster=file.cluster_fingerprint(),
         ),
-        provenance=_provenance(measured) | data.provenance,
+        provenance=_provenance(measured, kind) | data.provenance,
         device=described.model_copy(
             update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
         ),
@@ -210,12 +213,32 @@ def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, Pipeli
     }
 
 
-def _provenance(measured: Measured) -> dict[str, str]:
+def hidden_on(
+    device: DeviceProfile,
+    precision: Precision,
+    run: Run,
+    module: str,
+    tps: list[int],
+    links: LinkTimes,
+) -> dict[int, dict[str, Hidden]]:
+    """What messages behind products save, by measured links and the catalogue's curve; nothing on
+    CPUs, whose ranks have no device beside them, or on a device that the catalogue lacks."""
+    if device.kind != "cuda":
+        return {}
+    try:
+        return hidden(run, module, tps, lookup(device.name), precision, links)
+    except SpecError:
+        return {}
+
+
+def _provenance(measured: Measured, kind: str) -> dict[str, str]:
     sources = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "host_cpu": cpu_name(),
         "wall_over_cpu_time": f"{measured.slowdown:.2f}",
     }
+    if kind == "cuda":
+        sources["hidden_ms"] = "computed: the catalogue's curve, measured links"
     if measured.continued:
         sources["continued"] = (
             f"{measured.continued} of {len(measured.records)} measurements of an interrupted"
