@@ -27,7 +27,7 @@ from disttrain_cli.spec.runfile import Run, RunFile
 
 MODELS = {"7B": "mllm-9b", "70B": "mllm-72b"}
 PAPER = {4: 1.10, 8: 1.15}
-SLOWER = 200.0  # than a device, so that two cores serve eight ranks
+SLOWER = 100.0  # per rank of a group, than a device, so that two cores serve eight of them
 #: By pass, what happens: ("kernels", ms), ("begun", number, ms) or ("waited", number).
 Script = list[list[Any]]
 SMALL_LENGTH = 64
@@ -69,7 +69,8 @@ def priced(name: str, tp: int, overlap: bool) -> tuple[list[Script], float]:
 class Device:
     """The emulated device of one rank: a clock in ms, which the host does not run ahead of."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, slower: float) -> None:
+        self._slower = slower
         self._script, self._start_s = iter(script), time.perf_counter()
         self.now = self.travelled = 0.0
 
@@ -89,7 +90,7 @@ class Device:
         for what, ms in self._script:
             assert what == "kernels", what
             self._spend(ms)
-        return 1e3 * (time.perf_counter() - self._start_s) / SLOWER
+        return 1e3 * (time.perf_counter() - self._start_s) / self._slower
 
     def _next(self, wanted: str) -> list[Any]:
         for what, *numbers in self._script:
@@ -101,7 +102,7 @@ class Device:
 
     def _spend(self, ms: float) -> None:
         self.now += ms
-        time.sleep(max(0.0, self._start_s + SLOWER * self.now / 1e3 - time.perf_counter()))
+        time.sleep(max(0.0, self._start_s + self._slower * self.now / 1e3 - time.perf_counter()))
 
 
 def ranks(payload: dict[str, Any]) -> None:
@@ -183,7 +184,7 @@ def _device(group: Any, script: Script) -> Iterator[Device]:
     import torch.distributed as dist
 
     dist.barrier()
-    group.device.append(Device(script))
+    group.device.append(Device(script, SLOWER * group.size))
     yield group.device[-1]
     group.device.clear()
 
@@ -261,7 +262,7 @@ def measure(small: bool) -> Tables:
             scripts, ms = ({how: one[part] for how, one in made.items()} for part in (0, 1))
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder, "times.json")
-                payload = {"scripts": scripts, "rounds": 1 if small else 3, "out": str(out)}
+                payload = {"scripts": scripts, "rounds": 1 if small else 2, "out": str(out)}
                 launch(
                     tp,
                     "benchmarks.tp_overlap:ranks",
