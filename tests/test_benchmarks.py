@@ -203,7 +203,7 @@ def test_colocation():
 
 @pytest.mark.slow
 def test_messages_behind_products_are_priced_and_rehearsed():
-    row = only(tp_overlap.measure(small=True))
+    (row,) = only(tp_overlap.measure(small=True))
     assert 1 < row["gain"] < 2
     for how in ("plain ms", "overlapped ms"):
         assert row[f"rehearsed {how}"] > 0.999 * row[how]  # a device is never ahead of its clock
