@@ -28,6 +28,7 @@ from benchmarks import (
     planner,
     rehearsal,
     simulation,
+    sizes,
     stock_pipeline,
     tp_overlap,
     verdicts,
@@ -207,6 +208,14 @@ def test_messages_behind_products_are_priced_and_rehearsed():
     assert 1 < row["gain"] < 2
     for how in ("plain ms", "overlapped ms"):
         assert row[f"rehearsed {how}"] > 0.999 * row[how]  # a device is never ahead of its clock
+
+
+def test_whole_plans_are_timed_and_more_devices_compared():
+    plans, more = sizes.measure(small=True).values()
+    assert (
+        plans[0]["peak MiB"] > 50 and min(plans[0][f"{what} s"] for what in ("search", "plan")) > 0
+    )
+    assert more[0]["sizes planned"] == 2 and more[0]["worst dip %"] == 0
 
 
 def test_the_command_prints_tables_or_one_document():

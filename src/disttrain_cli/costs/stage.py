@@ -83,11 +83,14 @@ def unit_times(
     for name in modules:
         module = profile.modules[name]
         work = module.work_per_sequence
-        for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
+        layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        row: dict[tuple[str, Backward], tuple[float, float, float, float]] = {}
+        for kind, does in dict.fromkeys(layers):
             shard = shard_of(module, kind, tp)
             forward = _linear(forward_parts(shard, overlap), work)
             backward = _linear(backward_parts(shard, does, checkpointing, overlap), work)
-            rows.append((0.0, 0.0, 0.0, 0.0) if work == NO_WORK else (*forward, *backward))
+            row[kind, does] = (0.0, 0.0, 0.0, 0.0) if work == NO_WORK else (*forward, *backward)
+        rows += [row[layer] for layer in layers]
     return UnitTimes(*np.array(rows).T)
 
 

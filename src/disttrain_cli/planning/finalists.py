@@ -4,9 +4,10 @@ The formula takes all sequences to be alike and a step to end with its last back
 sees skewed data, every transfer, the reduction of gradients and the optimizer. Finalists come in
 rounds: the formula's best, then its best with at most half as many replicas of the LLM as the last
 round's best has, and so on, because many replicas of few stages have the most to reduce. No more
-rounds once the formula alone takes longer than the best simulated time. Then come the layouts of
-other strategies that the search could have found, and last other shapes of the LLM near the best
-one's.
+rounds once the formula alone takes longer than the best simulated time, or than it says of the
+layout that was fastest. Then come the layouts of other strategies that the search could have found,
+the formula's best on a few devices less, as the best for fewer is a layout for more, and last other
+shapes of the LLM near the best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all
 `predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
@@ -33,6 +34,9 @@ from disttrain_cli.spec.profile import Profile
 
 ROUNDS = 6
 EACH = 3  # finalists of a round
+# of the devices, that some finalists do without: a plan for more devices is no slower then
+FEWER = (1 / 48, 1 / 16)
+AHEAD = 1.03  # of the best finalist's time by the formula, that others may take
 SURE = 4  # finalists simulated with all batches, at least
 
 T = TypeVar("T")
@@ -54,6 +58,7 @@ class Limits:
     most: int | None = None  # replicas of the LLM's unit
     least: int = 1
     without: frozenset[tuple[int, int]] = frozenset()  # (TP, DP) of the LLM's unit
+    fewer: int = 0  # devices than there are
 
 
 def rounds(
@@ -78,6 +83,17 @@ def rounds(
         others: finalists whatever the formula says.
     """
     finalists: list[Ranked] = []
+    formula_ms: list[float] = []
+
+    def within_ms() -> float:
+        """Time by the formula beyond which no finalist is wanted.
+
+        The formula takes longer than the simulator where backwards are split and messages hidden.
+        """
+        if not finalists:
+            return math.inf
+        best = min(range(len(finalists)), key=lambda index: finalists[index].iteration_s)
+        return max(1e3 * finalists[best].iteration_s, AHEAD * formula_ms[best])
 
     def add(limits: Limits, count: int, pool: int) -> int:
         """Replicas of the LLM's unit in the formula's best layout within the limits; 0 where it is
@@ -93,24 +109,28 @@ def rounds(
         for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
+            formula_ms.append(candidate.total_ms)
         return result.best[0].shapes[holder][1]
 
     most: int | None = None
     for number in range(ROUNDS):
-        replicas = add(
-            Limits(_best_ms(finalists), most), EACH if number else max(EACH, wanted), pool
-        )
+        replicas = add(Limits(within_ms(), most), EACH if number else max(EACH, wanted), pool)
         most = replicas // 2
         if not most:
             break
     for layout in others:
         if layout not in (whole(one.layout) for one in finalists):
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
+            formula_ms.append(0.0)
+    for share in FEWER if near else ():
+        fewer = int(cluster.gpus * share)
+        if finalists and fewer:
+            add(Limits(within_ms(), fewer=fewer), EACH, pool)
     for _ in range(near if finalists else 0):
         llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
         best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
         limits = Limits(
-            _best_ms(finalists),
+            within_ms(),
             2 * best.dp,
             -(-best.dp // 2),
             frozenset((llm.tp, llm.dp) for llm in llms),
@@ -118,10 +138,6 @@ def rounds(
         if not add(limits, 1, 1):
             break
     return finalists
-
-
-def _best_ms(finalists: list[Ranked]) -> float:
-    return min((1e3 * one.iteration_s for one in finalists), default=math.inf)
 
 
 def one_batch_s(

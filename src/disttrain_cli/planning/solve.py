@@ -51,6 +51,8 @@ from disttrain_cli.spec.runfile import RunFile
 BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
+TRIED = 4  # of the best layouts, simulated under the policy of training if they are
+CLOSE = 1.02  # times as long as the best one, at most
 NEAR = 2  # finalists with another shape of the LLM near the best one's
 
 
@@ -146,7 +148,7 @@ def solve(
     )
     if not ranked:
         raise infeasible(profile, cluster, strategy)
-    predicted = _predicted(profile, cluster, ranked[0].layout)
+    ranked, predicted = _as_trained(profile, cluster, ranked)
     for (
         layout,
         shown,
@@ -155,8 +157,13 @@ def solve(
             prediction = _predicted(profile, cluster, layout)
             if prediction.iteration_s < predicted.iteration_s:
                 predicted = prediction
+                alone_s = (
+                    simulated_s(profile, layout, ranked_as(cluster), shared=False)
+                    if profile.device.kind == "cpu"
+                    else prediction.iteration_s
+                )
                 ranked = [
-                    Ranked(layout, simulated_s(profile, layout, ranked_as(cluster), shared=False)),
+                    Ranked(layout, alone_s),
                     *(one for one in ranked if one.layout != layout),
                 ]
     best = ranked[0]
@@ -292,6 +299,38 @@ def _shape(unit: UnitPlan) -> UnitShape:
     return UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing)
 
 
+def _as_trained(
+    profile: Profile, cluster: Cluster, ranked: list[Ranked]
+) -> tuple[list[Ranked], Prediction]:
+    """The layouts as the policy ranks them by which they would be trained, and what is predicted of
+    the best one.
+
+    Under another policy than they were ranked by only the first few are simulated, if they are
+    close: the others take as many times longer as the best one does.
+    """
+    predictions = [_predicted(profile, cluster, ranked[0].layout)]
+    if ranked_as(cluster) == cluster or profile.device.kind == "cpu":
+        return ranked, predictions[0]
+    first_s = ranked[0].iteration_s
+    predictions += [
+        _predicted(profile, cluster, one.layout)
+        for one in ranked[1:TRIED]
+        if one.iteration_s <= CLOSE * first_s
+    ]
+    times_s = [prediction.iteration_s for prediction in predictions]
+    scale = times_s[0] / first_s
+    count = len(times_s)
+    shown = [
+        *(Ranked(one.layout, time_s) for one, time_s in zip(ranked[:count], times_s, strict=True)),
+        *(Ranked(one.layout, scale * one.iteration_s) for one in ranked[count:]),
+    ]
+    best = times_s.index(min(times_s))
+    others = sorted(
+        (one for index, one in enumerate(shown) if index != best), key=lambda one: one.iteration_s
+    )
+    return [shown[best], *others], predictions[best]
+
+
 def _rivals(
     profile: Profile, cluster: Cluster, baselines: dict[Strategy, Baseline | None]
 ) -> list[tuple[Layout, Baseline]]:
@@ -322,7 +361,8 @@ def best_by_formula(
 ) -> tuple[list[Unit], SearchResult]:
     """Units and the formula's best layouts of an exact strategy; of `megatron`, only `limits.most`
     is kept to."""
-    if limits.most is None:
+    cluster = replace(cluster, gpus=cluster.gpus - limits.fewer)
+    if limits.most is None and math.isinf(limits.within_ms):
         return candidates(profile, cluster, strategy, top)
     if strategy == "megatron":
         return megatron(profile, cluster, top, most_dp=limits.most)
