@@ -77,6 +77,7 @@ def test_other_strategies_make_runnable_plans_that_are_no_better(
     assert plan.predicted.iteration_s == pytest.approx(best.baselines[strategy].iteration_s)
 
 
+@pytest.mark.slow
 def test_tp_groups_hide_their_messages_where_it_helps(tmp_path: Path) -> None:
     run = synthetic.run_file(batch=48, gpus=48, nodes=6)
     plain = synthetic.paper_9b(run, memory_gib=30.0)

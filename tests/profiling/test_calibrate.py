@@ -120,6 +120,24 @@ def test_what_the_run_does_not_use_follows_its_direction(recording, run, tmp_pat
             assert cost.tp["1"].parameters == planned.tp["1"].parameters
 
 
+def test_forwards_of_steps_with_one_slot_count_though_they_may_wait_for_weights(
+    recording, run, tmp_path
+):
+    layout = recording.layout
+    one = layout.model_copy(
+        update={
+            "microbatches": 1,
+            "microbatch_size": layout.microbatch_size * layout.microbatches,
+            "overlap": True,
+        }
+    )
+    true = retimed(recording.planned, by_module)
+    found = calibrated(replace(recording, true=true, layout=one, steps=24), run, tmp_path)
+    assert {(module, "forward") for module in FACTORS} <= {
+        (row.where, row.what) for row in found.changes
+    }
+
+
 def test_directions_that_look_alike_keep_the_profile_s_proportions(recording, run, tmp_path):
     """All sequences are alike: the run shows one number per stage."""
     sample = profiles.data(images=3, targets=1).sample

@@ -53,11 +53,8 @@ def hidden(
         duration = on_device(device, precision, links, tp)
         found[tp] = {}
         for index in probes.layers:
-            times = [
-                times_ms(run, probes, index, tp, overlap, duration) for overlap in (False, True)
-            ]
-            if times[1]:
-                plain, overlapped = times
+            if overlapped := times_ms(run, probes, index, tp, True, duration):
+                plain = times_ms(run, probes, index, tp, False, duration)
                 found[tp][probes.table[index].kind] = {
                     name: _through(probes.works, np.array(plain[name]) - np.array(overlapped[name]))
                     for name in overlapped

@@ -288,7 +288,8 @@ def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
         columns["duration_ns"] / 1e6 / _sharing(job, module),
     )
     chosen = (index >= 0) & amounts.any(axis=1)
-    if job.layout.overlap and operation == "forward":  # the first may wait for weights
+    # the first may wait for weights, but may be the only one
+    if job.layout.overlap and operation == "forward" and job.layout.microbatches > 1:
         chosen &= columns["slot"] > 0
     return rows.take(chosen)
 

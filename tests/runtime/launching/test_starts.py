@@ -174,6 +174,8 @@ def test_a_job_of_scripts_does_not_begin_beside_another_training(tmp_path: Path)
     )
     with (
         alone(run.dir),
-        pytest.raises(DisttrainError, match="Another training of this run is under way"),
+        pytest.raises(
+            DisttrainError, match="Another training of this run, or data latents, is under way"
+        ),
     ):
         begin(job)
