@@ -158,8 +158,9 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
                 reduced_ns = {
                     row["end_ns"] for own in own_rows for row in own if row["operation"] == "reduce"
                 }
-                assert max(reduced_ns) - min(reduced_ns) < 1e3
-                assert max(reduced_ns) == pytest.approx((last_ns + exposed_ns).max(), abs=1e3)
+                clocks_ns = 1e5  # by which the clocks of two processes may differ
+                assert max(reduced_ns) - min(reduced_ns) < clocks_ns
+                assert max(reduced_ns) == pytest.approx((last_ns + exposed_ns).max(), abs=clocks_ns)
                 assert exposed_ns.min() > 0
     busiest_s = max(
         sum(

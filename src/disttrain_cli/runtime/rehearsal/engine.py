@@ -98,6 +98,8 @@ class EmulatedEngine(UnitEngine):
             self.clock.enqueue(float(self.gathering.left_s(_passes(work, 0)).max()))
             self.tracer.record("wait", start)
         super().run_step(order, fetch, told)
+        if self.gathering is None:  # the step is over when the last optimizer has stepped
+            self._together(None, 0.0)
         self.clock.end()
 
     def _weights(self, slot: int) -> None:
