@@ -4,7 +4,6 @@ import numpy as np
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.spec.plan import Layout
 from tests.costs.test_memory import layout
@@ -58,7 +57,7 @@ def test_frozen_layers_have_no_weights_part() -> None:
 
 def test_a_simulated_step_has_delays_by_stage() -> None:
     given = split(layout(4), {"e": [1], "l": [0, 2]})
-    loads = loads_of(PROFILE, given, synthetic.paper_policy(PROFILE, given), 0)
+    loads = synthetic.loads_of(PROFILE, given, synthetic.paper_policy(PROFILE, given), 0)
     whole = pipeline_of(PROFILE, layout(4), stages_of(PROFILE, layout(4)), loads, 8)
     parts = pipeline_of(PROFILE, given, stages_of(PROFILE, given), loads, 8)
     assert whole.weight_s is None and parts.weight_s is not None and parts.weight_delay is not None

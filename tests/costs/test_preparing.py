@@ -7,7 +7,6 @@ import pytest
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.preparing import item_s, prepare_s
-from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import PreprocessProfile, Profile
 from tests.heads import with_heads
@@ -48,7 +47,7 @@ def test_stages_load_for_the_modules_that_begin_on_them() -> None:
     )
     stages = stages_of(PROFILE, one)
     assert [stage.begins for stage in stages] == [["image_encoder", "llm"], ["image_generator"]]
-    loads = loads_of(PROFILE, one, synthetic.paper_policy(PROFILE, one), 0)
+    loads = synthetic.loads_of(PROFILE, one, synthetic.paper_policy(PROFILE, one), 0)
     profile = with_rates(images=100, sequences=10)
     expected = loads["image_encoder"][..., 0] / 100 + loads["llm"][..., 0] * (
         0.1 - mean_images() / 100

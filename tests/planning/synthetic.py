@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.ordering.orders import Policy
+from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
@@ -373,6 +375,13 @@ def paper_72b(
 def paper_policy(profile: Profile, layout: Layout) -> Policy:
     """How the policy `paper` orders batches for a layout."""
     return Policy("paper", layout, profile.inputs, None, gpus_per_node=8)
+
+
+def loads_of(profile: Profile, layout: Layout, policy: Policy, number: int) -> dict[str, Any]:
+    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn
+    from the data."""
+    batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
+    return replica_loads(batch, profile.inputs, layout, policy(batch))
 
 
 def cuts(layers: int, stages: int) -> list[list[int]]:

@@ -9,7 +9,6 @@ import pytest
 
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
-from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.simulation.faults import check_faults, inject, slowdown
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
@@ -30,7 +29,7 @@ def case() -> tuple[Pipeline, list[CostedStage]]:
     layout = three()
     stages, loads = (
         stages_of(PROFILE, layout),
-        loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0),
+        synthetic.loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0),
     )
     pipeline = fed(pipeline_of(PROFILE, layout, stages, loads, 6), PROFILE, stages, loads, 1, 2)
     return dataclasses.replace(pipeline, weight_s=pipeline.backward_s / 2), stages
@@ -173,7 +172,7 @@ def test_a_worker_that_prepares_nothing_is_refused(
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].unit") as error:
         check_faults(stages, worker, with_rates(images=0, sequences=0))
     assert error.value.why == "allowed: none"
-    loads = loads_of(PROFILE, three(), synthetic.paper_policy(PROFILE, three()), 0)
+    loads = synthetic.loads_of(PROFILE, three(), synthetic.paper_policy(PROFILE, three()), 0)
     unfed = pipeline_of(PROFILE, three(), stages, loads, 6)
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].slow"):
         inject(unfed, stages, worker)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.preparing import prepare_s
-from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.simulation.pipeline import simulate, simulate_steps
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
@@ -170,7 +169,7 @@ def test_a_layouts_data_are_prepared_where_its_modules_begin() -> None:
     )
     stages, loads = (
         stages_of(profile, layout),
-        loads_of(profile, layout, synthetic.paper_policy(profile, layout), 0),
+        synthetic.loads_of(profile, layout, synthetic.paper_policy(profile, layout), 0),
     )
     pipeline = fed(
         pipeline_of(profile, layout, stages, loads, 6),

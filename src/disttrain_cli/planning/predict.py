@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.flops import mfu, peak_tflops
 from disttrain_cli.costs.layout import CostedStage, amount, stages_of
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.data.ordering.loads import replica_loads
-from disttrain_cli.data.ordering.orders import Policy
-from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
@@ -45,13 +42,6 @@ class Step:
     loads: dict[str, Floats]  # by module [n, DP, 3]
     pipeline: Pipeline
     timeline: Timeline
-
-
-def policy_of(profile: Profile, layout: Layout, cluster: Cluster) -> Policy:
-    """How training will order the global batches of a layout."""
-    return Policy(
-        cluster.ordering, layout, profile.inputs, profile, cluster.gpus_per_node, cluster.memory_gib
-    )
 
 
 def simulated_steps(
@@ -84,13 +74,6 @@ def simulated_steps(
 def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0) -> Step:
     """The step over the `number`-th global batch drawn from the data."""
     return next(simulated_steps(profile, layout, cluster, [number]))
-
-
-def loads_of(profile: Profile, layout: Layout, policy: Policy, number: int) -> dict[str, Floats]:
-    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn
-    from the data."""
-    batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
-    return replica_loads(batch, profile.inputs, layout, policy(batch))
 
 
 def batches(cluster: Cluster) -> range:
