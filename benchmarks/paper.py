@@ -102,13 +102,13 @@ def ours(run: RunFile, profile: Profile, gpus: int) -> tuple[Layout, Prediction,
 
 
 def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Prediction] | None:
-    """The paper's Megatron-LM: TP 8, the LLM on `pp` stages, samples as they come; None where it
-    does not fit.
+    """The paper's Megatron-LM: TP 8, the LLM on `pp` stages, samples as they come, reductions
+    after the step; None where it does not fit.
 
     Images are levelled over the copies of its encoder all the same, which is more than Megatron-LM
     does.
     """
-    cluster = replace(cluster, ordering="none")
+    cluster = replace(cluster, ordering="none", overlaps=False)
     units, found = megatron(profile, cluster, tp=8, pp=pp)
     if not found.best:
         return None
@@ -170,7 +170,7 @@ def curve(small: bool) -> Tables:
             layout, predicted, cluster = ours(run, profile, GPUS)
             published = megatron_lm(profile, cluster, LLM_PP[preset])
             units, found = megatron(profile, cluster)
-            best = layout_of(units, cluster, found.best[0], "megatron")
+            best = layout_of(units, replace(cluster, overlaps=False), found.best[0], "megatron")
             given, used = gain((layout, predicted), published)
             free = gain(
                 (layout, predicted),

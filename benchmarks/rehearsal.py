@@ -24,7 +24,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -181,7 +181,9 @@ def written(folder: Path, preset: str, name: str) -> Plan:
 
 
 def one_unit(profile: Profile, cluster: Cluster) -> tuple[Layout, Prediction] | None:
-    """The best pipeline with all modules in one unit, if there is one."""
+    """The best pipeline with all modules in one unit, reductions after the step, if there is
+    one."""
+    cluster = replace(cluster, overlaps=False)
     units = group(profile, cluster, "megatron")
     whole = pipelines(units, cluster).best
     if not whole:

@@ -446,7 +446,7 @@ def test_a_plan_of_two_generators_is_found_and_no_worse_than_megatron(
 ) -> None:
     profile, _, cluster = case
     profile = synthetic.with_refiner(profile, share)
-    cluster = dataclasses.replace(cluster, splits=False)
+    cluster = dataclasses.replace(cluster, splits=False, overlaps=False)
     units, found = candidates(profile, cluster, "disaggregated", 1)
     plan = layout_of(units, cluster, found.best[0], "disaggregated")
     assert [one.name for one in plan.units] == [
@@ -546,7 +546,9 @@ def test_the_plan_is_near_the_best_of_all_layouts_in_the_simulator() -> None:
     profile = profile.model_copy(
         update={"links": profiles.links(8, 50, 4, 100, between_nodes=0.025)}
     )
-    cluster = dataclasses.replace(cluster_of(run, profile), ordering="paper", splits=False)
+    cluster = dataclasses.replace(
+        cluster_of(run, profile), ordering="paper", splits=False, overlaps=False
+    )
     units, found = candidates(profile, cluster, "disaggregated", 150)
     layouts = [layout_of(units, cluster, candidate, "disaggregated") for candidate in found.best]
     times = [one_batch_s(profile, one, cluster) for one in layouts]

@@ -34,7 +34,8 @@ def cluster(profile):
 
 @pytest.fixture(scope="module")
 def layouts(profile, cluster) -> list[Layout]:
-    ranked, _, _ = ranking(profile, replace(cluster, splits=False), "disaggregated", 3)
+    plain = replace(cluster, splits=False, overlaps=False)
+    ranked, _, _ = ranking(profile, plain, "disaggregated", 3)
     return [one.layout for one in ranked]
 
 
@@ -50,7 +51,6 @@ def test_never_slower_and_the_time_is_the_simulators(profile, cluster, layouts):
         assert found_s == pytest.approx(one_batch_s(profile, found, cluster), rel=1e-12)
         assert whole(found) == layout
         assert fits(profile, found, cluster.memory_gib)
-        assert found.overlap
         split += any(unit.weight_delay for unit in found.units)
     assert split
 
@@ -88,7 +88,7 @@ def test_without_room_or_without_weights_backwards_stay_whole(profile, cluster, 
     layout = deep(layouts)
     assert set(most_delays(profile, layout, 1e-3)) == {None}
     tight = timed(profile, replace(cluster, memory_gib=1e-3), layout)[0]
-    assert tight == layout.model_copy(update={"overlap": True})
+    assert tight == layout
     frozen = layout.model_copy(update={"trained": ["llm"]})
     most = most_delays(profile, frozen, cluster.memory_gib)
     stages = [unit.name for unit in layout.units for _ in range(unit.pp)]
@@ -101,6 +101,9 @@ def test_without_room_or_without_weights_backwards_stay_whole(profile, cluster, 
 
 
 def test_messages_behind_passes_gain(profile, cluster, layouts):
+    ranked, _, _ = ranking(profile, replace(cluster, splits=False), "disaggregated", 3)
+    assert all(one.layout.overlap for one in ranked)
+    assert not any(unit.weight_delay for one in ranked for unit in one.layout.units)
     for layout in layouts:
         behind = layout.model_copy(update={"overlap": True})
         assert one_batch_s(profile, behind, cluster) < one_batch_s(profile, layout, cluster)
@@ -113,7 +116,8 @@ def test_the_first_stage_computes_at_once_what_nobody_waits_for(profile, cluster
         assert delays is None or delays[0] != 0
 
 
-def test_cpus_do_not_split(profile):
+def test_cpus_hide_nothing():
     run = synthetic.run_file(batch=24, gpus=6)
-    assert not cluster_of(run, synthetic.tiny(run)).splits
-    assert cluster_of(run, synthetic.tiny(run, kind="cuda")).splits
+    cpu, cuda = (cluster_of(run, synthetic.tiny(run, kind=kind)) for kind in ("cpu", "cuda"))
+    assert not (cpu.splits or cpu.overlaps or cpu.hides)
+    assert cuda.splits and cuda.overlaps and cuda.hides

@@ -140,7 +140,7 @@ def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
     profile, gpus_per_node = units[0].profile, cluster.gpus_per_node
     stages = stages_of(profile, layout)
     computed_s = layout_time(units, layout).total_ms / 1e3
-    if cluster.splits:
+    if layout.overlap:
         both = hidden(profile, layout, stages, gpus_per_node)
         return computed_s + sum(float(messages.mean_left_s.max()) for messages in both)
     return (

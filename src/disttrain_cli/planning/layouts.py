@@ -63,6 +63,7 @@ def layout_with(
         gpus_used=sum(shape.gpus for shape in shapes),
         zero_stage=cluster.zero_stage,
         trained=None if cluster.trained is None else list(cluster.trained),
+        overlap=cluster.overlaps,
         units=plans,
     )
 
@@ -81,8 +82,8 @@ def layout_of(
 
 
 def apart(layout: Layout, units: list[Unit]) -> Layout | None:
-    """The layout with its stages shared out to these units, in pipeline order; None where a stage
-    holds several."""
+    """The layout with its stages shared out to these units, in pipeline order, run as their cluster
+    can; None where a stage holds several."""
     left = [(plan, layers) for plan in layout.units for layers in plan.layers_per_stage]
     plans: list[UnitPlan] = []
     for unit in units:
@@ -106,4 +107,10 @@ def apart(layout: Layout, units: list[Unit]) -> Layout | None:
                 tp_overlap=unit.overlaps(plan.tp, plan.checkpointing),
             )
         )
-    return layout.model_copy(update={"strategy": "disaggregated", "units": plans})
+    return layout.model_copy(
+        update={
+            "strategy": "disaggregated",
+            "overlap": units[0].cluster.overlaps,
+            "units": plans,
+        }
+    )

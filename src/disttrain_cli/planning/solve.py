@@ -76,6 +76,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
         checkpointing="none" if cpu and recompute == "auto" else recompute,
         most_tp=1 if cpu else None,
         splits=not cpu,
+        overlaps=not cpu,
         hides=not cpu,
         ordering=run.train.ordering_on(profile.device.kind),
         cpu_node_cores=run.cluster.cpu_node_cores,
@@ -117,8 +118,8 @@ def solve(
 ) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
-    Only `disaggregated` has backwards in two parts (`splitting`), and a TP group's messages behind
-    products (`Unit.overlaps`), where they gain.
+    Only `disaggregated` hides waiting: backwards in two parts (`splitting`), reductions and gathers
+    behind passes (`costs.overlap`), a TP group's messages behind products (`Unit.overlaps`).
 
     The formula's best layouts are simulated, and for `disaggregated` the other strategies' own
     choices with them, as far as its units may have their shapes (`apart`): a plan is never slower
@@ -130,12 +131,26 @@ def solve(
             that helps.
     """
     check_profile(run, profile)
-    cluster = cluster_of(run, profile, gpus)
-    plain = replace(cluster, splits=False, hides=False)
+    cluster, either_zero = cluster_of(run, profile, gpus), run.train.zero_stage == "auto"
+    return solve_for(profile, cluster, strategy, top, either_zero)
+
+
+def solve_for(
+    profile: Profile,
+    cluster: Cluster,
+    strategy: Strategy = "disaggregated",
+    top: int = 0,
+    either_zero: bool = False,
+) -> Plan:
+    """`solve` for a cluster, with what layouts may do there to be faster.
+
+    Args:
+        either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
+    """
+    plain = replace(cluster, splits=False, overlaps=False, hides=False)
     if strategy != "disaggregated":
         cluster = plain
     started = time.perf_counter()
-    either_zero = run.train.zero_stage == "auto"
     draws = Draws(profile, ranked_as(cluster))
     baselines = {
         name: baseline(profile, plain, name, either_zero, draws)
@@ -253,7 +268,8 @@ def ranking(
         NEAR if ours else 0,
         others,
     )
-    finalists += _climbed(profile, cluster, draws, strategy, either_zero, finalists)
+    if cluster.climbs:
+        finalists += _climbed(profile, cluster, draws, strategy, either_zero, finalists)
     return rank(profile, cluster, draws, finalists, top + 1), combinations, len(finalists)
 
 
@@ -276,8 +292,7 @@ def _climbed(
         return fits(profile, layout, cluster.memory_gib)
 
     def seconds(layout: Layout) -> float:
-        begun = layout.model_copy(update={"overlap": cluster.splits})
-        return one_batch_s(profile, begun, cluster, draws)
+        return one_batch_s(profile, layout, cluster, draws)
 
     def as_run(layout: Layout) -> tuple[Layout, float]:
         return timed(profile, cluster, layout, draws=draws)

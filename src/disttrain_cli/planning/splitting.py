@@ -6,8 +6,6 @@ shortens the way of the first slots back through the pipeline and fills its end.
 for every stage in the simulator, within the memory that is left: first among delays that grow with
 the stages before one, as later stages have gaps later, then one stage at a time. Stages without
 room for it, or without a gain, compute both parts together.
-
-Where backwards may be split, messages also run behind passes (`costs.overlap`): of all layouts.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ def timed(
             the time; delays that are best for one small batch may be bad for others.
         draws: the batches; None = drawn anew.
     """
-    layout = layout.model_copy(update={"overlap": cluster.splits})
     draws = draws or Draws(profile, cluster)
     loads = [draws.loads(layout, number) for number in numbers]
 
@@ -113,9 +110,8 @@ def with_delays(layout: Layout, delays: Sequence[Delay]) -> Layout:
 
 
 def whole(layout: Layout) -> Layout:
-    """The layout with backwards of one part and no messages behind them."""
-    layout = with_delays(layout, [None] * sum(unit.pp for unit in layout.units))
-    return layout.model_copy(update={"overlap": False})
+    """The layout with backwards of one part."""
+    return with_delays(layout, [None] * sum(unit.pp for unit in layout.units))
 
 
 def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[list[int], float]:

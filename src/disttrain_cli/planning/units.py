@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a layout must fit into."""
+    """What a layout must fit into, and what it may do to be faster."""
 
     gpus: int
     gpus_per_node: int
@@ -38,9 +38,10 @@ class Cluster:
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
-    # whether backwards may have two parts, and messages run behind passes (`planning.splitting`)
-    splits: bool = False
-    hides: bool = False  # whether a TP group's messages may travel behind products
+    splits: bool = False  # backwards into two parts (`planning.splitting`)
+    overlaps: bool = False  # reductions and gathers with passes (`costs.overlap`)
+    hides: bool = False  # a TP group's messages behind products, where that is faster
+    climbs: bool = True  # the best layouts to better neighbours (`planning.climb`)
 
 
 @dataclass(frozen=True)
