@@ -4,6 +4,7 @@ judged."""
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from benchmarks import (
     data_wait,
     decode,
     efficiency,
+    gains,
     hiding,
     index,
     kineto,
@@ -38,6 +40,7 @@ from benchmarks.list_schedule import Batch, Group, Rules, ends_s
 from benchmarks.placements import Knobs, Shape, case_of
 from disttrain_cli.analysis.result.verdicts import Place, Verdict
 from disttrain_cli.costs.hardware import Curve, lookup
+from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from tests.analysis import synthetic
 from tests.analysis.kineto import traces
@@ -141,6 +144,31 @@ def test_frozen_costs_are_planned_and_their_waiting_is_counted():
     (row,) = waiting.measure(small=True)["Waiting"]
     assert row["no waiting, s"] == pytest.approx(row["no waiting over step"] * row["s per step"])
     assert 0.5 < row["no waiting over step"] < 1 <= row["over the best megatron"]
+
+
+def test_the_switches_of_gains_are_those_of_a_cluster():
+    run, profile = waiting.costs("mllm-9b")
+    cluster = cluster_of(run, profile)
+    everything = {key: value for one in gains.GAINS.values() for key, value in one.items()}
+    assert replace(cluster, **everything) == cluster
+    assert everything.keys() == gains.NOTHING.keys()
+    assert all(gains.NOTHING[key] != value for key, value in everything.items())
+    cached = gains.with_latents(profile).modules["image_generator"]
+    assert cached.layers == profile.modules["image_generator"].layers[1:]
+    assert cached.layers[cached.projector[0]] == "projector" and not cached.frozen
+
+
+@pytest.mark.slow
+def test_gains_are_planned_alone_last_and_together():
+    steps, shown = gains.measure(small=True).values()
+    (case,) = [column for column in steps[0] if column != "planned with"]
+    step_s = {row["planned with"]: row[case] for row in steps}
+    assert step_s["everything"] < 0.95 * step_s["nothing"]
+    assert step_s["everything and cached latents"] < step_s["everything"]
+    for row in shown:
+        alone, last = row[f"{case}, alone"], row[f"{case}, last"]
+        assert alone == step_s["nothing"] / step_s[f"only {row['']}"]
+        assert last == step_s[f"without {row['']}"] / step_s["everything"]
 
 
 def group(slots, stages, encoded=(), generated=0, hold=9, anywhere=True):
