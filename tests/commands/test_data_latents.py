@@ -1,6 +1,8 @@
 """`disttrain data latents` as a user runs it, on the sample data, and the chain that reads them."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -76,3 +78,10 @@ def test_the_chain_runs_with_prepared_latents_and_asks_for_them(demo, capsys, mo
     assert said(capsys, "train", "--resume", "--steps", "3")["resumed_from_step"] == 2
     assert len(said(capsys, "sample", "--prompt", "Draw a two.")["drawn"]) == 1
     assert "image_generator" in said(capsys, "export", "--to", "out")["modules"]
+
+
+def test_nothing_that_writes_to_stdout_is_imported():
+    """DeepSpeed says there what device it found, in front of what --json prints."""
+    code = "import sys, disttrain_cli.runtime.latents; print('deepspeed' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

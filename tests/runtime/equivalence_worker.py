@@ -21,10 +21,10 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_lrs
-from disttrain_cli.runtime.feeding import fetcher, to_batch
+from disttrain_cli.runtime.feeding import fetcher, message_dtype, to_batch
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record

@@ -26,8 +26,7 @@ from disttrain_cli.profiling.preprocess import measure_preprocessing
 from disttrain_cli.runtime import latents as making
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
-from disttrain_cli.runtime.engine.assemble import message_dtype
-from disttrain_cli.runtime.feeding import to_batch
+from disttrain_cli.runtime.feeding import message_dtype, to_batch
 from disttrain_cli.runtime.latents import Made, make_latents
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.launching.starts import alone
@@ -234,6 +233,59 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, run: Run, after: int) -> None:
         patch.setattr(making, "PIXELS", 2 * 24 * 24)
         with pytest.raises(Interrupted):
             make_latents(run, progress)
+
+
+def test_past_the_allowed_fraction_it_stops_whatever_earlier_calls_made(
+    cached: Run, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(data / "interleaved" / "0.tar", samples(60, 6, broken=(61, 62, 63)))
+    strict = changed(cached, {}, data={"max_bad_fraction": 0.11})  # of 30 images: 3
+    interrupted(monkeypatch, strict, 4)  # behind the first shard
+    for _ in range(2):
+        with pytest.raises(DataError, match="4 images or clips cannot be decoded") as caught:
+            make_latents(strict, silent)
+        assert "61: segments[1]" in caught.value.why and "17: segments[1]" in caught.value.why
+        assert "data check" in caught.value.next_step
+    lenient = changed(cached, {}, data={"max_bad_fraction": 0.14})
+    shutil.copytree(strict.dir.root, lenient.dir.root)
+    index, made = make_latents(lenient, silent)
+    assert [one.key for one in made[0].broken] == ["61", "62", "63", "17"]
+    assert described(lenient, index)
+
+
+def test_rows_of_broken_images_have_the_size_of_others(plain: Run) -> None:
+    """Of three channels, seven pixels wide: no whole number of eight bytes."""
+    latent = {
+        "in_channels": 3,
+        "out_channels": 3,
+        "sample_size": 7,
+        "block_out_channels": [16],
+        "down_block_types": ["CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D"],
+    }
+    file = yaml.safe_load(plain.path.read_text())
+    module = file["model"]["modules"][FIRST]
+    run = changed(
+        plain,
+        {
+            FIRST: {
+                "config": module["config"] | latent,
+                "image_size": 14,
+                "vae": module["vae"] | {"latent_channels": 3},
+                "cached_latents": True,
+            }
+        },
+        train={"precision": "bf16", "zero_stage": 1},
+    )
+    index, (made,) = make_latents(run, silent)
+    assert made.image_bytes % 8 and [one.key for one in made.broken] == ["17"]
+    assert described(run, index)
+    assert sum(np.all(row == 0xFF) for row in rows_of(run, made)) == 1
+
+
+def rows_of(run: Run, made: Made) -> Iterator[Any]:
+    for path in (run.dir.latents / made.module).glob("*.bin"):
+        yield from np.fromfile(path, np.uint8).reshape(-1, made.image_bytes)
 
 
 def files_of(run: Run) -> dict[str, bytes]:

@@ -55,7 +55,8 @@ $ disttrain data latents demo/disttrain.yaml --json --quiet > latents.json
 
 For generators with cached_latents in the run file: encodes every image to generate with the
 generator's VAE, on the GPU where there is one, else on all cores, and keeps mean and log-variance
-in the run's folder. An interrupted call goes on where it was; new shards are added.
+in the run's folder. An interrupted call goes on where it was; new shards are added. Past
+data.max_bad_fraction it ends with exit code 1.
 """
 
 app = typer.Typer()
@@ -221,7 +222,7 @@ def latents(
     for of in made:
         console.say(
             f"{of.module}: latents of {of.images:,} images, {of.image_bytes:,} bytes each;"
-            f" {of.encoded:,} were encoded now, {len(of.broken):,} of these cannot be decoded"
+            f" {of.encoded:,} were encoded now, {len(of.broken):,} of all cannot be decoded"
         )
     console.hint(next_command(_after_latents(opened, index), run_file))
 

@@ -4,7 +4,7 @@ use."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,15 +12,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.index_checks import shard_label
+from disttrain_cli.data.index_checks import MOST_NAMED, shard_label
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
+from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import ITEMS, TEXT
 from disttrain_cli.spec.progress import Progress
-from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile import Run, RunFile
 
 AT_ONCE = 1024  # samples between two messages of the progress
 
@@ -61,6 +62,23 @@ def try_decoding(
             Broken(segment, Skipped(shard, index.keys[sample], f"segments[{position}]: {error}"))
         ]
     return []
+
+
+def allowed_broken(run: RunFile, index: Index) -> float:
+    """How many images and clips of the data may be broken (`data.max_bad_fraction`)."""
+    return run.data.max_bad_fraction * int((index.kinds != TEXT).sum())
+
+
+def check_broken(run: RunFile, broken: Sequence[Skipped], allowed: float) -> None:
+    """DataError where more images and clips are broken than `allowed_broken` says."""
+    if len(broken) <= allowed:
+        return
+    raise DataError(
+        f"{len(broken)} images or clips cannot be decoded, more than"
+        f" data.max_bad_fraction = {run.data.max_bad_fraction} allows",
+        "\n".join(f"  {one.shard}/{one.key}: {one.reason}" for one in broken[:MOST_NAMED]),
+        "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction.",
+    )
 
 
 def broken_in(

@@ -15,7 +15,7 @@ from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint, parse_json, validate
 from disttrain_cli.spec.heads import TargetInput
 from disttrain_cli.spec.index import TARGET
-from disttrain_cli.spec.latents import BROKEN, DESCRIPTION, Latents, Origin
+from disttrain_cli.spec.latents import DESCRIPTION, MARK, MARKED, Latents, Origin
 from disttrain_cli.spec.runfile import Run
 
 OPEN_FILES = 64
@@ -41,7 +41,7 @@ class LatentReader:
         shard = int(self._index.shard[sample])
         row = int(np.searchsorted(self._images, segment)) - int(self._first[shard])
         data = self._map(shard)[row * self._image_bytes : (row + 1) * self._image_bytes]
-        if data[: len(BROKEN)].tobytes() == BROKEN:
+        if (data[:MARKED] == MARK).all():
             raise ValueError("it could not be decoded when its latents were prepared")
         return data
 

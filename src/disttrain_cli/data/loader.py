@@ -16,15 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol
 
-from disttrain_cli.data.checking import Broken
+from disttrain_cli.data.checking import Broken, allowed_broken, check_broken
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.preparing import Prepared, Preparer, Request
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.data.sources import Skipped
-from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import TEXT
 from disttrain_cli.spec.runfile import Run
 
 
@@ -68,7 +66,7 @@ class Loader:
         self._source = source or Preparer(run, self._orders)
         self._slots: dict[int, Future[Prepared]] = {}
         self._broken: set[int] = set()
-        self._bad_limit = run.file.data.max_bad_fraction * int((orders.index.kinds != TEXT).sum())
+        self._allowed = allowed_broken(run.file, orders.index)
         self._fetching = ThreadPoolExecutor(run.file.preprocess.prefetch_slots + 1, "fetch")
         self.prefetch(first_step, 0)
 
@@ -131,12 +129,4 @@ class Loader:
             if segment not in self._broken:
                 self._broken.add(segment)
                 self.skipped.append(what)
-        if len(self._broken) > self._bad_limit:
-            named = "\n".join(f"  {s.shard}/{s.key}: {s.reason}" for s in self.skipped[:8])
-            raise DataError(
-                f"{len(self._broken)} images or clips cannot be decoded, more than"
-                f" data.max_bad_fraction = {self._run.data.max_bad_fraction} allows",
-                named,
-                "See all of them: disttrain data check. Repair the shards, or raise"
-                " data.max_bad_fraction.",
-            )
+        check_broken(self._run, self.skipped, self._allowed)

@@ -27,6 +27,7 @@ from disttrain_cli.data.slots import (
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.spec.heads import Affine, Head, Item
+from disttrain_cli.spec.runfile.train import TrainSpec
 
 #: Arrays that the host reads.
 KEPT = ("grids", "documents", "noise_seeds")
@@ -42,6 +43,11 @@ class Slots(Protocol):
     def prefetch(self, step: int, slot: int) -> None:
         """Have this slot and those after it prepared in the background."""
         ...
+
+
+def message_dtype(train: TrainSpec) -> torch.dtype:
+    """Precision of what layers read and ranks send each other."""
+    return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
 def fetcher(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disttrain_cli.data.checking import Broken, try_decoding
+from disttrain_cli.data.checking import Broken, allowed_broken, check_broken, try_decoding
 from disttrain_cli.data.index import Index, open_index
 from disttrain_cli.data.index_checks import check_sources
 from disttrain_cli.data.index_file import read_stored
@@ -37,12 +37,11 @@ from disttrain_cli.models.graph import describe
 from disttrain_cli.models.host import use_cuda
 from disttrain_cli.models.vae import PIXELS, VaeEncoder, encoder_maker
 from disttrain_cli.models.weights import load_into
-from disttrain_cli.runtime.engine.assemble import message_dtype
-from disttrain_cli.runtime.feeding import normalised
+from disttrain_cli.runtime.feeding import message_dtype, normalised
 from disttrain_cli.runtime.launching.starts import alone
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.heads import TargetInput
-from disttrain_cli.spec.latents import BROKEN, DESCRIPTION, LatentFile, Latents, Origin
+from disttrain_cli.spec.latents import DESCRIPTION, MARK, MARKED, LatentFile, Latents, Origin
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
@@ -63,7 +62,7 @@ class Made(NamedTuple):
     images: int
     image_bytes: int  # of each
     encoded: int  # images of the files that were made now
-    broken: list[Skipped]  # of these, what cannot be decoded
+    broken: list[Skipped]  # of all, what cannot be decoded
 
 
 def make_latents(run: Run, progress: Progress) -> tuple[Index, list[Made]]:
@@ -72,7 +71,8 @@ def make_latents(run: Run, progress: Progress) -> tuple[Index, list[Made]]:
     Files that are there and of the same images, VAE and precision stay.
 
     Raises:
-        DataError, MismatchError: the data are missing or changed.
+        DataError: the data are missing, or more is broken than `data.max_bad_fraction` allows.
+        MismatchError: the data changed.
         DisttrainError: the run is being trained.
         SpecError: no generator asks for latents, or they cannot be written.
     """
@@ -100,12 +100,17 @@ def _make(run: Run, index: Index, number: int, head: TargetInput, progress: Prog
         images_of(index),
     )
     files, broken = _files(run, origin, np.diff(first).tolist()), list[Skipped]()
+    allowed = allowed_broken(run.file, index)
     missing = [shard for shard, file in enumerate(files) if not _is_whole(folder, file, origin)]
     total, done = sum(files[shard].images for shard in missing), 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "decode") as threads:
             pixels = partial(_decoded, run, index, head.pixels, threads)
+            for shard, file in enumerate(files):
+                rows = first[shard] + _marked(folder, file, origin)
+                for _, found in pixels(images[rows].tolist()):
+                    broken += [one.what for one in found]
             encode = _encoder(run, number, head) if missing else None
             for shard in missing:
                 assert encode is not None
@@ -114,6 +119,7 @@ def _make(run: Run, index: Index, number: int, head: TargetInput, progress: Prog
                 for written, found in _append(path, own, origin.image_bytes, pixels, encode):
                     done += written
                     broken += [one.what for one in found]
+                    check_broken(run.file, broken, allowed)
                     progress(f"encode images of {head.module}", done, total)
         latents = Latents(data=index.fingerprint, origin=origin, files=files)
         write_whole(folder / DESCRIPTION, latents.model_dump_json(indent=2) + "\n")
@@ -157,6 +163,16 @@ def _is_whole(folder: Path, file: LatentFile, origin: Origin) -> bool:
     return size == file.images * origin.image_bytes
 
 
+def _marked(folder: Path, file: LatentFile, origin: Origin) -> NDArray[np.int64]:
+    """Rows that earlier calls left for images that cannot be decoded."""
+    path = folder / (file.name if _is_whole(folder, file, origin) else file.name + PARTIAL)
+    rows = path.stat().st_size // origin.image_bytes if path.is_file() else 0
+    if not rows:
+        return np.zeros(0, np.int64)
+    begins = np.memmap(path, np.uint8, "r", shape=(rows, origin.image_bytes))[:, :MARKED]
+    return np.flatnonzero((begins == MARK).all(axis=1))
+
+
 def _append(
     path: Path,
     segments: list[int],
@@ -174,7 +190,7 @@ def _append(
         for some in _batches(pixels(segments[there:])):
             rows = encode(np.stack([one for one, _ in some]))
             for row, (_, broken) in zip(rows, some, strict=True):
-                file.write(BROKEN * (image_bytes // len(BROKEN)) if broken else row.tobytes())
+                file.write(bytes([MARK]) * image_bytes if broken else row.tobytes())
             file.flush()
             os.fsync(file.fileno())
             yield len(some), [one for _, found in some for one in found]

@@ -27,9 +27,9 @@ from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import made_from
-from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.evaluation import Evaluation
-from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.feeding import fetcher, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
 from disttrain_cli.runtime.launching.join import join

@@ -5,7 +5,7 @@
 index. That holds, for the shard's images in the order of the index, the mean and the log-variance
 of their latents as the encoder leaves them: [images, 2 · channels, height, width], little-endian
 float32, or bfloat16 of a run in that precision. An image that cannot be decoded is all ones, bit
-by bit. A file's name follows from all that its bytes depend on.
+by bit (`MARK`). A file's name follows from all that its bytes depend on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pydantic import Field
 from disttrain_cli.spec.files import Strict
 
 DESCRIPTION = "latents.json"
-#: With which the row of an image begins that cannot be decoded; no number that an encoder makes.
-BROKEN = b"\xff" * 8
+#: Every byte of the row of an image that cannot be decoded; no number that an encoder makes begins
+#: with `MARKED` of them.
+MARK, MARKED = 0xFF, 4
 
 
 class Origin(Strict):

@@ -18,10 +18,10 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin, storage
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.optimizer import set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
-from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.feeding import fetcher, message_dtype
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan

@@ -117,6 +117,25 @@ def test_another_model_is_refused_by_name(
     assert "name" in caught.value.next_step and "--resume" not in caught.value.next_step
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_latents_of_random_weights_are_not_those_of_an_origin(
+    tmp_path: Path, before: SimpleNamespace, kind: str
+) -> None:
+    def cached(modules: Any) -> None:
+        modules["image_generator"]["cached_latents"] = True
+
+    def with_folder(modules: Any) -> None:
+        cached(modules)
+        modules["image_generator"]["vae_folder"] = str(before.export / "image_generator_vae")
+        del modules["image_generator"]["vae"]
+
+    origin = getattr(before, kind)
+    with pytest.raises(SpecError, match="latents of image_generator are not those") as caught:
+        check(_after(tmp_path, cached), origin)
+    assert "vae_folder" in caught.value.next_step
+    assert check(_after(tmp_path, with_folder), origin)
+
+
 def _copy(source: Path, to: Path, *without: str) -> Path:
     for path in (path for path in source.rglob("*") if path.is_file() and path.name not in without):
         (to / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,10 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config, message_dtype
+from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, NotFiniteError, OutOfMemoryError
-from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.feeding import fetcher, message_dtype
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import wall_clock

@@ -105,11 +105,12 @@ def check(run: Run, folder: Path) -> list[str]:
 
     Raises:
         SpecError: a tensor is missing or has another shape; the origin is damaged or has nothing of
-        this model.
+        this model; latents were prepared with another VAE than its.
     """
     from disttrain_cli.models.graph import build_layers, layer_table
 
     taken, given = modules_in(run, folder), given_layers(run, folder)
+    _check_latents(run, folder, taken)
     layers = [
         layer
         for index, info in enumerate(layer_table(run))
@@ -132,6 +133,21 @@ def check(run: Run, folder: Path) -> list[str]:
             notes.append(f"{name}: not in {folder}; {start}.")
     unused = sorted(_modules(run, folder) - set(taken))
     return [*notes, *([f"Not used of {folder}: {', '.join(unused)}."] if unused else [])]
+
+
+def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
+    """SpecError where a generator goes on from an origin, but its latents are of a VAE with random
+    weights of this run."""
+    from disttrain_cli.models.weights import source_of
+
+    for name in modules:
+        if run.file.model.modules[name].cached_latents and source_of(run, name, "vae") is None:
+            raise SpecError(
+                f"The latents of {name} are not those that the weights in {folder} know",
+                "disttrain data latents draws the weights of its VAE from this run's seed",
+                f"Set model.modules.{name}.vae_folder to the VAE of that run (disttrain export"
+                " writes it), or cached_latents: false.",
+            )
 
 
 def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:

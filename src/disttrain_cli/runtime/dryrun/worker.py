@@ -46,10 +46,10 @@ from disttrain_cli.runtime.dryrun.stages import (
 from disttrain_cli.runtime.dryrun.storages import bytes_of
 from disttrain_cli.runtime.dryrun.syncs import Waits
 from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst_step
-from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_lrs
-from disttrain_cli.runtime.feeding import pinned, to_batch
+from disttrain_cli.runtime.feeding import message_dtype, pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone, record_steps
 from disttrain_cli.runtime.messages.proof import faults

@@ -22,6 +22,7 @@ from disttrain_cli.runtime.engine.faults import Sums, out_of_memory
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import make_optimizer
 from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
+from disttrain_cli.runtime.feeding import message_dtype
 from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.communicators import Ways
 from disttrain_cli.runtime.units.grid import UnitGrid
@@ -124,11 +125,6 @@ def _build_engine(
     if engine.optimizer is None:  # DeepSpeed casts what it optimizes
         engine.module.to(message_dtype(run.file.train))
     return engine
-
-
-def message_dtype(train: TrainSpec) -> torch.dtype:
-    """Precision of what ranks send each other."""
-    return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
 def brokers(

@@ -21,11 +21,12 @@ from torch import Tensor
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
-from disttrain_cli.runtime.engine.assemble import brokers, live_at, message_dtype
+from disttrain_cli.runtime.engine.assemble import brokers, live_at
 from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
+from disttrain_cli.runtime.feeding import message_dtype
 from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.runtime.units.broker import Broker, together

@@ -26,8 +26,9 @@ from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints.folder import made_from
-from disttrain_cli.runtime.engine.assemble import brokers, engine_parts, live_at, message_dtype
+from disttrain_cli.runtime.engine.assemble import brokers, engine_parts, live_at
 from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
+from disttrain_cli.runtime.feeding import message_dtype
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.engine import EmulatedEngine, NodeTracer
