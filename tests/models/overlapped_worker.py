@@ -7,16 +7,19 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from disttrain_cli.models import symmetric
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, PipelineLayer
@@ -27,9 +30,10 @@ from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, 
 from disttrain_cli.runtime.launching.process import joined
 from tests.models import parallel_worker
 from tests.models.parallel_worker import found, layer_checks, random
+from tests.models.shared_memory import shared_in
 
 SIZES, WIDTH = (2, 3, 4), 24
-ROWS = (1, 2, 5, 8, 13)
+ROWS = (1, 2, 5, 12, 13)
 HOW = ("trained", "recomputed", "later", "frozen", "first", "evaluated")
 EXACT, ROUNDED = 1e-6, 0.05
 
@@ -61,24 +65,27 @@ class Toy(PipelineLayer):
 
 def ranks(payload: dict[str, Any]) -> None:
     """Write, by name of a check, what differs ("" where nothing does)."""
-    with joined("cpu", 60.0):
+    files = payload["symmetric"] and Path(payload["out"])
+    with joined("cpu", 60.0), shared_in(files) if files else nullcontext():
         rank = int(os.environ["RANK"])
         groups = {size: dist.new_group(list(range(size))) for size in SIZES}
         for size, ranks in groups.items():
             if rank >= size:
                 continue
-            group = Group(ranks, size, rank, overlap=True)
+            group = Group(ranks, size, rank, overlap=True, symmetric=payload["symmetric"])
             checks = toy_checks(group)
             for path in payload["runs"] if size in payload["layers"] else ():
                 checks |= layer_checks(Path(path), group, ("", "recomputed", "later"), True)
             Path(payload["out"], f"{size}-{rank}.json").write_text(json.dumps(found(checks)))
 
 
-def toy_checks(group: Group) -> dict[str, Callable[[], None]]:
+def toy_checks(
+    group: Group, device: torch.device = torch.device("cpu")
+) -> dict[str, Callable[[], None]]:
     """Every way to run a layer, over numbers of rows that divide by the group and others."""
     return {
         f"{rows} rows, {how}, {'with' if bias else 'without'} bias, {dtype}": partial(
-            _toy, group, rows, how, bias, dtype
+            _toy, group, device, rows, how, bias, dtype
         )
         for rows, how, bias, dtype in product(
             ROWS, HOW, (True, False), (torch.float32, torch.bfloat16)
@@ -86,22 +93,26 @@ def toy_checks(group: Group) -> dict[str, Callable[[], None]]:
     }
 
 
-def _toy(group: Group, rows: int, how: str, bias: bool, dtype: torch.dtype) -> None:
+def _toy(
+    group: Group, device: torch.device, rows: int, how: str, bias: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(7)
-    whole = Toy(bias).to(dtype).requires_grad_(how != "frozen")
-    given = random(rows, WIDTH, seed=1).to(dtype)
-    seed = random(rows, WIDTH, seed=2).to(dtype)
+    whole = Toy(bias).to(device, dtype).requires_grad_(how != "frozen")
+    given = random(rows, WIDTH, seed=1).to(device, dtype)
+    seed = random(rows, WIDTH, seed=2).to(device, dtype)
     mine = group.local_rows(rows)
     found = []
     for overlap in (False, True):
-        own = Toy(bias).to(dtype).requires_grad_(how != "frozen")
+        own = Toy(bias).to(device, dtype).requires_grad_(how != "frozen")
         own.load_state_dict(whole.state_dict())
         shard(own, group.size, group.rank)
-        join(own, Group(group.ranks, group.size, group.rank, overlap))
+        join(own, replace(group, overlap=overlap))
         assert isinstance(own.query, ColumnLinear) == isinstance(own.down, RowLinear) == overlap
         if how == "later":
             split(own)
-        found.append(_run(own, given[mine], seed[mine], rows, how))
+        with patch.object(symmetric, "gathered", wraps=symmetric.gathered) as gathered:
+            found.append(_run(own, given[mine], seed[mine], rows, how))
+        assert gathered.called == (overlap and group.symmetric and rows % group.size == 0)
     plain, made = found
     partial_ = [name for name, p in own.named_parameters() if p.partial_gradient]
     exact = _run(whole, given, seed, rows, how)

@@ -54,8 +54,15 @@ def runs(make_run, tmp_path):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.slow
-def test_a_group_computes_what_it_does_when_it_waits(runs, tmp_path):  # type: ignore[no-untyped-def]
-    payload = {"runs": [str(path) for path in runs], "out": str(tmp_path), "layers": [2, 4]}
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_group_computes_what_it_does_when_it_waits(runs, tmp_path, symmetric):  # type: ignore[no-untyped-def]
+    """Round a ring, and through memory that its ranks share."""
+    payload = {
+        "runs": [str(path) for path in runs],
+        "out": str(tmp_path),
+        "layers": [2, 4],
+        "symmetric": symmetric,
+    }
     launch(4, "tests.models.overlapped_worker:ranks", payload, tmp_path / "logs", timeout_s=300)
     for size in SIZES:
         checks = names(payload, size)

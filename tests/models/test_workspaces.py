@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disttrain_cli.models.attention import Segments, attend
-from disttrain_cli.models.workspaces import workspace_bytes
+from disttrain_cli.models.workspaces import symmetric_bytes, workspace_bytes
 
 
 class Asked(TorchDispatchMode):
@@ -47,6 +47,30 @@ def test_the_backward_of_attention_sums_in_fp32() -> None:
     assert attention(8, 8, 72) == [sums * (96 + 1)]
     # keys and values of every query's head
     assert attention(8, 2, 64) == [sums * (64 + 1) + 2 * 300 * 8 * 64 * 2]
+
+
+def test_what_fused_operators_of_a_tp_group_hold() -> None:
+    """By PyTorch's sources: all rows, or parts of the sums of all ranks, while they run, and the
+    chunks that others copy in memory that stays."""
+    chunk = 1024 * 64 * 2
+    own, factor = (
+        torch.empty(rows, 64, device="meta", dtype=torch.bfloat16) for rows in (1024, 96)
+    )
+    gather, scatter = (
+        getattr(torch.ops.disttrain, name).default
+        for name in ("all_gather_matmul", "matmul_reduce_scatter")
+    )
+
+    def held(func, *args):  # type: ignore[no-untyped-def]
+        result = func(*args)
+        return workspace_bytes(func, args, result), symmetric_bytes(func, args, result)
+
+    assert held(gather, own, [factor.t()], "", 4, False) == (4 * chunk, chunk)
+    assert held(gather, own, [factor.t()], "", 4, True) == (0, chunk)
+    # so few that every device writes to all at once
+    assert held(gather, own, [factor.t()], "", 2, False) == (2 * chunk, 2 * chunk)
+    given = torch.empty(4096, 96, device="meta", dtype=torch.bfloat16)
+    assert held(scatter, [given], [factor], "", 4) == (4 * chunk, 2 * chunk)
 
 
 def test_convolutions_of_half_precision_copy_what_they_read_and_write() -> None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from disttrain_cli.models.group import Group, Underway
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
-from disttrain_cli.models.workspaces import workspace_bytes
+from disttrain_cli.models.workspaces import symmetric_bytes, workspace_bytes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "pass"]
 
@@ -74,6 +74,7 @@ class Noted(Group):
     size: int = 1
     rank: int = 0
     overlap: bool = False
+    symmetric: bool = False
     sent: list[Message] = field(default_factory=list)
     hear: list[Callable[[Begun | Waited], None]] = field(default_factory=list)
 
@@ -189,11 +190,11 @@ class _Leave(torch.autograd.Function):
 
 class _Follow(TorchDispatchMode):
     """Bytes of the storages made while it is active: those alive, and the most that ever were,
-    workspaces with them."""
+    workspaces with them and the symmetric memory of a group."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
-        self.alive = self.most = 0
+        self.alive = self.most = self._symmetric = 0
         self._known = known  # and held, so that their storages' addresses are not given out again
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
@@ -206,7 +207,10 @@ class _Follow(TorchDispatchMode):
                     self._sizes[storage._cdata] = storage.nbytes()
                     self.alive += storage.nbytes()
                     weakref.finalize(storage, self._gone, storage._cdata)
-        self.most = max(self.most, self.alive + workspace_bytes(func, args, result))
+        self._symmetric = max(self._symmetric, symmetric_bytes(func, args, result))
+        self.most = max(
+            self.most, self.alive + self._symmetric + workspace_bytes(func, args, result)
+        )
         return result
 
     def _gone(self, address: int) -> None:

@@ -22,6 +22,7 @@ class Group:
     size: int
     rank: int  # in the group
     overlap: bool = False  # messages travel chunk by chunk behind products (`overlapped`)
+    symmetric: bool = False  # where they can, through memory that its devices share (`symmetric`)
 
     def local_rows(self, rows: int) -> slice:
         """This rank's rows."""

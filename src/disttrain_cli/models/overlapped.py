@@ -3,8 +3,9 @@ TP group, chunk by chunk, forward and backward.
 
 Between `parallel.across` and its function the rows of the group exist nowhere as a whole. The
 column-parallel linears that read the same rows multiply every rank's rows as these arrive; the
-row-parallel linear after them sends each rank's partial sum on while it makes the next
-(`ring`). Backwards the two change roles:
+row-parallel linear after them sends each rank's partial sum on while it makes the next. Chunks
+travel through memory that the group's devices share where they can (`symmetric`), else round a ring
+of messages (`ring`). Backwards the two change roles:
 
     row-parallel      the gradient's rows arrive behind the products that make the input's gradient;
                       they are kept for the weight's
@@ -22,14 +23,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from disttrain_cli.models import ring, symmetric
 from disttrain_cli.models.group import Group, begin_all_gathered
-from disttrain_cli.models.ring import arriving, summed
 from disttrain_cli.models.weight_parts import Splittable, hand_over
+
+
+class Way(Protocol):
+    """How rows travel behind products: `ring`, `symmetric`."""
+
+    def gathered(
+        self,
+        own_RD: Tensor,
+        rows: int,
+        group: Group,
+        factors: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        keep: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]: ...
+
+    def scattered(
+        self,
+        given: Sequence[Tensor],
+        rows: int,
+        group: Group,
+        factors: Sequence[Tensor],
+        bias: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class _Crossing:
@@ -44,6 +68,10 @@ class _Crossing:
         self.gathers_again = False
         self.of_given: Tensor | None = None  # gradient of what the row-parallel linear is given
         self._coming: Callable[[], Tensor] | None = None
+
+    def way(self, like: Tensor, width: int) -> Way:
+        """How rows of this width travel, all ranks alike."""
+        return symmetric if symmetric.fits(self.rows, width, like.dtype, self.group) else ring
 
     def end(self) -> None:
         """Let go of what only the forward needs."""
@@ -110,7 +138,7 @@ class RowLinear(Splittable):
         promised = _Kept.apply(
             rows_RF, _crossing.own_RD.detach(), _crossing, self, self.in_graph, bias
         )
-        made: Tensor = _Row.apply(promised, rows_RF.detach(), _crossing, self, bias)
+        made: Tensor = _Row.apply(promised, rows_RF.detach(), _crossing, self)
         return made.view(*(1,) * (given.ndim - 2), *made.shape)
 
 
@@ -126,10 +154,14 @@ class _Columns(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.crossing, ctx.linears = crossing, linears
-        made = [own_RD.new_empty(crossing.rows, len(linear.weight)) for linear in linears]
-        for place, chunk in arriving(own_RD, crossing.rows, crossing.group):
-            for linear, rows in zip(linears, made, strict=True):
-                _multiply(chunk, linear.weight, linear.bias, rows[place])
+        _, made = crossing.way(own_RD, own_RD.shape[1]).gathered(
+            own_RD,
+            crossing.rows,
+            crossing.group,
+            [linear.weight.t() for linear in linears],
+            [linear.bias for linear in linears],
+            False,
+        )
         if any(ctx.needs_input_grad[3 : 3 + len(linears)]):
             ctx.save_for_backward(own_RD)
             crossing.gathers_again = True
@@ -143,15 +175,11 @@ class _Columns(torch.autograd.Function):
         if crossing.gathers_again:
             crossing.gather_again(*ctx.saved_tensors)
 
-        def of_given(place: slice) -> Tensor:
-            made = gradients[0][place] @ linears[0].weight
-            for linear, gradient in zip(linears[1:], gradients[1:], strict=True):
-                torch.addmm(made, gradient[place], linear.weight, out=made)
-            return made
-
-        of_own = (
-            summed(of_given, crossing.rows, crossing.group) if ctx.needs_input_grad[0] else None
-        )
+        of_own = None
+        if ctx.needs_input_grad[0]:
+            weights = [linear.weight for linear in linears]
+            way = crossing.way(gradients[0], weights[0].shape[1])
+            of_own = way.scattered(gradients, crossing.rows, crossing.group, weights)
         of_biases = [
             gradient.sum(0) if want else None
             for gradient, want in zip(gradients, wanted[count:], strict=True)
@@ -208,39 +236,22 @@ class _Row(torch.autograd.Function):
         given_RF: Tensor,
         crossing: _Crossing,
         linear: RowLinear,
-        bias: Tensor | None,
     ) -> Tensor:
         ctx.crossing, ctx.linear = crossing, linear
-        ctx.keeps = linear.weight.requires_grad or (bias is not None and bias.requires_grad)
-        ctx.columns = given_RF.shape[1]
-
-        def partial(place: slice) -> Tensor:
-            rows = given_RF[place]
-            made = rows.new_empty(len(rows), len(linear.weight))
-            _multiply(rows, linear.weight, bias, made)
-            return made
-
-        return summed(partial, crossing.rows, crossing.group)
+        ctx.keeps = any(parameter.requires_grad for parameter in linear.parameters())
+        return crossing.way(given_RF, len(linear.weight)).scattered(
+            [given_RF], crossing.rows, crossing.group, [linear.weight.t()], linear.bias
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         crossing, weight = ctx.crossing, ctx.linear.weight
-        of_given = gradient.new_empty(crossing.rows, ctx.columns)
-        whole = gradient.new_empty(crossing.rows, gradient.shape[1]) if ctx.keeps else None
-        for place, chunk in arriving(gradient, crossing.rows, crossing.group, whole):
-            _multiply(chunk, weight.t(), None, of_given[place])
-        crossing.of_given = of_given
+        whole, (crossing.of_given,) = crossing.way(gradient, gradient.shape[1]).gathered(
+            gradient, crossing.rows, crossing.group, [weight], [None], ctx.keeps
+        )
         if whole is None:  # only who made the input waits for this
             whole = gradient.new_empty(()).expand(crossing.rows, gradient.shape[1])
-        return whole, None, None, None, None
-
-
-def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> None:
-    """As `functional.linear`, without a tensor of its own."""
-    if bias is None:
-        torch.mm(rows, weight.t(), out=into)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=into)
+        return whole, None, None, None
 
 
 def _weight_gradient(linear: Splittable, gradient_RF: Tensor, given_RD: Tensor) -> Tensor | None:

@@ -9,8 +9,9 @@ via decomposition in large deep learning models").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from disttrain_cli.models.group import Group
@@ -59,3 +60,52 @@ def summed(partial: Callable[[slice], Tensor], rows: int, group: Group) -> Tenso
         underway.wait()
         total = made.add_(coming)
     return total
+
+
+def gathered(
+    own_RD: Tensor,
+    rows: int,
+    group: Group,
+    factors: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    keep: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """All `rows` of the group times each factor [D, F], and its bias added: [rows, F] each.
+
+    With `keep` the rows themselves come first.
+    """
+    made = [own_RD.new_empty(rows, factor.shape[1]) for factor in factors]
+    whole = own_RD.new_empty(rows, *own_RD.shape[1:]) if keep else None
+    for place, chunk in arriving(own_RD, rows, group, whole):
+        for factor, bias, product in zip(factors, biases, made, strict=True):
+            _multiply(chunk, factor, bias, product[place])
+    return whole, made
+
+
+def scattered(
+    given: Sequence[Tensor],
+    rows: int,
+    group: Group,
+    factors: Sequence[Tensor],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Own rows of the sum over the group, and over what is given [rows, F], of the products with
+    their factors [F, D]; a bias is added once, by the first rank."""
+    added = None if group.rank else bias
+
+    def partial(place: slice) -> Tensor:
+        made = given[0].new_empty(place.stop - place.start, factors[0].shape[1])
+        _multiply(given[0][place], factors[0], added, made)
+        for rows_RF, factor in zip(given[1:], factors[1:], strict=True):
+            torch.addmm(made, rows_RF[place], factor, out=made)
+        return made
+
+    return summed(partial, rows, group)
+
+
+def _multiply(rows_RD: Tensor, factor: Tensor, bias: Tensor | None, into: Tensor) -> None:
+    """As `functional.linear`, without a tensor of its own."""
+    if bias is None:
+        torch.mm(rows_RD, factor, out=into)
+    else:
+        torch.addmm(bias, rows_RD, factor, out=into)

@@ -10,9 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from disttrain_cli.models import symmetric
+
 #: Rows that flash attention leaves free behind each segment of its sums, and in steps of which it
 #: rounds heads up.
 SEGMENT_ROWS, HEAD_STEP = 128, 32
+#: As few rows, if they are not kept, are gathered into symmetric memory as a whole
+#: (`_should_use_multimem_all_gather_matmul`).
+FEW_ROWS = 2048
 
 
 def workspace_bytes(func: Any, args: Any, result: Any) -> int:
@@ -25,6 +30,22 @@ def workspace_bytes(func: Any, args: Any, result: Any) -> int:
             return _convolution(
                 [args[0], args[1], result if isinstance(result, Tensor) else args[2]]
             )
+        case symmetric.GATHER if args[4]:
+            return 0
+        case symmetric.GATHER | symmetric.SCATTER:  # rows that nobody keeps, or parts of sums
+            return symmetric.whole_bytes(func, args, result)
+    return 0
+
+
+def symmetric_bytes(func: Any, args: Any, result: Any) -> int:
+    """Symmetric memory of its group that an operator needs; what the largest needed stays."""
+    match func._schema.name:
+        case symmetric.GATHER:  # from where the others copy
+            own, _, _, size, keep = args
+            few = not keep and size * len(own) <= FEW_ROWS
+            return (size if few else 1) * int(own.nbytes)
+        case symmetric.SCATTER:  # one chunk is copied while the next is made
+            return 2 * int(result.nbytes)
     return 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,30 +120,27 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
 
 
 def _overlapping(run: Run, index: int, probes: Probes, tp: int) -> Polynomial:
-    """The most bytes that messages behind products add to what any backward holds."""
-    held: dict[bool, list[list[int]]] = {}
-    for overlap in (False, True):
+    """The most bytes that messages behind products add to what any backward holds, round a ring or
+    through symmetric memory."""
+
+    def held(overlap: bool = True, symmetric: bool = False) -> list[list[int]]:
         layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
-        join(layer, Noted(size=tp, overlap=overlap))
+        join(layer, Noted(size=tp, overlap=overlap, symmetric=symmetric))
         layer.requires_grad_(not layer.frozen)
 
-        def most(layer: PipelineLayer = layer, **how: bool) -> list[int]:
+        def most(**how: bool) -> list[int]:
             ran = (
                 footprint(layer, probes.state(layer, index, batch, tp), batch, **how)
                 for batch in probes.batches
             )
             return [one.kept_bytes + one.transient_bytes for one in ran]
 
-        held[overlap] = [most(), most(recompute=True)]
+        found = [most(), most(recompute=True)]
         split(layer)
-        held[overlap].append(most(deferring=True))
-    more = [
-        max(0.0, *(float(two - one) for one, two in zip(plain, overlapped, strict=True)))
-        for plain, overlapped in zip(
-            zip(*held[False], strict=True), zip(*held[True], strict=True), strict=True
-        )
-    ]
-    return fit(probes.works, more)
+        return [*found, most(deferring=True)]
+
+    more = np.array([held(), held(symmetric=True)]) - np.array(held(overlap=False))
+    return fit(probes.works, more.max(axis=(0, 1), initial=0).tolist())
 
 
 def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:

@@ -3,7 +3,8 @@ with and without overlap, as a device runs them by the hardware catalogue's curv
 
 What products in chunks lose (weights read and kernels launched once per chunk) is in the kernels
 that are counted. Not counted: what messages under way take from kernels beside them (cores that
-copy, bandwidth of the memory).
+copy, bandwidth of the memory). A group that sends through symmetric memory (`models.symmetric`) has
+the ring's price: the same chunks, which copy engines move in the place of NCCL's kernels.
 """
 
 from __future__ import annotations

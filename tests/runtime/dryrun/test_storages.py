@@ -28,3 +28,28 @@ def test_alive_and_peak_bytes_are_those_of_a_small_block() -> None:
     assert after == 2 + 2  # the weight and its gradient
     # in gelu's backward its own gradient joins them
     assert 2 + 3 * 8 + 8 <= peak < 2 + 3 * 8 + 8 + 0.1
+
+
+def fused() -> list[float]:
+    import torch
+
+    from disttrain_cli.models import symmetric  # noqa: F401  # the operators
+    from disttrain_cli.runtime.dryrun.observing import Observer
+
+    with Observer() as seen:
+        own = torch.empty(4096, 128, device="cuda", dtype=torch.bfloat16)
+        factor = torch.empty(128, 128, device="cuda", dtype=torch.bfloat16)
+        before = seen.alive_bytes
+        for _ in range(2):
+            made = torch.ops.disttrain.all_gather_matmul(own, [factor], "group", 4, False)
+            peak, alive = seen.peak_bytes, seen.alive_bytes
+            del made
+        counts = [seen.counts[name] for name in ("kernels", "collectives", "collectives_bytes")]
+        sizes = (alive - before, peak - before, seen.alive_bytes - before, counts.pop())
+        return [*(size / 2**20 for size in sizes), *counts]
+
+
+def test_symmetric_memory_stays() -> None:
+    """A chunk of 1 MiB of it, beside the products of all rows and, while these are made, the
+    rows."""
+    assert on_fake_cuda(fused) == [1 + 4, 1 + 4 + 4, 1, 2 * 4, 2, 2]

@@ -1,4 +1,4 @@
-"""Chunks that a TP group's ranks pass on go together, whatever the rows."""
+"""What a TP group's ranks send behind products goes together, whatever the rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from disttrain_cli.runtime.messages.records import SEND, Record
 from tests.models.overlapped_worker import WIDTH, Toy
 
 
-def _record(rank: int, tp: int, rows: int, recompute: bool) -> Record:
+def _record(rank: int, tp: int, rows: int, recompute: bool, symmetric: bool = False) -> Record:
     """What a rank sends in a forward and a backward."""
-    with alone(rank, tp), Recorder(rank) as recorder:
-        group = Group(dist.group.WORLD, tp, rank, overlap=True)
+    with alone(rank, tp), Recorder(rank) as recorder, torch.device("meta"):
+        group = Group(dist.group.WORLD, tp, rank, overlap=True, symmetric=symmetric)
         layer = shard(Toy(True), tp, rank)
         join(layer, group)
         own = torch.ones(rows, WIDTH)[group.local_rows(rows)].requires_grad_()
@@ -39,6 +39,24 @@ def test_chunks_that_are_passed_on_go_together(tp: int, rows: int, recompute: bo
     shapes = {one.shape[0] for record in records for one in record.operations if one.kind == SEND}
     owned = [own_rows(rows, tp, rank) for rank in range(tp)]
     assert shapes == {stop - start for start, stop in owned if stop > start}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("tp", "rows"), [(2, 6), (3, 9), (4, 16)])
+def test_a_fused_operator_is_one_collective(tp: int, rows: int, recompute: bool) -> None:
+    records = [_record(rank, tp, rows, recompute, symmetric=True) for rank in range(tp)]
+    assert faults(records) == []
+    kinds = [one.kind for one in records[0].operations]
+    both = ["all_gather_matmul", "matmul_reduce_scatter"]
+    again = ["all_gather_matmul"] * recompute  # up to where the last product begins
+    assert [kind for kind in kinds if "matmul" in kind] == [*both, *again, *both]
+    assert len(kinds) == 5 + recompute  # and own rows are gathered again
+
+
+def test_a_rank_that_alone_goes_round_the_ring_is_found() -> None:
+    """Why ranks vote."""
+    records = [_record(rank, 2, 6, False, symmetric=rank == 0) for rank in range(2)]
+    assert faults(records)
 
 
 def test_a_rank_that_passes_on_the_other_way_is_found() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.models import symmetric
 from disttrain_cli.runtime.dryrun.refusing import refuse
 from disttrain_cli.runtime.dryrun.storages import Storages
 
@@ -49,6 +50,10 @@ class Observer(Storages):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self._count_message(func._schema.name.removeprefix("c10d::"), args)
+        elif moved := symmetric.whole_bytes(func, args, result):
+            self.counts["kernels"] += 1
+            self.counts["collectives"] += 1
+            self.counts["collectives_bytes"] += moved
         elif not func.is_view and func._opname not in IDLE:
             made = next((value for value in tree_leaves(result) if isinstance(value, Tensor)), None)
             if made is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from disttrain_cli.models.workspaces import workspace_bytes
+from disttrain_cli.models.workspaces import symmetric_bytes, workspace_bytes
 
 #: CUDA's caching allocator hands out multiples of this many bytes
 #: (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
@@ -20,13 +20,14 @@ class Storages(TorchDispatchMode):
     """Bytes alive on a kind of device, of all tensors made or touched while the mode is active.
 
     It knows nothing of layers or autograd: a storage counts from the operator that made it until it
-    is freed. What kernels hold of their own counts for the peak while they run, as it is stated.
+    is freed. What kernels hold of their own counts for the peak while they run, as it is stated,
+    and symmetric memory from its first use on; a rank has one TP group.
     """
 
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
         self.alive: dict[int, int] = {}  # bytes by storage
-        self.alive_bytes = self.peak_bytes = 0
+        self.alive_bytes = self.peak_bytes = self._symmetric_bytes = 0
         self._device = device
 
     def follow(self, tensor: Tensor) -> None:
@@ -53,6 +54,9 @@ class Storages(TorchDispatchMode):
                 self.follow(value)
                 here = here or value.device.type == self._device
         if here:
+            more = max(0, symmetric_bytes(func, args, result) - self._symmetric_bytes)
+            self._symmetric_bytes += more
+            self.alive_bytes += more
             self.peak_bytes = max(
                 self.peak_bytes, self.alive_bytes + workspace_bytes(func, args, result)
             )

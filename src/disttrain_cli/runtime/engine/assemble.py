@@ -13,6 +13,7 @@ import torch
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
+from disttrain_cli.models.symmetric import agreed
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into
@@ -85,8 +86,9 @@ def _build_engine(
     )
     for note in load_into([layer for layer in layers if layer.name not in given], run):
         print(note, flush=True)
+    group = agreed(grid.tp, device)
     for layer in layers:
-        join(layer, grid.tp)
+        join(layer, group)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
     deferring = stage.weight_delay is not None

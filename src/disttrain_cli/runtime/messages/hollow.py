@@ -3,8 +3,9 @@ real ones.
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-leave tensors of the rows that a slot gives them. What layers say to a TP group is one message (and
-once round the group where it overlaps), what is said to the replicas of a stage one per layer.
+leave tensors of the rows that a slot gives them. What layers say to a TP group is one message, as
+an operator over symmetric memory is, and where the group overlaps also once round it, as where it
+has no such memory; what is said to the replicas of a stage is one per layer.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from disttrain_cli.models import symmetric
 from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
 
 #: Dispatched names of messages.
@@ -47,6 +49,11 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if function.namespace == "c10d":
             self._note(function._schema.name.removeprefix("c10d::"), args)
+        elif function._schema.name in (symmetric.GATHER, symmetric.SCATTER):
+            # until it has ended nothing else of this rank's begins: a collective like others
+            self._note(
+                function._opname, (args[0], distributed_c10d._resolve_process_group(args[2]))
+            )
         return function(*args, **(kwargs or {}))
 
     def _batch(self, operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -99,6 +106,8 @@ class Recorder(TorchDispatchMode):
 
 
 def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, dist.ProcessGroup):
+        return value
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
     return None

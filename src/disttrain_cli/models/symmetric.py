@@ -1,0 +1,208 @@
+"""Gathering and summing the rows of a TP group through memory that its devices share, in place of
+the ring (`ring`): PyTorch's fused operators over symmetric memory.
+
+Devices of one node copy each other's chunks themselves, by copy engines, between the products of
+the chunks that are there (`torch.distributed._symmetric_memory`, the same in torch 2.11 to 2.13).
+Nothing in them depends on the numbers' type. Each operator is one blocking collective of the
+group. They need own rows of equal length, and memory that all ranks of the group map: whether they
+have it is voted on once, at start-up.
+
+`torch.ops.symm_mem` falls apart into NCCL's collectives wherever no device has kernels of it; here
+each is one operator, of which the meta device knows the shapes without a group.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from disttrain_cli.models.group import Group
+
+#: Names of the operators; the third argument names the group.
+GATHER, SCATTER = "disttrain::all_gather_matmul", "disttrain::matmul_reduce_scatter"
+#: Rows start where the widest loads and stores of a device may.
+ALIGNED_BYTES = 16
+#: With which the group's memory begins; it grows with the rows.
+_FIRST_BYTES = 1 << 21
+
+_LIBRARY = torch.library.Library("disttrain", "FRAGMENT")
+_LIBRARY.define(
+    "all_gather_matmul(Tensor own, Tensor[] factors, str group, int size, bool keep) "
+    "-> (Tensor?, Tensor[])"
+)
+_LIBRARY.define(
+    "matmul_reduce_scatter(Tensor[] given, Tensor[] factors, str group, int size) -> Tensor"
+)
+
+
+def fits(rows: int, width: int, dtype: torch.dtype, group: Group) -> bool:
+    """Whether messages of this many rows over the whole group, each so wide, go this way."""
+    return group.symmetric and not rows % group.size and not width * dtype.itemsize % ALIGNED_BYTES
+
+
+def gathered(
+    own_RD: Tensor,
+    rows: int,
+    group: Group,
+    factors: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    keep: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """As `ring.gathered`; all ranks alike say whether they keep the rows."""
+    whole, made = torch.ops.disttrain.all_gather_matmul(
+        own_RD.contiguous(), list(factors), _name(group), group.size, keep
+    )
+    for product, bias in zip(made, biases, strict=True):
+        if bias is not None:
+            product.add_(bias)
+    return whole, made
+
+
+def scattered(
+    given: Sequence[Tensor],
+    rows: int,
+    group: Group,
+    factors: Sequence[Tensor],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `ring.scattered`; each rank adds the bias to its own rows."""
+    made: Tensor = torch.ops.disttrain.matmul_reduce_scatter(
+        list(given), list(factors), _name(group), group.size
+    )
+    return made if bias is None else made.add_(bias)
+
+
+def whole_bytes(func: Any, args: Any, result: Any) -> int:
+    """Bytes of the rows that an operator gathers or sums, of all ranks together; 0 of others."""
+    name = func._schema.name
+    if name not in (GATHER, SCATTER):
+        return 0
+    return int(args[3] * (args[0] if name == GATHER else result).nbytes)
+
+
+def agreed(group: Group | None, device: torch.device) -> Group | None:
+    """The group, told to send this way if it overlaps and all its ranks can; else as it is, and its
+    first rank says why.
+
+    A collective of the group where it overlaps over NCCL. A rank that fails alone while memory is
+    exchanged holds up the others until the store's time limit.
+    """
+    if group is None or not group.overlap or device.type != "cuda":
+        return group
+    match dist.get_backend(group.ranks):
+        case "fake":  # a dry run's: TP groups are inside a node
+            return replace(group, symmetric=True)
+        case "nccl":
+            why = refusal(group, device)
+        case other:
+            why = f"messages go over {other}"
+    if why and group.rank == 0:
+        print(f"TP messages behind products go round a ring: {why}", flush=True)
+    return replace(group, symmetric=not why)
+
+
+def refusal(group: Group, device: torch.device) -> str:
+    """Why a rank of the group cannot share memory with the others, the same answer on all; empty if
+    each can."""
+    if len(hosts := set(_told(group, socket.gethostname()))) > 1:
+        return f"the group is on the hosts {', '.join(sorted(hosts))}"
+    for step in (_exchange, _try_out):
+        if said := [one for one in _told(group, _attempt(step, group, device)) if one]:
+            return said[0]
+    return ""
+
+
+def _told(group: Group, word: str) -> list[str]:
+    """What each rank of the group says."""
+    words = [""] * group.size
+    dist.all_gather_object(words, word, group=group.ranks)
+    return words
+
+
+def _attempt(
+    step: Callable[[Group, torch.device], None], group: Group, device: torch.device
+) -> str:
+    try:
+        step(group, device)
+    except Exception as error:  # whatever it is, there is another way
+        first, *_ = str(error).strip().splitlines() or [""]
+        return f"symmetric memory: {first or type(error).__name__}"
+    return ""
+
+
+def _exchange(group: Group, device: torch.device) -> None:
+    """Make the memory of the group and map that of its other ranks."""
+    memory = symmetric_memory.get_symm_mem_workspace(_name(group), _FIRST_BYTES)
+    assert (memory.rank, memory.world_size) == (group.rank, group.size)
+
+
+def _try_out(group: Group, device: torch.device) -> None:
+    """Gather and sum a few rows of which it is known what must come out."""
+    columns, size = torch.eye(8, device=device), group.size
+    own = torch.full((2, 8), float(group.rank), device=device)
+    whole, _ = gathered(own, 2 * size, group, [columns], [None], True)
+    _, (made,) = gathered(own, 2 * size, group, [columns], [None], False)
+    total = scattered([made, made], 2 * size, group, [columns, columns])
+    assert whole is not None
+    expected = [float(rank) for rank in range(size) for _ in range(2)]
+    found = whole[:, 0].tolist(), made[:, -1].tolist(), total.flatten().tolist()
+    if found != (expected, expected, [2.0 * size * group.rank] * 16):
+        raise RuntimeError("a product came out wrong")
+
+
+def _name(group: Group) -> str:
+    return "" if group.ranks is None else str(group.ranks.group_name)
+
+
+def _gather(
+    own: Tensor, factors: list[Tensor], group: str, size: int, keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    whole, made = torch.ops.symm_mem.fused_all_gather_matmul(own, factors, 0, group, return_A=keep)
+    return whole if keep else None, made
+
+
+def _scatter(given: list[Tensor], factors: list[Tensor], group: str, size: int) -> Tensor:
+    if len(given) == 1:
+        made: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            given[0], factors[0], "sum", 0, group
+        )
+        return made
+    # the same, of a sum of products: no operator of torch's takes several
+    chunks = [rows.chunk(size) for rows in given]
+
+    def produce(rank: int, into: Tensor) -> None:
+        torch.mm(chunks[0][rank], factors[0], out=into)
+        for rows, factor in zip(chunks[1:], factors[1:], strict=True):
+            torch.addmm(into, rows[rank], factor, out=into)
+
+    partial = given[0].new_empty(len(given[0]), factors[0].shape[1])
+    symmetric_memory._pipelined_produce_and_all2all(produce, partial, group)
+    return partial.view(size, -1, partial.shape[1]).sum(0)
+
+
+def _gather_shapes(
+    own: Tensor, factors: list[Tensor], group: str, size: int, keep: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    rows = size * len(own)
+    whole = own.new_empty(rows, own.shape[1]) if keep else None
+    return whole, [own.new_empty(rows, factor.shape[1]) for factor in factors]
+
+
+def _scatter_shapes(given: list[Tensor], factors: list[Tensor], group: str, size: int) -> Tensor:
+    return given[0].new_empty(len(given[0]) // size, factors[0].shape[1])
+
+
+def _implement(device: str, gather: Callable[..., Any], scatter: Callable[..., Any]) -> None:
+    _LIBRARY.impl("all_gather_matmul", gather, device)
+    _LIBRARY.impl("matmul_reduce_scatter", scatter, device)
+
+
+_implement("CUDA", _gather, _scatter)
+_implement("Meta", _gather_shapes, _scatter_shapes)
