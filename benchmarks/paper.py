@@ -58,8 +58,8 @@ OVERHEAD_GPUS = (112, 324, 648, 1296, 16384)
 
 
 def profiled(preset: str, images: int | None = None) -> tuple[RunFile, Profile]:
-    """A preset and its computed profile; with `images` read and generated per sequence instead of
-    the preset's."""
+    """A preset and its profile, computed for its own device; with `images` read and generated per
+    sequence instead of the preset's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "disttrain.yaml"
         text = preset_text(preset)
@@ -69,7 +69,7 @@ def profiled(preset: str, images: int | None = None) -> tuple[RunFile, Profile]:
             )
         path.write_text(text)
         run: Run = read_run(path)
-        return run.file, analytic_profile(run, DEVICE)
+        return run.file, analytic_profile(run, run.file.cluster.device.removeprefix("analytic:"))
 
 
 def changed(
