@@ -43,7 +43,7 @@ from disttrain_cli.planning.options import (
     slowest_by_stages,
     take,
 )
-from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_after
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, remembered, units_after
 from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
@@ -52,6 +52,7 @@ Ints = NDArray[np.int64]
 #: Which rows a strategy allows: (unit number, slot, rows) → rows kept.
 Keep = Callable[[int, int, Rows], NDArray[np.bool_]]
 STEPS = 48  # GPU counts at which a bound of a slot size is evaluated
+PARTS = 8  # of the devices, in which rows are listed, so that other searches find them again
 BLOCKS = 64  # GPU ranges in which more than two units besides the LLM are combined
 
 
@@ -94,6 +95,7 @@ def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
     return float(times[pp >= rows.least_stages].min(initial=np.inf)) * SAFE
 
 
+@remembered
 def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
     """(b, w, work): a side unit takes at least b + w/x on x GPUs, and `work` GPU·ms; from
     `busiest_load`."""
@@ -122,8 +124,6 @@ class Space:
     holder: int  # number of the unit that holds the LLM
     llm: Options  # its options
     least_ms: list[float]  # by unit
-    # slowest stage by PP of rows of the LLM that were looked at
-    exact_ms: dict[tuple[int, int, bool], Floats]
 
     @property
     def combinations(self) -> float:
@@ -151,9 +151,12 @@ def space_of(
     The other units have no more GPUs than the LLM leaves them in a layout within the limit.
     """
     slots, holder, afters = cluster.batch // size, holder_of(units), units_after(units)
+    part = -(-cluster.gpus // PARTS)
 
     def rows_of(number: int, share: int) -> Rows:
-        rows = list_rows(units[number], size, slots, share, afters[number])
+        listed = min(cluster.gpus, -(-share // part) * part)
+        rows = list_rows(units[number], size, slots, listed, afters[number])
+        rows = take(rows, rows.stage_gpus * rows.least_stages <= share)
         return rows if keep is None else take(rows, keep(number, size, rows))
 
     mine = rows_of(holder, shares[holder])
@@ -182,7 +185,6 @@ def space_of(
         holder,
         llm,
         [float(part.unit_ms.min(initial=np.inf)) for part in rows],
-        {},
     )
 
 
@@ -324,16 +326,14 @@ def _sharpened(space: Space, llm: Options, later_units: int) -> Options:
         zip(llm.tp, llm.dp, llm.pp, llm.checkpointing, strict=True)
     ):
         row = (int(tp), int(dp), bool(checkpointing))
-        if row not in space.exact_ms:
-            space.exact_ms[row] = slowest_by_stages(
-                space.units[space.holder],
-                *row,
-                space.size,
-                space.slots,
-                later_units,
-                space.shares[space.holder],
-            )
-        exact[index] = space.exact_ms[row][pp]
+        exact[index] = slowest_by_stages(
+            space.units[space.holder],
+            *row,
+            space.size,
+            space.slots,
+            later_units,
+            space.shares[space.holder],
+        )[pp]
     return replace(take(llm, np.isfinite(exact)), stage_ms=exact[np.isfinite(exact)] * SAFE)
 
 

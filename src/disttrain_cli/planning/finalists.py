@@ -60,6 +60,11 @@ class Limits:
     without: frozenset[tuple[int, int]] = frozenset()  # (TP, DP) of the LLM's unit
     fewer: int = 0  # devices than there are
 
+    @property
+    def any_llm(self) -> bool:
+        """Whether the LLM's unit may have any shape."""
+        return self.most is None and self.least == 1 and not self.without
+
 
 def rounds(
     profile: Profile,

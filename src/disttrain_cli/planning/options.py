@@ -6,7 +6,7 @@ slowest stage exact, under memory, for those options (a row with a PP) that the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,7 +23,7 @@ from disttrain_cli.costs.memory import (
 )
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
-from disttrain_cli.planning.units import Unit
+from disttrain_cli.planning.units import Unit, remembered
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,13 +39,15 @@ SAFE = 1 - 1e-9  # lower bounds stay bounds under rounding
 
 def take(table: Table, rows: Flags | Ints) -> Table:
     """The chosen rows of a table."""
-    return type(table)(*(getattr(table, field.name)[rows] for field in fields(table)))
+    if rows.dtype == np.bool_:
+        rows = np.flatnonzero(rows)
+    return type(table)(*(column.take(rows, axis=0) for column in vars(table).values()))
 
 
 def join(parts: list[Table]) -> Table:
     """Rows of several tables, one after the other."""
-    columns = ([getattr(part, field.name) for part in parts] for field in fields(parts[0]))
-    return type(parts[0])(*(np.concatenate(column) for column in columns))
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return type(parts[0])(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     )
 
 
+@remembered
 def list_rows(
     unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
 ) -> Rows:
@@ -232,8 +235,10 @@ def kind_gib(
     mix *= 1.0 + profile.device.fragmentation
     share = share_of_states(profile.precision, replicas)[:, None]
     states, activations, working = np.empty((3, len(dp), len(kinds.count)))
-    for number in np.unique(variant):
-        mine = variant == number
+    for number in np.flatnonzero(np.bincount(variant)).tolist():
+        mine: Ints | slice = np.flatnonzero(variant == number)
+        if mine[-1] - mine[0] == len(mine) - 1:  # side by side, which copies nothing
+            mine = slice(mine[0], mine[-1] + 1)
         states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
         working[mine] = mix[mine] @ kinds.working_gib[number]
@@ -396,6 +401,7 @@ def _layers(
     )
 
 
+@remembered
 def slowest_by_stages(
     unit: Unit,
     tp: int,
@@ -416,6 +422,7 @@ def slowest_by_stages(
     return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
+@remembered
 def layers_per_stage(
     unit: Unit,
     tp: int,

@@ -244,9 +244,12 @@ def ranking(
 
     def find(limits: Limits, best: int) -> tuple[list[Unit], SearchResult]:
         nonlocal combinations
-        units, result = best_by_formula(profile, cluster, strategy, best, limits)
+        if strategy == "megatron":
+            found, result = megatron(profile, cluster, best, most_dp=limits.most)
+        else:
+            found, result = units, best_by_formula(units, cluster, best, limits)
         combinations += result.combinations
-        return units, result
+        return found, result
 
     if strategy in ("distmm", "paper"):
         units, result = candidates(profile, cluster, strategy, top + 1)
@@ -256,7 +259,7 @@ def ranking(
             for layout in layouts
         ]
         return ranked, result.combinations, len(ranked)
-    ours = strategy == "disaggregated"
+    units, ours = group(profile, cluster, strategy), strategy == "disaggregated"
     finalists = rounds(
         profile,
         cluster,
@@ -269,12 +272,12 @@ def ranking(
         others,
     )
     if cluster.climbs:
-        finalists += _climbed(profile, cluster, draws, strategy, either_zero, finalists)
+        finalists += _climbed(units, cluster, draws, strategy, either_zero, finalists)
     return rank(profile, cluster, draws, finalists, top + 1), combinations, len(finalists)
 
 
 def _climbed(
-    profile: Profile,
+    units: list[Unit],
     cluster: Cluster,
     draws: Draws,
     strategy: Strategy,
@@ -282,7 +285,7 @@ def _climbed(
     finalists: list[Ranked],
 ) -> list[Ranked]:
     """Better neighbours of the best finalists that differ in the LLM's shape."""
-    units = group(profile, cluster, strategy)
+    profile = units[0].profile
 
     def build(shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
         layout = layout_with(units, cluster, shapes, slot_sequences, strategy)
@@ -372,18 +375,15 @@ def ranked_as(cluster: Cluster) -> Cluster:
 
 
 def best_by_formula(
-    profile: Profile, cluster: Cluster, strategy: Strategy, top: int, limits: Limits
-) -> tuple[list[Unit], SearchResult]:
-    """Units and the formula's best layouts of an exact strategy; of `megatron`, only `limits.most`
-    is kept to."""
-    cluster = replace(cluster, gpus=cluster.gpus - limits.fewer)
-    if limits.most is None and math.isinf(limits.within_ms):
-        return candidates(profile, cluster, strategy, top)
-    if strategy == "megatron":
-        return megatron(profile, cluster, top, most_dp=limits.most)
-    units = group(profile, cluster, strategy)
-    return units, search(
-        units, cluster, top, keep=keep_within(units, limits), within_ms=limits.within_ms
+    units: list[Unit], cluster: Cluster, top: int, limits: Limits
+) -> SearchResult:
+    """The formula's best layouts of these units within limits."""
+    return search(
+        units,
+        replace(cluster, gpus=cluster.gpus - limits.fewer),
+        top,
+        keep=None if limits.any_llm else keep_within(units, limits),
+        within_ms=limits.within_ms,
     )
 
 

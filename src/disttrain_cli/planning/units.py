@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, wraps
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +147,11 @@ class Unit:
         return {}
 
     @cached_property
+    def answers(self) -> dict[Hashable, Any]:
+        """What `remembered` functions said of the unit."""
+        return {}
+
+    @cached_property
     def kinds(self) -> Kinds:
         """Time and memory of the unit's layers at every TP degree, equal ones counted once."""
         choices = {"none": [False], "full": [True], "auto": [False, True]}[
@@ -217,6 +223,23 @@ class Unit:
             mask[: fence.start + 1, fence.stop :] = False
             mask[fence.start, fence.stop] = True
         return mask
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def remembered(function: Function) -> Function:
+    """A pure function of a unit and numbers, which the searches over one unit ask again and
+    again."""
+
+    @wraps(function)
+    def answer(unit: Unit, *numbers: Hashable) -> Any:
+        question = (function.__name__, *numbers)
+        if question not in unit.answers:
+            unit.answers[question] = function(unit, *numbers)
+        return unit.answers[question]
+
+    return cast(Function, answer)
 
 
 def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:

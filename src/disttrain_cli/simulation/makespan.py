@@ -89,6 +89,10 @@ def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats
     arrived[:] = lead_s
     free = arrived if follow_s is None else arrived.copy()
     start = np.empty((ranks, count))
+    ends = [
+        (arrived[program.first[stage] : program.first[stage + 1]], latest[stage])
+        for stage in program.awaited
+    ]
     for step in range(program.steps):
         np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
         start += hold_s[step]
@@ -96,7 +100,8 @@ def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
         np.maximum(start, free, out=start)
         np.add(start, spent_s[step], out=arrived)
-        np.maximum.reduceat(arrived, program.first[:-1], axis=0, out=latest)
+        for of_stage, last in ends:
+            np.maximum.reduce(of_stage, axis=0, out=last)
         if follow_s is not None:
             np.add(arrived, follow_s[step], out=free)
     times_s: Floats = (free + exposed_s).max(axis=0) + pipeline.closing_s
@@ -105,10 +110,9 @@ def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats
 
 def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
     """[K] times of the pipeline with its slots in other orders [K, n]."""
-    return iterations_s(
-        pipeline,
-        *(np.moveaxis(times_s[orders], 0, -1) for times_s in pipeline.parts_s),
-    )
+    # [S, R, n, K]: steps lie side by side in memory
+    ordered = [np.moveaxis(times_s, 0, -1)[..., orders.T] for times_s in pipeline.parts_s]
+    return iterations_s(pipeline, *(np.moveaxis(times_s, 2, 0) for times_s in ordered))
 
 
 def of_replica(pipeline: Pipeline, replica: int) -> Pipeline:

@@ -65,6 +65,7 @@ class Program:
     # ranks, a stage more that they wait for, transfer by step
     joins: list[tuple[slice, int, Floats]]
     sources: list[Ints]  # for even and odd steps, [ranks] entry of the clock that they wait for
+    awaited: list[int]  # stages of which somebody waits for the latest replica
 
     def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
         """Enter durations [n, S, R, ...] of forwards or backwards into `spent` [steps, ranks,
@@ -126,7 +127,9 @@ def program_of(pipeline: Pipeline) -> Program:
             joins.append((slice(first[stage], first[stage + 1]), other, np.full(steps, -np.inf)))
             joins[-1][2][steps_of] = pipeline.transfer_s[cut]
     sources = _sources(pipeline, first[:-1], stage_of, depth)
-    return Program(steps, first, stage_of, depth, hold_s, joins, sources)
+    waits = np.concatenate(sources) - len(stage_of)
+    awaited = {*waits[(waits >= 0) & (waits < stages)].tolist(), *(other for _, other, _ in joins)}
+    return Program(steps, first, stage_of, depth, hold_s, joins, sources, sorted(awaited))
 
 
 def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
@@ -229,9 +232,11 @@ def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> li
     ):
         inside = neighbour >= 0
         source = np.maximum(neighbour, 0)
-        whole, same = (ranks + source)[stage_of], first[source][stage_of] + replica
+        whole = (ranks + source)[stage_of]
+        one = first[source][stage_of] + np.where(border[stage_of], 0, replica)
+        several = border & (pipeline.replicas[source] > 1)
         waits.append(
-            np.where(inside[stage_of], np.where(border[stage_of], whole, same), ranks + stages)
+            np.where(inside[stage_of], np.where(several[stage_of], whole, one), ranks + stages)
         )
     forward, backward = waits
     return [np.where(depth[stage_of] % 2 == parity, forward, backward) for parity in (0, 1)]
