@@ -7,7 +7,7 @@ stage: simulator, rehearsal and analysis evaluate them at the work of every repl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     """All stages in pipeline order."""
     does = backwards(profile, layout.trained)
     stages: list[CostedStage] = []
+    known: dict[Hashable, list[Cost]] = {}  # many stages hold the same layers
     for stage in stage_graph(layout, profile.inputs.llm).stages:
         unit, start = stage.unit, sum(stage.unit.layers_per_stage[: stage.index])
         layers = [
@@ -80,6 +81,9 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         kinds = [
             (name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in local
         ]
+        alike = unit.name, stage.weight_delay is None, tuple(kinds)
+        if alike not in known:
+            known[alike] = list(_costs(profile, stage, kinds))
         parameters = [
             shard_of(profile.modules[name], kind, unit.tp).parameters
             for name, kind, what in kinds
@@ -88,7 +92,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         stages.append(
             CostedStage(
                 **vars(stage),
-                costs=list(_costs(profile, stage, kinds)),
+                costs=known[alike],
                 held=kinds,
                 trained=float(sum(parameters)),
                 cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
@@ -159,11 +163,11 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
     Element by element, so that every machine gets the same numbers.
     """
     base, per_item, per_token, per_length_sq = coefficients.tolist()
+    items, tokens, length_sq = np.moveaxis(work, -1, 0)
     value = np.maximum(
-        0.0,
-        base + per_item * work[..., 0] + per_token * work[..., 1] + per_length_sq * work[..., 2],
+        0.0, base + per_item * items + per_token * tokens + per_length_sq * length_sq
     )
-    return np.where(work.any(axis=-1), value, 0.0)
+    return np.where((items != 0) | (tokens != 0) | (length_sq != 0), value, 0.0)
 
 
 def crossings(stages: list[CostedStage]) -> list[tuple[CostedStage, CostedStage]]:
@@ -176,11 +180,16 @@ def in_one_node(ranks: Sequence[int], gpus_per_node: int) -> bool:
     return min(ranks) // gpus_per_node == max(ranks) // gpus_per_node
 
 
+def ends_of(*stages: Stage) -> list[int]:
+    """The first and the last rank of each of these stages."""
+    return [stage.ranks[end] for stage in stages for end in (0, -1)]
+
+
 def link_between(
     profile: Profile, before: CostedStage, after: CostedStage, gpus_per_node: int
 ) -> LinkTimes:
     """The links between two neighbouring stages."""
-    return profile.links.of(in_one_node((*before.ranks, *after.ranks), gpus_per_node))
+    return profile.links.of(in_one_node(ends_of(before, after), gpus_per_node))
 
 
 def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> LinkTimes:
@@ -189,7 +198,7 @@ def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> L
     A stage that begins or ends inside a node has fewer ranks there, and its rings are as narrow as
     in that node.
     """
-    if in_one_node(stage.ranks, gpus_per_node):
+    if in_one_node(ends_of(stage), gpus_per_node):
         return profile.links
     first, stop = stage.ranks[0], stage.ranks[-1] + 1
     fewest = min(

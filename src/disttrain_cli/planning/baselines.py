@@ -9,7 +9,6 @@ DP as large as the LLM's TP · DP.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 
 import numpy as np
@@ -107,7 +106,7 @@ def pipelines(
     """
     holder, afters = holder_of(units), units_after(units)
     llm, later = units[holder], afters[holder]
-    queue: list[tuple[float, int, int, int, int, bool, float]] = []
+    found: list[Floats] = []  # [7, B] each
     for size in divisors(cluster.batch):
         slots = cluster.batch // size
         rows = list_rows(llm, size, slots, cluster.gpus, later)
@@ -129,43 +128,42 @@ def pipelines(
             rows.unit_ms + beside[:holder].max(axis=0, initial=0.0) + beside[holder:].sum(axis=0)
         )
         least = warmup_ms + (slots - 1) * slowest_ms
-        queue += [
-            (
-                float(least[stage, row]),
-                size,
-                int(rows.tp[row]),
-                int(rows.dp[row]),
-                int(stage) + 1,
-                bool(rows.checkpointing[row]),
-                float(rows.unit_ms[row]),
+        stage, row = np.nonzero(fits)
+        found.append(
+            np.stack(
+                [
+                    least[stage, row],
+                    np.full(len(row), size),
+                    rows.tp[row],
+                    rows.dp[row],
+                    stage + 1,
+                    rows.checkpointing[row],
+                    rows.unit_ms[row],
+                ]
             )
-            for stage, row in np.argwhere(fits)
-        ]
-    combinations = len(queue)
-    heapq.heapify(queue)
+        )
+    columns = np.concatenate(found, axis=1)
     best: list[Candidate] = []
-    slowest: dict[tuple[int, ...], Floats] = {}
-    while queue:
-        least_ms, size, degree, dp, stages_, recomputes, unit_ms = heapq.heappop(queue)
+    for place in np.lexsort(columns[::-1]):
+        least_ms, *numbers, unit_ms = columns[:, place].tolist()
+        size, degree, dp, stages_ = map(int, numbers[:4])
+        recomputes = bool(numbers[4])
         if len(best) == top and least_ms > best[-1].total_ms:
             break
-        slots, row = cluster.batch // size, (size, degree, dp, recomputes)
-        if row not in slowest:
-            slowest[row] = slowest_by_stages(
-                llm, degree, dp, recomputes, size, slots, later, cluster.gpus
-            )
+        slots = cluster.batch // size
+        slowest = slowest_by_stages(llm, degree, dp, recomputes, size, slots, later, cluster.gpus)
         chosen: list[Shape] = []
         for number, unit in enumerate(units):
             after = afters[number] + (stages_ - 1 if number < holder else 0)
             shape = (
                 _one_stage(unit, degree, dp, size, slots, after)
                 if number != holder
-                else Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[row][stages_]))
+                else Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[stages_]))
             )
             chosen += [shape] if shape is not None and np.isfinite(shape.stage_ms) else []
         if len(chosen) == len(units):
             best = sorted([*best, candidate_of(chosen, size, slots, holder)])[:top]
-    return SearchResult(best, combinations)
+    return SearchResult(best, columns.shape[1])
 
 
 def _least_beside(unit: Unit, rows: Rows, size: int) -> Floats:

@@ -38,6 +38,7 @@ EACH = 3  # finalists of a round
 FEWER = (1 / 48, 1 / 16)
 AHEAD = 1.03  # of the best finalist's time by the formula, that others may take
 SURE = 4  # finalists simulated with all batches, at least
+CLOSE = 1.02  # times as long as the best one over one batch, that may turn out to be the best
 
 T = TypeVar("T")
 
@@ -111,7 +112,11 @@ def rounds(
             candidate: (candidate.slot_sequences, candidate.shapes[holder])
             for candidate in result.best
         }
-        for candidate in diverse(result.best, kinds.__getitem__, count):
+        chosen = diverse(result.best, kinds.__getitem__, count)
+        if finalists:  # a climb finds more of the same kind, if it is the best one
+            firsts = {kinds[one]: one for one in reversed(result.best)}
+            chosen = [one for one in chosen if one == firsts[kinds[one]]]
+        for candidate in chosen:
             layout = layout_of(units, candidate)
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
             formula_ms.append(candidate.total_ms)
@@ -172,7 +177,8 @@ def rank(
 ) -> list[Ranked]:
     """The best `wanted` finalists (`SURE` at least) by their times over all batches, best first.
 
-    Where backwards may have two parts, the delays of these are searched for thoroughly first.
+    Where backwards may have two parts, the delays of those that may be the best are searched for
+    thoroughly first.
     Those with other slots or another shape of the LLM's unit come before more of the same; equal
     times go to the simpler layout.
 
@@ -186,10 +192,12 @@ def rank(
 
     best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
     numbers = batches(cluster)
-    return sorted(
-        (Ranked(*timed(profile, cluster, whole(one.layout), numbers, draws)) for one in best),
-        key=_order,
-    )
+
+    def again(one: Ranked) -> Ranked:
+        thorough = len(numbers) > 1 and one.iteration_s <= CLOSE * best[0].iteration_s
+        return Ranked(*timed(profile, cluster, whole(one.layout), numbers, draws, thorough))
+
+    return sorted(map(again, best), key=_order)
 
 
 def _order(one: Ranked) -> tuple[object, ...]:

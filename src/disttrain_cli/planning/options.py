@@ -236,9 +236,10 @@ def kind_gib(
     share = share_of_states(profile.precision, replicas)[:, None]
     states, activations, working = np.empty((3, len(dp), len(kinds.count)))
     for number in np.flatnonzero(np.bincount(variant)).tolist():
-        mine: Ints | slice = np.flatnonzero(variant == number)
-        if mine[-1] - mine[0] == len(mine) - 1:  # side by side, which copies nothing
-            mine = slice(mine[0], mine[-1] + 1)
+        found = np.flatnonzero(variant == number)
+        begin, stop = int(found[0]), int(found[-1]) + 1
+        # rows side by side are not copied
+        mine: Ints | slice = slice(begin, stop) if stop - begin == len(found) else found
         states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
         working[mine] = mix[mine] @ kinds.working_gib[number]
@@ -354,23 +355,29 @@ def _price_split(
     options = take(options, needed <= options.pp)
     if not len(options):
         return []
-    dps, row = np.unique(options.dp, return_inverse=True)
-    layers = _layers(unit, np.full(len(dps), variant), dps, slot_sequences)
     flights = np.unique(np.minimum(afters, slots))
 
-    def slowest(after: int) -> Floats:
-        table = slowest_stage(*layers, slots, after, int(options.pp.max()), unit.allowed)
-        return table[row, options.pp]
+    def slowest(after: int, mine: Flags) -> Floats:
+        """[B] slowest stage of these options; inf for the others."""
+        dps, of_dp = np.unique(options.dp[mine], return_inverse=True)
+        pp, result = options.pp[mine], np.full(len(options), np.inf)
+        layers = _layers(unit, np.full(len(dps), variant), dps, slot_sequences)
+        table = slowest_stage(*layers, slots, after, int(pp.max()), unit.allowed)
+        result[mine] = table[of_dp, pp]
+        return result
 
-    least, most = slowest(int(flights[0])), slowest(int(flights[-1]))
+    every = np.ones(len(options), dtype=bool)
+    least = slowest(int(flights[0]), every)
+    most = least if len(flights) == 1 else slowest(int(flights[-1]), every)
     steady = least == most  # memory only grows with what comes after
     parts = [_held(options, steady, least, 0, EVERY_AFTER)]
     if steady.all():
         return parts
     for flight, following in pairwise([*flights.tolist(), EVERY_AFTER]):
-        exact = (
-            least if flight == flights[0] else most if following == EVERY_AFTER else slowest(flight)
-        )
+        if flight == flights[0]:
+            exact = least
+        else:
+            exact = most if following == EVERY_AFTER else slowest(flight, ~steady)
         parts.append(_held(options, ~steady, exact, flight, following))
     return parts
 

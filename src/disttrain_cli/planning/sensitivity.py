@@ -10,6 +10,7 @@ stay as full as they are, and each brings so many times the images, to read and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -70,6 +71,7 @@ class Sensitivity:
 @dataclass(frozen=True)
 class _Best:
     total_ms: float
+    gpus: int
     units: tuple[str, ...]
     shapes: tuple[tuple[int, int, int], ...]
     llm_replicas: int
@@ -102,10 +104,14 @@ def sensitivity(
     if before is None:
         return None
 
-    def best(data: Profile, machines: Cluster) -> _Best | None:
-        return _best(
-            data, machines, strategy, most and max(1, most * machines.batch // cluster.batch)
-        )
+    def best(data: Profile, machines: Cluster, within_ms: float = math.inf) -> _Best | None:
+        replicas = most and max(1, most * machines.batch // cluster.batch)
+        return _best(data, machines, strategy, replicas, within_ms)
+
+    def faster(more: int) -> int | None:
+        """GPUs of a faster layout on so many more."""
+        found = best(profile, replace(cluster, gpus=cluster.gpus + more), before.total_ms)
+        return found.gpus if found is not None and _faster(found, before) else None
 
     asked = _questions(profile, cluster, before)
     total = len(asked) + 2
@@ -123,16 +129,7 @@ def sensitivity(
     by_gpus = {more: best(profile, machines) for more, machines in bigger.items()}
     until = None
     if strategy in EXACT:
-        until = (
-            1
-            if _faster(by_gpus[1], before)
-            else _until_faster(
-                cluster,
-                lambda more: _faster(
-                    best(profile, replace(cluster, gpus=cluster.gpus + more)), before
-                ),
-            )
-        )
+        until = 1 if _faster(by_gpus[1], before) else _until_faster(cluster, faster)
     progress("what-if searches", total, total)
     one, node = (
         _change(f"one more {name}", before, cluster, by_gpus[more], bigger[more])
@@ -214,19 +211,28 @@ def _more_than_fits(profile: Profile, factor: float) -> bool:
     )
 
 
-def _best(profile: Profile, cluster: Cluster, strategy: Strategy, most: int | None) -> _Best | None:
-    """The formula's best layout, with at most `most` replicas of the LLM."""
-    if most is None:
+def _best(
+    profile: Profile,
+    cluster: Cluster,
+    strategy: Strategy,
+    most: int | None,
+    within_ms: float = math.inf,
+) -> _Best | None:
+    """The formula's best layout, with at most `most` replicas of the LLM; none that takes longer
+    than `within_ms` is wanted."""
+    if most is None and strategy != "disaggregated":
         units, result = candidates(profile, cluster, strategy, 1)
     else:
         units = group(profile, cluster, strategy)
-        result = search(units, cluster, 1, keep=fewer_replicas(units, most))
+        keep = None if most is None else fewer_replicas(units, most)
+        result = search(units, cluster, 1, keep=keep, within_ms=within_ms)
     if not result.best:
         return None
     best = result.best[0]
     replicas = best.shapes[holder_of(units)][1]
     return _Best(
         best.total_ms,
+        best.gpus,
         tuple(unit.name for unit in units),
         best.shapes,
         replicas,
@@ -238,21 +244,26 @@ def _faster(best: _Best | None, before: _Best) -> bool:
     return best is not None and best.total_ms < before.total_ms * (1 - SAME)
 
 
-def _until_faster(cluster: Cluster, faster: Callable[[int], bool]) -> int | None:
+def _until_faster(cluster: Cluster, faster: Callable[[int], int | None]) -> int | None:
     """Fewest GPUs more (two at least) with which a faster layout exists: doubled until one does,
     then halved.
 
     The best time of an exact search never grows with the GPUs it may use, so halving finds the
     fewest.
+
+    Args:
+        faster: GPUs of a faster layout on so many more; None where there is none.
     """
     few, enough = 1, min(cluster.gpus_per_node, cluster.gpus)
-    while not faster(enough):
+    while (used := faster(enough)) is None:
         if enough == cluster.gpus:
             return None
         few, enough = enough, min(2 * enough, cluster.gpus)
+    enough = used - cluster.gpus
     while enough - few > 1:
         middle = (few + enough) // 2
-        few, enough = (few, middle) if faster(middle) else (middle, enough)
+        used = faster(middle)
+        few, enough = (middle, enough) if used is None else (few, used - cluster.gpus)
     return enough
 
 

@@ -20,8 +20,7 @@ from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.simulation.makespan import delays_s
-from disttrain_cli.simulation.pipeline import simulate
+from disttrain_cli.simulation.makespan import delays_s, iteration_s
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout
@@ -40,15 +39,17 @@ def timed(
     layout: Layout,
     numbers: Sequence[int] = (0,),
     draws: Draws | None = None,
+    thorough: bool = False,
 ) -> tuple[Layout, float]:
     """The layout with the best delays, where the cluster splits backwards, and the mean time of its
     steps over some global batches.
 
     Args:
         layout: with whole backwards, which it keeps where two parts gain less than `LEAST_GAIN`.
-        numbers: of the batches. With several, the search goes on with all replicas, at ten times
-            the time; delays that are best for one small batch may be bad for others.
+        numbers: of the batches.
         draws: the batches; None = drawn anew.
+        thorough: the search goes on with all replicas, at ten times the time; of several batches,
+            as delays that are best for one small batch may be bad for others.
     """
     draws = draws or Draws(profile, cluster)
     loads = [draws.loads(layout, number) for number in numbers]
@@ -58,14 +59,14 @@ def timed(
         return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
 
     def mean_s(layout: Layout) -> float:
-        return float(np.mean([simulate(one).iteration_s for one in pipelines_of(layout)]))
+        return float(np.mean([iteration_s(one) for one in pipelines_of(layout)]))
 
     whole_s = mean_s(layout)
     most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
     if all(delay is None for delay in most):
         return layout, whole_s
     pipelines = pipelines_of(with_delays(layout, [None if m is None else 0 for m in most]))
-    delays, split_s = _best(pipelines, [m or 0 for m in most], thorough=len(numbers) > 1)
+    delays, split_s = _best(pipelines, [m or 0 for m in most], thorough)
     if split_s > whole_s * (1 - LEAST_GAIN):
         return layout, whole_s
     chosen = [

@@ -9,6 +9,7 @@ from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
     CostedStage,
     crossings,
+    ends_of,
     in_one_node,
     reduction_of,
     replicas_link,
@@ -42,7 +43,7 @@ def _crossings(
     """Activations and gradients over the cuts between stages, those inside a unit added up."""
     rows: dict[tuple[str, str | None, bool], Traffic] = {}
     for before, after in crossings(stages):
-        inside = in_one_node((*before.ranks, *after.ranks), gpus_per_node)
+        inside = in_one_node(ends_of(before, after), gpus_per_node)
         sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
         rank_bytes = sent / min(len(before.ranks), len(after.ranks))
         row = Traffic(
@@ -72,7 +73,7 @@ def _over_replicas(
     unit = of_unit[0].unit
     total = sum(stage.trained for stage in of_unit)
     fullest = max(of_unit, key=lambda stage: stage.trained)
-    most, inside = fullest.trained, in_one_node(fullest.ranks, gpus_per_node)
+    most, inside = fullest.trained, in_one_node(ends_of(fullest), gpus_per_node)
     link = replicas_link(profile, fullest, gpus_per_node)
     reduction = reduction_of(layout)
     kinds = [

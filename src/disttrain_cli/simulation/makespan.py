@@ -21,6 +21,11 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
 
 
+def iteration_s(pipeline: Pipeline) -> float:
+    """Time of one step whose data are always there."""
+    return float(iterations_s(pipeline, *(part_s[..., None] for part_s in pipeline.parts_s))[0])
+
+
 def iterations_s(
     pipeline: Pipeline, forward_s: Floats, backward_s: Floats, weight_s: Floats | None = None
 ) -> Floats:

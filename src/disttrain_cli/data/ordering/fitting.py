@@ -39,6 +39,10 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
     settled = np.zeros(bins, dtype=bool)
+    # floats hold such integers, and their products are fast
+    largest, farthest = int(scaled.max()), int((over.astype(float) ** 2).sum() ** 0.5) + 1
+    small = 8 * scaled.shape[1] * largest * (largest + farthest) < 2**53
+    exact = np.float64 if small else np.int64
     for _ in range(min(EXCHANGES_PER_BIN * bins, 1 + MOST_WEIGHED // (count * len(costs)))):
         distance = np.where(settled, 0, (over**2).sum(axis=1))
         worst = int(distance.argmax())
@@ -48,11 +52,10 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d =
         # own_j - own_i.
         apart = over[worst] - over[bin_of]
-        change = np.add.outer(
-            (scaled[mine] ** 2).sum(axis=1), (scaled * (scaled + apart)).sum(axis=1)
-        )
-        for column, pull in zip(scaled[mine].T, (2 * scaled + apart).T, strict=True):
-            change -= np.multiply.outer(column, pull)
+        own, squares = scaled[mine], np.einsum("ij,ij->i", scaled, scaled + apart)
+        left = np.column_stack([(own**2).sum(axis=1), np.ones_like(mine), -own])
+        right = np.column_stack([np.ones_like(squares), squares, 2 * scaled + apart])
+        change = left.astype(exact) @ right.T.astype(exact)
         change[:, mine] = 0
         index, other = divmod(int(change.argmin()), len(costs))
         settled[worst] = change[index, other] >= 0
