@@ -13,6 +13,7 @@ from disttrain_cli.costs.memory import (
     bytes_per_parameter,
     communicators,
     layout_memory,
+    working_terms,
     worst_mix,
 )
 from disttrain_cli.data.ordering.levelling import level
@@ -230,3 +231,21 @@ def test_one_replica_has_the_whole_slot() -> None:
     worst, mean, _ = worst_mix(profile, ["image_generator"], 4, np.array([1.0]))
     assert (worst[0], mean[0]) == (1.0, 3.0)
     assert Work(9, 1, 1).scaled(float(worst[0])) == Work(9, 1, 1)
+
+
+def test_symmetric_memory_is_there_whatever_layer_runs() -> None:
+    """As much as the layer with the most needs, and only where messages travel behind products."""
+    profile = synthetic.tiny(synthetic.run_file())
+    plain = working_terms(profile, ["llm"], 1)
+    llm = profile.modules["llm"]
+    for kind, per_token in (("block", 3.0), ("head", 1.0)):
+        shard = llm.costs[kind].tp["1"]
+        llm.costs[kind].tp["1"] = shard.model_copy(
+            update={"symmetric_bytes": Polynomial(base=7.0, per_token=per_token)}
+        )
+    assert working_terms(profile, ["llm"], 1) == pytest.approx(plain)
+    more = working_terms(profile, ["llm"], 1, overlap=True) - plain
+    mean = llm.work_per_sequence
+    expected = [7.0, 3.0 * llm.max_work_per_sequence.tokens, 3.0 * mean.tokens]
+    expected.append(3.0 * mean.tokens / mean.items if mean.items else 0.0)
+    assert more == pytest.approx(np.tile(np.array(expected)[:, None], len(llm.layers)))

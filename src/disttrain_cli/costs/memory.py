@@ -117,8 +117,13 @@ def working_terms(
     overlap: bool = False,
 ) -> Floats:
     """The most bytes of a slot that a layer holds while it runs, what it then keeps among them;
-    terms as above. `later`: gradients of weights are computed after the backward; `overlap`: the TP
-    group's messages travel behind products."""
+    terms as above.
+
+    Args:
+        later: gradients of weights are computed after the backward.
+        overlap: the TP group's messages travel behind products. The symmetric memory for them is
+            there whatever layer runs.
+    """
 
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
         shard = cost.tp[str(tp)]
@@ -128,7 +133,11 @@ def working_terms(
         buffers = [shard.overlapping_bytes] if overlap else []
         return [_kept(cost, tp, does, False), transient, *again, *buffers]
 
-    return _terms(profile, modules, trained, amounts)
+    terms = _terms(profile, modules, trained, amounts)
+    if not overlap:
+        return terms
+    stays = _terms(profile, modules, trained, lambda cost, does: [cost.tp[str(tp)].symmetric_bytes])
+    return terms + stays.max(axis=1, keepdims=True)
 
 
 def deferred_terms(

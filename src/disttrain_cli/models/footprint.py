@@ -60,6 +60,7 @@ class Footprint(NamedTuple):
     forward: list[Message]
     backward: list[Message]  # where it recomputes, those of the second forward first
     deferred_bytes: int = 0  # from the backward to the weights' part, where it has two parts
+    symmetric_bytes: int = 0  # beside all of that: its TP group's symmetric memory, which stays
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def footprint(
     # what a stage makes of the batch, once for all layers, does not count
     if len(batch.tensors()) > prepared:
         return footprint(layer, state, batch, recompute, deferring)
-    return Footprint(kept, follow.most - kept, forward, list(sent), waiting)
+    return Footprint(kept, follow.most - kept, forward, list(sent), waiting, follow.symmetric)
 
 
 def _forget(weight: Tensor) -> None:
@@ -190,11 +191,11 @@ class _Leave(torch.autograd.Function):
 
 class _Follow(TorchDispatchMode):
     """Bytes of the storages made while it is active: those alive, and the most that ever were,
-    workspaces with them and the symmetric memory of a group."""
+    workspaces with them; and the symmetric memory of a group."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
-        self.alive = self.most = self._symmetric = 0
+        self.alive = self.most = self.symmetric = 0
         self._known = known  # and held, so that their storages' addresses are not given out again
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
@@ -207,10 +208,8 @@ class _Follow(TorchDispatchMode):
                     self._sizes[storage._cdata] = storage.nbytes()
                     self.alive += storage.nbytes()
                     weakref.finalize(storage, self._gone, storage._cdata)
-        self._symmetric = max(self._symmetric, symmetric_bytes(func, args, result))
-        self.most = max(
-            self.most, self.alive + self._symmetric + workspace_bytes(func, args, result)
-        )
+        self.most = max(self.most, self.alive + workspace_bytes(func, args, result))
+        self.symmetric = max(self.symmetric, symmetric_bytes(func, args, result))
         return result
 
     def _gone(self, address: int) -> None:

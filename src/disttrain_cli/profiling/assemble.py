@@ -228,6 +228,7 @@ def _shard(
         sent_bytes={name: sent_bytes(sent, tp) for name, sent in passes.items() if sent.counts},
         hidden_ms=known.hidden.get(tp, {}),
         overlapping_bytes=running.overlapping_bytes,
+        symmetric_bytes=running.symmetric_bytes,
         transient_bytes=running.transient_bytes,
         deferred_bytes=running.deferred_bytes,
         split_transient_bytes=running.split_transient_bytes,

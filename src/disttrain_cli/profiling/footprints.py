@@ -53,6 +53,8 @@ class Running:
     split_transient_bytes: Polynomial = field(default_factory=Polynomial)
     # the most beyond these where the group's messages travel behind products, in any pass
     overlapping_bytes: Polynomial = field(default_factory=Polynomial)
+    # and the group's symmetric memory for them, beside all else
+    symmetric_bytes: Polynomial = field(default_factory=Polynomial)
     # the most beyond `transient_bytes`, where it recomputes
     recomputing_bytes: Polynomial = field(default_factory=Polynomial)
     forward: Messages = field(default_factory=Messages)
@@ -114,33 +116,41 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
                 else by_tp[1][whole.kind]
             )
             if layer.row_by_row:
-                more = _overlapping(run, index, probes, tp)
-                by_tp[tp][whole.kind] = replace(by_tp[tp][whole.kind], overlapping_bytes=more)
+                known = by_tp[tp][whole.kind]
+                by_tp[tp][whole.kind] = _overlapping(known, run, index, probes, tp)
     return by_tp
 
 
-def _overlapping(run: Run, index: int, probes: Probes, tp: int) -> Polynomial:
-    """The most bytes that messages behind products add to what any backward holds, round a ring or
+def _overlapping(running: Running, run: Run, index: int, probes: Probes, tp: int) -> Running:
+    """The same, with what messages behind products add to what any backward holds, round a ring or
     through symmetric memory."""
 
-    def held(overlap: bool = True, symmetric: bool = False) -> list[list[int]]:
+    def held(overlap: bool = True, symmetric: bool = False) -> list[list[Footprint]]:
         layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
         join(layer, Noted(size=tp, overlap=overlap, symmetric=symmetric))
         layer.requires_grad_(not layer.frozen)
 
-        def most(**how: bool) -> list[int]:
-            ran = (
+        def ran(**how: bool) -> list[Footprint]:
+            return [
                 footprint(layer, probes.state(layer, index, batch, tp), batch, **how)
                 for batch in probes.batches
-            )
-            return [one.kept_bytes + one.transient_bytes for one in ran]
+            ]
 
-        found = [most(), most(recompute=True)]
+        whole = [ran(), ran(recompute=True)]
         split(layer)
-        return [*found, most(deferring=True)]
+        return [*whole, ran(deferring=True)]
 
-    more = np.array([held(), held(symmetric=True)]) - np.array(held(overlap=False))
-    return fit(probes.works, more.max(axis=(0, 1), initial=0).tolist())
+    waits, ring, symmetric = held(overlap=False), held(), held(symmetric=True)
+    more = np.array([_most(ring), _most(symmetric)]) - np.array(_most(waits))
+    return replace(
+        running,
+        overlapping_bytes=fit(probes.works, more.max(axis=(0, 1), initial=0).tolist()),
+        symmetric_bytes=fit(probes.works, [float(one.symmetric_bytes) for one in symmetric[0]]),
+    )
+
+
+def _most(ran: list[list[Footprint]]) -> list[list[int]]:
+    return [[one.kept_bytes + one.transient_bytes for one in how] for how in ran]
 
 
 def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:

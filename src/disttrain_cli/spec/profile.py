@@ -125,6 +125,13 @@ class LayerShard(Strict):
         default_factory=Polynomial,
         description="The most bytes that it holds beyond those where messages travel so.",
     )
+    symmetric_bytes: Polynomial = Field(
+        default_factory=Polynomial,
+        description=(
+            "Symmetric memory that its TP group needs where messages travel so on CUDA; the group"
+            " has as much as the layer with the most, all the time."
+        ),
+    )
     fit_error_pct: float = Field(
         description="Mean absolute error on held-out sizes, forward plus backward."
     )
