@@ -19,7 +19,7 @@ from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
 from disttrain_cli.planning.units import Cluster, Unit
-from disttrain_cli.simulation.makespan import iteration_s
+from disttrain_cli.simulation.makespan import steps_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
@@ -99,11 +99,11 @@ def simulated_s(
         steps = simulated_steps(profile, layout, cluster, numbers, draws=draws)
         return float(np.mean([step.timeline.iteration_s for step in steps]))
     stages, draws = stages_of(profile, layout), draws or Draws(profile, cluster)
-    pipelines = (
+    pipelines = [
         pipeline_of(profile, layout, stages, draws.loads(layout, number), cluster.gpus_per_node)
         for number in (batches(cluster) if numbers is None else numbers)
-    )
-    return float(np.mean([iteration_s(pipeline) for pipeline in pipelines]))
+    ]
+    return float(steps_s(pipelines).mean())
 
 
 def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:

@@ -20,7 +20,7 @@ from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.simulation.makespan import delays_s, iteration_s
+from disttrain_cli.simulation.makespan import delays_s, steps_s
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout
@@ -30,6 +30,7 @@ from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 Delay = int | None
 LEAST_GAIN = 1e-3  # of a step, for which backwards have two parts
 LEAST_STEP = 1e-4  # of a step, for which the search goes on
+SLOTS_PER_STAGE = 8  # that are simulated in the search, at most: more of the same between them
 SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots for every stage before, where the search begins
 
 
@@ -59,7 +60,7 @@ def timed(
         return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
 
     def mean_s(layout: Layout) -> float:
-        return float(np.mean([iteration_s(one) for one in pipelines_of(layout)]))
+        return float(steps_s(pipelines_of(layout)).mean())
 
     whole_s = mean_s(layout)
     most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
@@ -118,8 +119,9 @@ def whole(layout: Layout) -> Layout:
 def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[list[int], float]:
     """The best delays found by stage, none above `most`, and the mean time of the steps.
 
-    They are searched for with one replica per stage, which takes a hundredth of the time: of mean
-    durations, and of the longest, as units wait for all replicas of others.
+    They are searched for with one replica per stage and the first and last slots, which takes a
+    hundredth of the time: of mean durations, and of the longest, as units wait for all replicas of
+    others.
     """
     depth = pipelines[0].to_end.max() - pipelines[0].to_end
     starts = np.unique(
@@ -153,8 +155,12 @@ def _means_s(pipelines: list[Pipeline], delays: NDArray[np.int64]) -> Floats:
 
 
 def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline:
-    """The pipeline with one replica per stage, of a summary [n, S] of all replicas' times."""
-    times_s = [summary(part_s)[..., None] for part_s in pipeline.parts_s]
+    """The pipeline with one replica per stage, of a summary [n, S] of all replicas' times, and of
+    many slots the first and last."""
+    slots, stages, _ = pipeline.forward_s.shape
+    ends = min(slots, SLOTS_PER_STAGE * stages)
+    kept = np.r_[: ends // 2, slots - (ends - ends // 2) : slots]
+    times_s = [summary(part_s)[kept, :, None] for part_s in pipeline.parts_s]
     return replace(
         pipeline,
         replicas=np.ones_like(pipeline.replicas),

@@ -10,7 +10,7 @@ every machine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,10 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
 
 
-def iteration_s(pipeline: Pipeline) -> float:
-    """Time of one step whose data are always there."""
-    return float(iterations_s(pipeline, *(part_s[..., None] for part_s in pipeline.parts_s))[0])
+def steps_s(pipelines: Sequence[Pipeline]) -> Floats:
+    """[K] times of steps of one layout whose data are always there."""
+    parts_s = zip(*(pipeline.parts_s for pipeline in pipelines), strict=True)
+    return iterations_s(pipelines[0], *(np.stack(part_s, axis=-1) for part_s in parts_s))
 
 
 def iterations_s(

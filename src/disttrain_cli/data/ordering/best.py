@@ -32,7 +32,7 @@ from disttrain_cli.data.ordering.shaping import Shaped, shape
 from disttrain_cli.data.sizes import Sizes, sizes_of_sample
 from disttrain_cli.data.slots import Assignment, Ints
 from disttrain_cli.simulation.grouping import grouped
-from disttrain_cli.simulation.makespan import iteration_s
+from disttrain_cli.simulation.makespan import steps_s
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -58,7 +58,10 @@ class Best:
     def order(self, sizes: Sizes) -> Assignment:
         """The fastest assignment of a global batch that is found."""
         tried = list(self.orders(sizes))
-        times_ns = [round(1e9 * iteration_s(self.pipeline(sizes, one))) for one in tried]
+        times_ns = [
+            round(1e9 * time_s)
+            for time_s in steps_s([self.pipeline(sizes, one) for one in tried]).tolist()
+        ]
         return tried[times_ns.index(min(times_ns))]
 
     def orders(self, sizes: Sizes) -> Iterator[Assignment]:

@@ -38,7 +38,7 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     near = (TOLERANCE * UNIT * count) ** 2
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
-    settled = np.zeros(bins, dtype=bool)
+    settled, columns = np.zeros(bins, dtype=bool), scaled.T.copy()
     # floats hold such integers, and their products are fast
     largest, farthest = int(scaled.max()), int((over.astype(float) ** 2).sum() ** 0.5) + 1
     small = 8 * scaled.shape[1] * largest * (largest + farthest) < 2**53
@@ -51,11 +51,11 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         mine = members[worst]
         # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d =
         # own_j - own_i.
-        apart = over[worst] - over[bin_of]
-        own, squares = scaled[mine], np.einsum("ij,ij->i", scaled, scaled + apart)
-        left = np.column_stack([(own**2).sum(axis=1), np.ones_like(mine), -own])
-        right = np.column_stack([np.ones_like(squares), squares, 2 * scaled + apart])
-        change = left.astype(exact) @ right.T.astype(exact)
+        apart = over[worst][:, None] - over.T[:, bin_of]  # [U, N]
+        squares = (columns * (columns + apart)).sum(axis=0)
+        left = np.column_stack([(scaled[mine] ** 2).sum(axis=1), np.ones_like(mine), -scaled[mine]])
+        right = np.vstack([np.ones_like(squares), squares, 2 * columns + apart])
+        change = left.astype(exact) @ right.astype(exact)
         change[:, mine] = 0
         index, other = divmod(int(change.argmin()), len(costs))
         settled[worst] = change[index, other] >= 0
