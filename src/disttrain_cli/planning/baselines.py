@@ -259,6 +259,9 @@ def _relaxed(
     holder, afters = holder_of(units), units_after(units)
     others = [index for index in range(len(units)) if index != holder]
     points = np.geomspace(1.0, 100.0, GRID)[:, None]
+    times = [
+        {tp: sum(part.sum() for part in unit.layer_ms(tp)) for tp in unit.tps} for unit in units
+    ]
     cases: list[tuple[float, tuple[int, ...], int, Floats]] = []
     for dp in divisors(cluster.batch):
         needs = [
@@ -269,12 +272,7 @@ def _relaxed(
             least = np.array([need[tp] for need, tp in zip(needs, tps, strict=True)])
             if least.sum() > cluster.gpus:
                 continue
-            per_sequence = np.array(
-                [
-                    sum(part.sum() for part in unit.layer_ms(tp))
-                    for unit, tp in zip(units, tps, strict=True)
-                ]
-            )
+            per_sequence = np.array([each[tp] for each, tp in zip(times, tps, strict=True)])
             work = dp * np.array(tps) * per_sequence
             most = dp * np.array([tp * unit.layers for unit, tp in zip(units, tps, strict=True)])
             fastest = max(work.sum() / cluster.gpus, float((work / most).max()))
@@ -296,10 +294,10 @@ def _relaxed(
                 + each[:, :holder].max(axis=1, initial=0.0)
                 + each[:, holder + 1 :].sum(axis=1)
             )
-            times = np.where(spare >= -1e-9, warmup + (cluster.batch // dp - 1) * slowest, np.inf)
-            best = int(times.argmin())
-            if np.isfinite(times[best]):
-                cases.append((float(times[best]), tps, dp, gpus[best] + 1e-9))
+            steps = np.where(spare >= -1e-9, warmup + (cluster.batch // dp - 1) * slowest, np.inf)
+            best = int(steps.argmin())
+            if np.isfinite(steps[best]):
+                cases.append((float(steps[best]), tps, dp, gpus[best] + 1e-9))
     return cases
 
 

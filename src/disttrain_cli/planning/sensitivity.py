@@ -126,7 +126,8 @@ def sensitivity(
     bigger = {
         more: replace(cluster, gpus=cluster.gpus + more) for more in (1, cluster.gpus_per_node)
     }
-    by_gpus = {more: best(profile, machines) for more, machines in bigger.items()}
+    within_ms = before.total_ms if strategy in EXACT else math.inf  # what fits now fits then
+    by_gpus = {more: best(profile, machines, within_ms) for more, machines in bigger.items()}
     until = None
     if strategy in EXACT:
         until = 1 if _faster(by_gpus[1], before) else _until_faster(cluster, faster)

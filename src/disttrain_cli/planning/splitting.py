@@ -30,6 +30,7 @@ from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 Delay = int | None
 LEAST_GAIN = 1e-3  # of a step, for which backwards have two parts
 LEAST_STEP = 1e-4  # of a step, for which the search goes on
+TRIED = 16  # neighbours of delays that are simulated with all replicas
 SLOTS_PER_STAGE = 8  # that are simulated in the search, at most: more of the same between them
 SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots for every stage before, where the search begins
 
@@ -144,8 +145,8 @@ def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[l
         found.append(_climbed(ones, most, float(times_s[place]), starts[place].tolist())[1])
     times_s = _means_s(pipelines, np.array(found))
     best_s, delays = min(zip(times_s.tolist(), found, strict=True))
-    if thorough:
-        best_s, delays = _climbed(pipelines, most, best_s, delays)
+    if thorough:  # of neighbours that are fast with the longest durations, the last of `ones`
+        best_s, delays = _climbed(pipelines, most, best_s, delays, ones)
     return delays, best_s
 
 
@@ -171,11 +172,23 @@ def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline
 
 
 def _climbed(
-    pipelines: list[Pipeline], most: list[int], best_s: float, delays: list[int]
+    pipelines: list[Pipeline],
+    most: list[int],
+    best_s: float,
+    delays: list[int],
+    quick: list[Pipeline] | None = None,
 ) -> tuple[float, list[int]]:
-    """Better delays, one stage or all stages changed at a time; of equal ones the smallest sum."""
+    """Better delays, one stage or all stages changed at a time; of equal ones the smallest sum.
+
+    Args:
+        quick: pipelines that take less time, in which only the `TRIED` fastest neighbours are
+            chosen; None = all are tried.
+    """
     while True:
         tried = np.unique([*_changed(delays, most)], axis=0) if any(most) else np.array([delays])
+        if quick is not None:
+            order = np.lexsort((tried.sum(axis=1), _means_s(quick, tried)))
+            tried = tried[order[:TRIED]]
         times_s = _means_s(pipelines, tried)
         place = np.lexsort((tried.sum(axis=1), times_s))[0]
         if times_s[place] > best_s * (1 - LEAST_STEP):
