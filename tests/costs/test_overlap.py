@@ -7,7 +7,7 @@ import pytest
 
 from disttrain_cli.costs import buckets
 from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of
-from disttrain_cli.costs.overlap import Hidden, hidden
+from disttrain_cli.costs.overlap import Hidden, hidden, last_slots
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
@@ -33,9 +33,9 @@ def both(profile: Profile, plan: Layout) -> tuple[list[CostedStage], Hidden, Hid
     return stages, *hidden(profile, plan, stages, PER_NODE)
 
 
-def passes(seconds: float, stages: int) -> list[np.ndarray]:
-    """All passes of one slot and one replica take so long."""
-    return [np.full((1, stages, 1), seconds)] * 3
+def passes(seconds: float, stages: int) -> np.ndarray:
+    """All stages' passes of one replica take so long."""
+    return np.full((stages, 1), seconds)
 
 
 def test_messages_of_all_buckets_are_the_whole_one_but_for_latencies() -> None:
@@ -84,12 +84,30 @@ def test_a_layer_s_gradients_are_final_where_its_part_of_the_pass_ends(monkeypat
     assert gathering.operation.tolist() == [FORWARD] * len(stages)
 
 
-def test_behind_the_weights_part_where_there_is_one() -> None:
-    stages, reducing, _ = both(PROFILE, layout(weight_delay=[3, None]))
+def test_behind_the_weights_parts_of_all_slots_left_where_there_are_some() -> None:
+    given = layout(weight_delay=[3, None])
+    at_once = both(PROFILE, layout(weight_delay=[0, None]))[1]
+    many = both(PROFILE, layout(weight_delay=[100, None]))[1]
+    reducing = both(PROFILE, given)[1]
     assert reducing.operation.tolist() == [BACKWARD, WEIGHTS, BACKWARD, BACKWARD]
-    parts_s = [np.full((1, len(stages), 1), seconds) for seconds in (0.0, 1e6, 0.0)]
-    left_s, long = reducing.left_s(parts_s)[:, 0], reducing.left_s(passes(1e6, len(stages)))[:, 0]
-    assert left_s[1] > long[1] and left_s[2] == long[2]
+    slots = given.microbatches
+    assert last_slots(slots, 3) == range(slots - 4, slots) and last_slots(3, 7) == range(3)
+    assert last_slots(slots, None) == last_slots(slots, 0) == range(slots - 1, slots)
+    ratios = [1.0, 4.0, 1.0, 1.0]
+    assert reducing.mean_s == pytest.approx(at_once.mean_s * ratios)
+    assert many.mean_s[1] == pytest.approx(at_once.mean_s[1] * slots)
+    assert reducing.mean_left_s == pytest.approx(reducing.left_s(reducing.mean_s))
+    assert reducing.mean_left_s[1] < at_once.mean_left_s[1]
+    assert reducing.mean_left_s[[0, 2, 3]].tolist() == at_once.mean_left_s[[0, 2, 3]].tolist()
+
+
+def test_those_of_some_stages() -> None:
+    _, reducing, _ = both(PROFILE, layout(weight_delay=[3, None]))
+    pass_s = np.random.default_rng(0).random((4, 5))
+    some = reducing.of([2, 0, 2])
+    assert some.left_s(pass_s[[2, 0, 2]]).tolist() == reducing.left_s(pass_s)[[2, 0, 2]].tolist()
+    assert len(reducing.of([2]).until_s) == np.isfinite(reducing.until_s[:, 2]).sum()
+    assert some.operation.tolist() == [BACKWARD, BACKWARD, BACKWARD]
 
 
 def test_frozen_stages_have_none() -> None:

@@ -165,10 +165,10 @@ def test_weights_parts_are_drawn_between_backward_and_reduction() -> None:
 def test_what_is_left_of_messages_behind_passes_is_drawn_at_the_ends() -> None:
     pipeline, layout = made([(1, 1), (1, 1)], slots=2)
     first, last = (
-        Hidden(np.full(2, operation), slot, np.array([[0.3, 0.3], [1.0, 4.0]]), before, np.zeros(2))
-        for operation, slot, before in (
-            (FORWARD, 0, np.array([[0.0, 0.0], [0.5, 0.5]])),
-            (BACKWARD, -1, np.array([[0.0, 0.0], [0.5, 0.5]])),
+        Hidden(np.full(2, operation), np.array([[0.3, 0.3], [1.0, 4.0]]), before, np.zeros(2))
+        for operation, before in (
+            (FORWARD, np.array([[0.0, 0.0], [0.5, 0.5]])),
+            (BACKWARD, np.array([[0.0, 0.0], [0.5, 0.5]])),
         )
     )
     behind = dataclasses.replace(pipeline, gathering=first, reducing=last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_lrs
+from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.feeding import fetcher, message_dtype, to_batch
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.messages.recorder import Recorder
@@ -36,13 +37,22 @@ from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.stage_graph import stage_graph
 from tests.commands.conftest import MODULES, make_profile, module_profile
 
-GATHER = broker._gather
+GATHER, WEIGHTS = broker._gather, StageRunner.weights
+SLOTWISE = "slotwise"  # begins the names of cases whose weights' parts are computed slot by slot
 BUCKET_NUMBERS = 10_000  # the tests' layers have up to 30,000
 
 
 def _reversed_rows(tensor: torch.Tensor, route: Route) -> torch.Tensor:
     """A broken broker, to show that the comparison notices one."""
     return GATHER(tensor, route).flip(0)
+
+
+def _slot_by_slot(
+    runner: StageRunner, slots: Sequence[int], timed: Callable[[int, str], Callable[[], None]]
+) -> None:
+    """The weights' parts that are left at the end, not by layer."""
+    for slot in slots:
+        WEIGHTS(runner, [slot], timed)
 
 
 def orders_of(run: Run, layout: Layout) -> Orders:
@@ -116,6 +126,8 @@ def ranks(payload: dict[str, Any]) -> None:
             stage_layers = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
             out = Path(case["out"])
             broker._gather = _reversed_rows if case["name"] == "faulty" else GATHER
+            slotwise = case["name"].startswith(SLOTWISE)
+            StageRunner.weights = _slot_by_slot if slotwise else WEIGHTS  # type: ignore[method-assign]
             tracer = Tracer(out / "traces", "test", place, wall_clock())
             engine = build_engine(run, plan, graph, place, device, tracer)
             dtype = message_dtype(run.file.train)
@@ -129,7 +141,7 @@ def ranks(payload: dict[str, Any]) -> None:
                 fields={f for info in stage_layers for f in info.needs},
             ) as loader:
                 for step in range(case["steps"]):
-                    order = loader.order(step)
+                    tracer.step, order = step, loader.order(step)
                     set_lrs(engine.optimizer, engine.train_spec, step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order))
                     history.append([*engine.step_losses.values(), engine.grad_norm()])

@@ -7,12 +7,15 @@ One of each kind; `test_equivalence_matrix` draws many more.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from disttrain_cli.costs.overlap import last_slots
 from disttrain_cli.data.index import build_index, read_index
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sample_data import write_sample_data
@@ -24,7 +27,7 @@ from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import damaged, encoded, image, interleaved, text, write_tar
-from tests.runtime.equivalence_worker import orders_of, reference
+from tests.runtime.equivalence_worker import SLOTWISE, orders_of, reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 STEPS = 3
@@ -90,6 +93,13 @@ def _layouts(run: Run) -> dict[str, tuple[list[UnitPlan], int]]:
     }
 
 
+def _later(one: UnitPlan) -> UnitPlan:
+    """The unit with gradients of weights later than those of inputs."""
+    return one.model_copy(
+        update={"weight_delay": DELAYS["all" if len(one.modules) > 1 else one.modules[0]]}
+    )
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Six ranks train every layout in the same processes; the reference trains alone."""
@@ -128,9 +138,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases += [("faulty", run, *_layouts(run)["3-2-1"])]
     cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in BF16]
     cases += [(f"{each.file.name}-3-2-1", each, *_layouts(each)["3-2-1"]) for each in ordered]
-    cases += [
-        (f"overlap-{name}", each, units, m) for name, each, units, m in cases if name in OVERLAPPING
+    later = [
+        (f"later-{name}", each, list(map(_later, units)), m)
+        for name, each, units, m in cases
+        if name in LATER
     ]
+    cases += [
+        (f"overlap-{name}", *case)
+        for name, *case in [*cases, *later]
+        if name in OVERLAPPING or f"overlap-{name}" in BY_LAYER
+    ]
+    cases += [(f"{SLOTWISE}-{name}", *case) for name, *case in later]
+    cases += [case for case in later if case[0] in BY_LAYER]
     payload = {
         "cases": [
             {
@@ -186,6 +205,8 @@ def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[s
 
 ZERO = ("1-tp2dp2-1", "monolithic-pp3dp2")
 BF16 = ("1-tp2dp2-1",)
+LATER = ("zero1-monolithic-pp3dp2", "3-2-1", "bf16-1-tp2dp2-1")
+DELAYS = {ENCODER: [5], LLM: [1], GENERATOR: [0], "all": [1, 0, 2]}  # of three slots
 FP32 = [
     "3-2-1",
     "2-pp2-2",
@@ -202,7 +223,10 @@ OVERLAPPING = (
     "monolithic-pp3dp2",
     *(f"zero1-{name}" for name in ZERO),
     *(f"bf16-{name}" for name in BF16),
+    f"later-{LATER[0]}",
 )
+#: Beside `SLOTWISE`.
+BY_LAYER = (f"later-{LATER[0]}", *(f"overlap-later-{name}" for name in LATER))
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -231,6 +255,47 @@ def test_messages_beside_computing_change_nothing(runs: dict[str, Any], name: st
     assert {key: torch.equal(value, same[key]) for key, value in weights.items()} == dict.fromkeys(
         same, True
     )
+
+
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_gradients_of_weights_are_the_same_by_layer_as_by_slot(
+    runs: dict[str, Any], name: str
+) -> None:
+    """Those of each weight are summed in the order of the slots either way."""
+    history, weights = _trained(runs, name)
+    by_slot, same = _trained(runs, f"{SLOTWISE}-{name.removeprefix('overlap-')}")
+    assert by_slot == history
+    assert {key: torch.equal(value, same[key]) for key, value in weights.items()} == dict.fromkeys(
+        same, True
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "overlap-"])
+def test_weights_parts_have_a_row_per_slot_one_after_the_other(
+    runs: dict[str, Any], prefix: str
+) -> None:
+    kinds, most = {"backward": 0, "weights": 1}, 0
+    for folder in (runs["folder"] / f"{prefix}later-zero1-monolithic-pp3dp2" / "traces").glob(
+        "rank*"
+    ):
+        rows = [row for row in pq.read_table(folder).to_pylist() if row["operation"] in kinds]
+        assert all(row["start_ns"] <= row["end_ns"] for row in rows)
+        assert all(a["end_ns"] <= b["start_ns"] for a, b in pairwise(rows))
+        delay = DELAYS["all"][rows[0]["stage"]]
+        for step in range(STEPS):
+            order = [
+                (kinds[row["operation"]], row["slot"], row["module"])
+                for row in rows
+                if row["step"] == step
+            ]
+            assert len(order) == len(set(order))
+            done = [slot for kind, slot, _ in order if kind == kinds["weights"]]
+            assert done == sorted(done)
+            after_last = order[max(i for i, (kind, *_) in enumerate(order) if not kind) + 1 :]
+            left = {slot for _, slot, _ in after_last}
+            assert left == set(done) & set(last_slots(3, delay))
+            most = max(most, len(left))
+    assert most == 3
 
 
 def test_the_layouts_were_given_every_mix_of_modalities(runs: dict[str, Any]) -> None:

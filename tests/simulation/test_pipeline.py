@@ -66,13 +66,13 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         last = BACKWARD if pipeline.weight_s is None else np.where(weighted, WEIGHTS, BACKWARD)
         pipeline = dataclasses.replace(
             pipeline,
-            reducing=messages(random, len(replicas), last, -1),
-            gathering=messages(random, len(replicas), FORWARD, 0),
+            reducing=messages(random, len(replicas), last),
+            gathering=messages(random, len(replicas), FORWARD),
         )
     return pipeline
 
 
-def messages(random: np.random.Generator, stages: int, operation: Any, slot: int) -> Hidden:
+def messages(random: np.random.Generator, stages: int, operation: Any) -> Hidden:
     """One to four per stage, somewhere behind its pass."""
     most = 4
     missing = np.arange(most)[:, None] >= random.integers(1, most + 1, stages)
@@ -81,7 +81,7 @@ def messages(random: np.random.Generator, stages: int, operation: Any, slot: int
     until_s = np.cumsum(random.random((most, stages)) * 0.6, axis=0)
     operation = np.broadcast_to(operation, stages)
     until_s = np.where(missing, -np.inf, until_s)
-    return Hidden(operation, slot, until_s, before, np.zeros(stages))
+    return Hidden(operation, until_s, before, np.zeros(stages))
 
 
 def orders(pipeline: Pipeline) -> list[list[tuple[int, int]]]:
@@ -282,16 +282,7 @@ def by_events(
     if pipeline.reducing is None or pipeline.gathering is None:
         ends = [free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks]
         return times, max(ends) + pipeline.step_s
-    last = len(pipeline.forward_s) - 1
-    reduced = [
-        reduced_at(
-            pipeline.reducing,
-            stage,
-            *times[int(pipeline.reducing.operation[stage]), last, stage, replica],
-        )
-        for stage, replica in ranks
-    ]
-    return times, max(reduced)
+    return times, max(reduced_at(pipeline, times, *rank) for rank in ranks)
 
 
 def by_bucket(messages: Hidden, stage: int) -> list[tuple[float, float, float]]:
@@ -312,11 +303,29 @@ def with_weights(messages: Hidden, stage: int, asked: float, forward_s: float) -
     return now - forward_s
 
 
-def reduced_at(messages: Hidden, stage: int, start: float, end: float) -> float:
-    """When the last bucket is reduced: from the last layers on, each as its gradients are there."""
-    done = -np.inf
-    for message_s, before, _ in reversed(by_bucket(messages, stage)):
-        done = max(done, end - before * (end - start)) + message_s
+def reduced_at(
+    pipeline: Pipeline,
+    times: dict[tuple[int, int, int, int], tuple[float, float]],
+    stage: int,
+    replica: int,
+) -> float:
+    """When the last bucket is reduced: from the last layers on, each as its gradients are there.
+
+    What follows the last backward is computed layer by layer over its slots, not slot by slot.
+    """
+    assert pipeline.reducing is not None
+    last = len(pipeline.forward_s) - 1
+    left = [(BACKWARD, last)]
+    if pipeline.reducing.operation[stage] == WEIGHTS:
+        order = orders(pipeline)[stage]
+        left = order[order.index((BACKWARD, last)) + 1 :]
+        assert left and all(what == WEIGHTS for what, _ in left)
+    spans = [times[what, slot, stage, replica] for what, slot in left]
+    now, done = spans[0][0], -np.inf
+    for message_s, begin, end in reversed(by_bucket(pipeline.reducing, stage)):
+        for started, ended in spans:
+            now += (end - begin) * (ended - started)
+        done = max(done, now) + message_s
     return done
 
 
@@ -400,6 +409,7 @@ def test_order_is_deepspeeds(stages: int, slots: int) -> None:
 
 @pytest.mark.parametrize(("stages", "slots", "delay"), [(1, 1, 3), (3, 2, 0), (3, 7, 1), (4, 4, 9)])
 def test_order_of_weights_is_the_engines(stages: int, slots: int, delay: int) -> None:
+    """The engine's last pass is that of all slots from its own on."""
     from deepspeed.runtime.pipe import schedule
 
     from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
@@ -411,6 +421,7 @@ def test_order_of_weights_is_the_engines(stages: int, slots: int, delay: int) ->
             for what in (kinds[type(c)] for c in commands if type(c) in kinds):
                 found.append((what, count[what]))
                 count[what] += 1
+        found += [(WEIGHTS, slot) for slot in range(count[WEIGHTS], slots)]
         assert found == operations(slots, stages - stage, delay)
 
 

@@ -2,8 +2,10 @@
 
 The gradients of a bucket (`costs.buckets`) are final once the step's last pass has done its layers,
 from the last one on; weights are gathered from the first bucket on, each before a step's first
-forward comes to its layers. Either way the buckets up to k take Σ_{j≤k} message_j, and the layers
-before bucket k hide what they compute meanwhile, so that
+forward comes to its layers. The last pass is the last slot's backward or, where backwards have two
+parts, the weights' parts of all slots that are left after it, layer by layer (`last_slots`). Either
+way the buckets up to k take Σ_{j≤k} message_j, and the layers before bucket k hide what they
+compute meanwhile, so that
 
     left = max_k (Σ_{j≤k} message_j − share of the pass before bucket k · its time)
 
@@ -41,24 +43,23 @@ Floats = NDArray[np.float64]
 class Hidden:
     """Messages of all stages, each behind one pass of its stage.
 
-    Shape letters: K buckets of the stage that has most · S stages · R replicas · n slots.
+    Shape letters: K buckets of the stage that has most · S stages · R replicas.
     """
 
-    operation: NDArray[np.int64]  # [S] the pass, by its place in `COMPUTE`
-    slot: int  # of the pass: 0, or -1 for the last
+    operation: NDArray[np.int64]  # [S] what the pass does, by its place in `COMPUTE`
     until_s: Floats  # [K, S] messages up to each bucket's; −∞ where a stage has fewer
     before: Floats  # [K, S] share of the pass that is computed before each bucket's layers
     mean_s: Floats  # [S] the pass, of the data's mean work
 
-    def of(self, stage: int) -> Hidden:
-        """Those of one stage, as the only one."""
-        count, only = int(np.isfinite(self.until_s[:, stage]).sum()), slice(stage, stage + 1)
+    def of(self, stages: Sequence[int] | NDArray[np.int64]) -> Hidden:
+        """Those of some stages, in this order; a stage may be there several times."""
+        until_s = self.until_s[:, stages]
+        count = int(np.isfinite(until_s).sum(axis=0).max())
         return Hidden(
-            self.operation[only],
-            self.slot,
-            self.until_s[:count, only],
-            self.before[:count, only],
-            self.mean_s[only],
+            self.operation[stages],
+            until_s[:count],
+            self.before[:count, stages],
+            self.mean_s[stages],
         )
 
     @property
@@ -67,16 +68,19 @@ class Hidden:
         left_s: Floats = (self.until_s - self.before * self.mean_s).max(axis=0)
         return left_s
 
-    def left_s(self, parts_s: Sequence[Floats]) -> Floats:
-        """[S, R, ...] what is left of every stage's messages, of passes [n, S, R, ...] by
-        operation."""
-        stages = enumerate(self.operation.tolist())
-        pass_s = np.stack([parts_s[operation][self.slot, stage] for stage, operation in stages])
+    def left_s(self, pass_s: Floats) -> Floats:
+        """[S, R, ...] what is left of every stage's messages behind passes that take so long."""
         left_s = np.full(pass_s.shape, -np.inf)
         each = (slice(None), *(None,) * (pass_s.ndim - 1))
         for until_s, before in zip(self.until_s, self.before, strict=True):
             np.maximum(left_s, until_s[each] - before[each] * pass_s, out=left_s)
         return left_s
+
+
+def last_slots(slots: int, delay: int | None) -> range:
+    """Slots whose gradients of weights a stage makes in the step's last pass: those that are left
+    after the last backward, or the last one alone where backwards have one part (None)."""
+    return range(max(0, slots - 1 - (delay or 0)), slots)
 
 
 def hidden(
@@ -88,8 +92,8 @@ def hidden(
     last = [BACKWARD if stage.weight_delay is None else WEIGHTS for stage in stages]
     reductions, gathers = zip(*rows, strict=True)
     return (
-        Hidden(np.array(last), -1, *_stacked(reductions)),
-        Hidden(np.full(len(stages), FORWARD), 0, *_stacked(gathers)),
+        Hidden(np.array(last), *_stacked(reductions)),
+        Hidden(np.full(len(stages), FORWARD), *_stacked(gathers)),
     )
 
 
@@ -118,8 +122,9 @@ def _of_stage(
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
     reduced = [reduction_s(layout, link, dp, count) for count in held]
     gathered = [gather_s(profile, layout, link, dp, count) for count in held]
+    last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
-        (list(accumulate(reduced)), _before(found, last_ms), sum(last_ms) / 1e3),
+        (list(accumulate(reduced)), _before(found, last_ms), last_s),
         (
             list(accumulate(gathered, initial=update_s(profile, layout, stage)))[1:],
             _before(found, forward_ms),
@@ -138,7 +143,7 @@ def _layers(
     profile: Profile, layout: Layout, stage: CostedStage
 ) -> tuple[list[int], list[float], list[float]]:
     """By layer of a stage: trained numbers of a rank, and ms of its forward and of its part of the
-    step's last pass."""
+    step's last pass, each of one slot."""
     sequences = layout.global_batch_size / layout.microbatches / stage.unit.dp
     rows: dict[tuple[str, str, str], tuple[int, float, float]] = {}
     for name, kind, does in dict.fromkeys(stage.held):

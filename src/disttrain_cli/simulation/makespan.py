@@ -48,7 +48,7 @@ def iterations_s(
         program.table(some.forward_s, True, spent_s)
         program.table(some.backward_s, False, spent_s)
         follow_s = None if some.weight_s is None else program.follow(some, some.weight_s)
-        times_s[chunk] = _run(some, program, spent_s, follow_s)
+        times_s[chunk] = _run(some, program, spent_s, follow_s, _of_ranks(some, some.exposed_s))
     return times_s
 
 
@@ -61,16 +61,29 @@ def delays_s(pipeline: Pipeline, delays: NDArray[np.int64]) -> Floats:
     spent_s = np.zeros((program.steps, ranks))
     program.table(pipeline.forward_s, True, spent_s)
     program.table(pipeline.backward_s, False, spent_s)
+    reducing = pipeline.reducing and pipeline.reducing.of(program.stage_of)
     for chunk in _chunks(program, len(delays)):
         mine = delays[chunk]
-        follow_s = np.zeros((program.steps, ranks, len(mine)))
+        follow_s, last_s = np.zeros((program.steps, ranks, len(mine))), np.zeros((ranks, len(mine)))
         for stage, replicas in enumerate(pipeline.replicas.tolist()):
-            table = follow_s[program.backwards_of(stage)]
+            places = program.backwards_of(stage)
             for delay in np.unique(mine[:, stage]).tolist():
+                having = mine[:, stage] == delay
                 after_s = following(pipeline.weight_s[:, stage, :replicas], delay)
-                table[..., mine[:, stage] == delay] = after_s[..., None]
-        times_s[chunk] = _run(pipeline, program, spent_s[..., None], follow_s)
+                follow_s[places][..., having] = after_s[..., None]
+                if reducing is not None:
+                    own_s = pipeline.last_pass_s(stage, delay)[:replicas, None]
+                    last_s[places[1]][:, having] = own_s
+        exposed_s = (
+            _of_ranks(pipeline, pipeline.exposed_s) if reducing is None else reducing.left_s(last_s)
+        )
+        times_s[chunk] = _run(pipeline, program, spent_s[..., None], follow_s, exposed_s)
     return times_s
+
+
+def _of_ranks(pipeline: Pipeline, each_s: Floats) -> Floats:
+    """[ranks, K] of times [S, R, K]; K is 1 where there is none."""
+    return each_s[pipeline.present].reshape(int(pipeline.replicas.sum()), -1)
 
 
 def _chunks(program: Program, count: int) -> Iterator[slice]:
@@ -80,19 +93,21 @@ def _chunks(program: Program, count: int) -> Iterator[slice]:
         yield slice(begin, min(count, begin + size))
 
 
-def _run(pipeline: Pipeline, program: Program, spent_s: Floats, follow_s: Floats | None) -> Floats:
-    """[K] times of steps with operations of these durations [steps, ranks, K], and weights' parts
-    after them; as in `pipeline._step`."""
+def _run(
+    pipeline: Pipeline,
+    program: Program,
+    spent_s: Floats,
+    follow_s: Floats | None,
+    exposed_s: Floats,
+) -> Floats:
+    """[K] times of steps with operations of these durations [steps, ranks, K], weights' parts after
+    them, and reductions [ranks, K] after the last ones; as in `pipeline._step`."""
     count = (spent_s if follow_s is None else follow_s).shape[-1]
     ranks, stages = len(program.stage_of), len(program.depth)
     hold_s = program.hold_s[:, program.stage_of, None]
-    lead_s, exposed_s = (
-        each_s[pipeline.present].reshape(ranks, -1)
-        for each_s in (pipeline.lead_s, pipeline.exposed_s)
-    )
     clock = np.zeros((ranks + stages + 1, count))
     arrived, latest = clock[:ranks], clock[ranks:-1]
-    arrived[:] = lead_s
+    arrived[:] = _of_ranks(pipeline, pipeline.lead_s)
     free = arrived if follow_s is None else arrived.copy()
     start = np.empty((ranks, count))
     ends = [

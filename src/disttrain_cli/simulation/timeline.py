@@ -8,11 +8,12 @@ replicas that a stage does not have are NaN in a timeline.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.overlap import Hidden
+from disttrain_cli.costs.overlap import Hidden, last_slots
 from disttrain_cli.spec.stage_graph import stages_to_end
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS
 
@@ -71,7 +72,7 @@ class Pipeline:
         updated."""
         if self.gathering is None:
             return np.zeros(self.forward_s.shape[1:])
-        return self.gathering.left_s(self.parts_s)
+        return self.gathering.left_s(self.forward_s[0])
 
     @property
     def exposed_s(self) -> Floats:
@@ -79,7 +80,18 @@ class Pipeline:
         if self.reducing is None:
             whole_s = self.reduce_s.reshape(-1, *(1,) * (self.forward_s.ndim - 2))
             return np.broadcast_to(whole_s, self.forward_s.shape[1:])
-        return self.reducing.left_s(self.parts_s)
+        delays = np.zeros_like(self.replicas) if self.weight_delay is None else self.weight_delay
+        last_s = [self.last_pass_s(stage, delay) for stage, delay in enumerate(delays.tolist())]
+        return self.reducing.left_s(np.stack(last_s))
+
+    def last_pass_s(self, stage: int, delay: int) -> Floats:
+        """[R, ...] the pass behind which a stage's reductions run, if its weights' parts came so
+        many slots later."""
+        assert self.reducing is not None
+        operation = int(self.reducing.operation[stage])
+        slots = last_slots(len(self.forward_s), delay if operation == WEIGHTS else None)
+        # added in the order of the slots, whatever their layout in memory
+        return reduce(np.add, self.parts_s[operation][slots.start :, stage])
 
     @property
     def closing_s(self) -> float:
@@ -138,8 +150,9 @@ def operations(slots: int, to_end: int, delay: int | None = None) -> list[tuple[
     (1F1B).
 
     With `to_end` stages from it to the end, the backward of slot k comes after the forward of slot
-    k + to_end - 1, or of the last slot. Weights' parts come `delay` slots later, the last of them
-    at the end; None: backwards have one part.
+    k + to_end - 1, or of the last slot. Weights' parts come `delay` slots later; None: backwards
+    have one part. Those that are left at the end are computed layer by layer, over all their slots:
+    here, as in traces, each has the time that it takes, one after the other.
     """
     ahead = to_end - 1
     order = [(FORWARD, slot) for slot in range(min(ahead, slots))]
@@ -155,5 +168,6 @@ def weights_after(slot: int, slots: int, delay: int | None) -> range:
     """Slots whose weights' parts follow the backward of a slot."""
     if delay is None:
         return range(0)
-    first = max(0, slot - delay)
-    return range(first, max(first, slot - delay + 1) if slot + 1 < slots else slots)
+    if slot + 1 == slots:
+        return last_slots(slots, delay)
+    return range(max(0, slot - delay), max(0, slot - delay + 1))

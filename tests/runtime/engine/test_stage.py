@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.weight_parts import split
 from disttrain_cli.runtime.engine.faults import Sums
 from disttrain_cli.runtime.engine.gradients import GradientFlow, gradient_flow
 from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
@@ -184,3 +185,68 @@ def test_sums_are_noted_in_the_order_of_computation() -> None:
         (1, "llm"),
     ]
     assert [bool(torch.isfinite(note[4])) for note in order] == [True, False, False, False]
+
+
+class Images(Linear):
+    """Has nothing to do in slots without images."""
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        if not batch.cache["images"]:
+            return {self.writes[0].name: batch.cache["input"] * 1.0}
+        return super().compute(state, batch)
+
+
+def _aside(dtype: torch.dtype) -> tuple[list[PipelineLayer], StageRunner]:
+    """Backwards of three slots, the second without images, that put their weights' parts aside."""
+    torch.manual_seed(0)
+    layers: list[PipelineLayer] = [
+        Images("encoder", 0, "", "image"),
+        Images("encoder", 1, "image", "image"),
+        *_layers()[2:],
+    ]
+    runner = _runner(layers, None)
+    runner.deferring = True
+    for layer in layers:
+        layer.to(dtype)
+        split(layer)
+    for slot in range(3):
+        given = torch.randn(3, WIDTH).to(dtype)
+        batch = Batch(cache={"input": given, "images": slot != 1})
+        left = runner.forward(slot, {}, batch, _untimed)
+        runner.backward(slot, {"out": torch.ones_like(left["out"])}, _untimed)
+    return layers, runner
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_parts_of_several_slots_go_layer_by_layer(dtype: torch.dtype) -> None:
+    """The last layer's first, in the order of the slots, so that sums have the same bits."""
+    layers, runner = _aside(dtype)
+    weights = {id(layer.linear.weight): number for number, layer in enumerate(layers)}  # type: ignore[union-attr]
+    assert sorted(weights[id(w)] for w in runner.waiting([0, 1])) == [0, 1, 2, 2, 3, 3, 4, 4]
+    made: list[tuple[int, int, str]] = []
+    turns: list[tuple[int, str]] = []
+
+    def timed(slot: int, module: str) -> Callable[[], None]:
+        turns.append((slot, module))
+        return lambda: None
+
+    for number, layer in enumerate(layers):
+        layer.linear.weight.register_hook(  # type: ignore[union-attr, operator]
+            lambda _, number=number: made.append((number, *turns[-1]))
+        )
+    runner.weights(range(3), timed)
+    assert made == [
+        *((number, slot, "llm") for number in (4, 3, 2) for slot in range(3)),
+        *((number, slot, "encoder") for number in (1, 0) for slot in (0, 2)),
+    ]
+    assert not runner.put_aside and not runner.waiting(range(3))
+    assert len(turns) == len(made)
+    by_slot, other = _aside(dtype)
+    for slot in range(3):
+        seen: list[str] = []
+        other.weights([slot], lambda _, module: seen.append(module) or (lambda: None))  # noqa: B023
+        assert seen == ["llm", "encoder"][: 1 if slot == 1 else 2]
+    for layer, same in zip(layers, by_slot, strict=True):
+        for parameter, expected in zip(layer.parameters(), same.parameters(), strict=True):
+            assert parameter.grad is not None and expected.grad is not None
+            assert torch.equal(parameter.grad, expected.grad)

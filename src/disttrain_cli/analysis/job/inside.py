@@ -20,7 +20,7 @@ import numpy as np
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.result.rows import InsideRow, Part
 from disttrain_cli.spec.progress import Progress, silent
-from disttrain_cli.spec.trace import COMPUTE, OPERATIONS, profile_file, read_mark
+from disttrain_cli.spec.trace import COMPUTE, OPERATIONS, WEIGHTS, profile_file, read_mark
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
@@ -59,8 +59,8 @@ def kind_of(name: str) -> str:
 class _Sum:
     """Operations of one kind on one stage."""
 
-    ranks: set[int] = field(default_factory=set)
-    count: int = 0
+    # rank, step and slot; weights' parts that are left at the end take turns, in a mark each
+    passes: set[tuple[int, int, int]] = field(default_factory=set)
     ns: int = 0
     # name → ns, runs
     parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
@@ -96,8 +96,7 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
         thread = threads[rank]
         for mark, parts in zip(marked, _divided(profiles, rank, marked), strict=True):
             total = sums[thread["unit"], thread["stage"], mark["module"], mark["operation"]]
-            total.ranks.add(rank)
-            total.count += 1
+            total.passes.add((rank, mark["step"], mark["slot"]))
             total.ns += mark["end_ns"] - mark["start_ns"]
             for name, (ns, runs) in parts.items():
                 total.parts[name][0] += ns
@@ -206,21 +205,20 @@ def _row(
     unit, stage, module, operation = key
     shares: dict[str, float] = defaultdict(float)
     parts = []
+    count = len(total.passes)
     for number, (ns, runs) in total.parts.items():
         kind = kind_of(names[number])
         shares[kind] += ns / total.ns
-        parts.append(
-            Part(name=names[number], kind=kind, count=runs / total.count, share=ns / total.ns)
-        )
+        parts.append(Part(name=names[number], kind=kind, count=runs / count, share=ns / total.ns))
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return InsideRow(
         unit=unit,
         stage=stage,
         module=module or None,
         operation=operation,
-        ranks=len(total.ranks),
-        count=total.count,
-        profiled_ms=total.ns / 1e6 / total.count,
+        ranks=len({rank for rank, *_ in total.passes}),
+        count=count,
+        profiled_ms=total.ns / 1e6 / count,
         usual_ms=usual.get(key),
         shares=ordered | {"idle": max(0.0, 1.0 - sum(shares.values()))},
         top=sorted(parts, key=lambda part: -part.share)[:MOST_PARTS],
@@ -233,9 +231,10 @@ def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
     shown = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
     database.warnings.append(f"{shown} recorded by torch's profiler too, which slows them")
     rows = database.sql(
+        # rows of weights' parts need not begin where these do
         "SELECT rank, step, slot, operation, module, start_ns FROM operations WHERE"
-        " list_contains($steps, step)",
-        {"steps": steps},
+        " list_contains($steps, step) AND operation <> $weights",
+        {"steps": steps, "weights": COMPUTE[WEIGHTS]},
     )
     recorded = {
         (row["rank"], row["step"], row["slot"], row["operation"], row["module"]): row["start_ns"]

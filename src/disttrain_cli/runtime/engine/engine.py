@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+from disttrain_cli.costs.overlap import last_slots
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch
@@ -37,9 +38,13 @@ from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
 from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.runtime.watching.turns import Turns
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.watching.tracing import Time
 
 
 class UnitEngine:
@@ -244,7 +249,7 @@ class UnitEngine:
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        if self.coords.stage.weight_delay is None and self._is_last(slot):
+        if self.coords.stage.weight_delay is None and slot == len(self.order.slots) - 1:
             self.stage.reduction.expect()
         with self._memory("backward", slot), self.stage.backward_under_way():
             gradients = self.runner.backward(
@@ -254,13 +259,19 @@ class UnitEngine:
             self._state[slot] = gradients
 
     def _weights(self, slot: int) -> None:
-        if self._is_last(slot):
-            self.stage.reduction.expect(self.runner.waiting(slot))
+        """Those of the slot or, from the first that is left at the end on, of all that are left."""
+        left = last_slots(len(self.order.slots), self.coords.stage.weight_delay)
+        slots = left if slot == left.start else range(slot, slot + 1)
+        if slots is left:
+            self.stage.reduction.expect(self.runner.waiting(slots))
         with self._memory("weights", slot), self.stage.backward_under_way():
-            self.runner.weights(slot, self._timed("weights", slot))
+            self._compute_weights(slots)
 
-    def _is_last(self, slot: int) -> bool:
-        return slot == len(self.order.slots) - 1
+    def _compute_weights(self, slots: range) -> None:
+        turns = Turns(self.tracer, "weights")
+        self.runner.weights(slots, turns.timed)
+        for slot, module, start, end in turns.rows():
+            self._record("weights", slot, module, start, end)
 
     def _send_gradient(self, slot: int) -> None:
         assert self.upstream is not None
@@ -373,19 +384,20 @@ class UnitEngine:
         def before(module: str) -> Callable[[], None]:
             self.tracer.begin(operation, slot, module)
             start = self.tracer.mark()
-
-            def after() -> None:
-                if (slot, module) not in self._amounts:  # the backward's are those of the forward
-                    current = self.order.slots[slot]
-                    items = current.replicas[self.coords.unit.name][self.coords.replica]
-                    self._amounts[slot, module] = amounts(current, module, items)
-                self.tracer.record(
-                    operation, start, slot=slot, module=module, **self._amounts[slot, module]
-                )
-
-            return after
+            return lambda: self._record(operation, slot, module, start)
 
         return before
+
+    def _record(
+        self, operation: str, slot: int, module: str, start: Time, end: Time | None = None
+    ) -> None:
+        if (slot, module) not in self._amounts:  # the backward's are those of the forward
+            current = self.order.slots[slot]
+            items = current.replicas[self.coords.unit.name][self.coords.replica]
+            self._amounts[slot, module] = amounts(current, module, items)
+        self.tracer.record(
+            operation, start, end, slot=slot, module=module, **self._amounts[slot, module]
+        )
 
     def _nothing(self, slot: int) -> None:
         """Tied weights do not exist; every stage loads what its layers need in `_forward`."""

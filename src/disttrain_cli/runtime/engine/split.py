@@ -12,12 +12,13 @@ from deepspeed.runtime.pipe import schedule
 
 
 class WeightPass(schedule.BufferOpInstruction):
-    """Compute the gradients of the weights that the backward of an earlier slot put aside."""
+    """Compute the gradients of the weights that the backward of an earlier slot put aside; the last
+    one of a step also those of all later slots."""
 
 
 class SplitSchedule(schedule.TrainSchedule):
-    """A stage whose weights' parts come `delay` slots after their inputs' parts, the last ones at
-    the end."""
+    """A stage whose weights' parts come `delay` slots after their inputs' parts, those that are
+    left after the last backward together (`costs.overlap.last_slots`)."""
 
     def __init__(self, delay: int, micro_batches: int, stages: int, stage_id: int) -> None:
         super().__init__(micro_batches, stages, stage_id)
@@ -27,13 +28,12 @@ class SplitSchedule(schedule.TrainSchedule):
         """Commands of every step of the schedule."""
         backwards = weights = 0
         for commands in super().steps():
-            if backwards - self._delay > weights:
+            if weights < backwards - self._delay and backwards < self.micro_batches:
                 sent = any(type(command) is schedule.SendGrad for command in commands[:1])
                 commands.insert(int(sent), WeightPass(weights))
                 weights += 1
             backwards += any(type(command) is schedule.BackwardPass for command in commands)
             ends = [type(command) is schedule.ReduceTiedGrads for command in commands]
             if any(ends):
-                rest = [WeightPass(slot) for slot in range(weights, self.micro_batches)]
-                commands[ends.index(True) : ends.index(True)] = rest
+                commands.insert(ends.index(True), WeightPass(weights))
             yield commands

@@ -14,8 +14,10 @@ from no generator, so none is restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from typing import cast
 
 import torch
@@ -67,8 +69,8 @@ class StageRunner:
     in_flight: dict[int, list[_Saved]] = field(default_factory=dict)
     losses: dict[str, Tensor] = field(default_factory=dict)  # summed since they were last cleared
     deferring: bool = False  # whether weights' gradients wait for `weights`
-    # by slot, of each module the parts that its backward put aside
-    put_aside: dict[int, list[tuple[str, list[WeightPart]]]] = field(default_factory=dict)
+    # by slot and layer, the parts that a backward put aside
+    put_aside: dict[int, dict[PipelineLayer, list[WeightPart]]] = field(default_factory=dict)
 
     @property
     def still(self) -> bool:
@@ -140,7 +142,7 @@ class StageRunner:
                 roots.append(edge)
                 seeds.append(gradients[name].to(dtype))
             if roots:
-                self._backward(slot, segment.module, roots, seeds)
+                self._backward(slot, roots, seeds)
             gradients = {
                 name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 for name, tensor in kept.inputs.items()
@@ -156,32 +158,60 @@ class StageRunner:
             done()
         return gradients
 
-    def waiting(self, slot: int) -> list[Parameter]:
-        """The weights whose gradients a slot's backward put aside, each once per gradient."""
+    def waiting(self, slots: Iterable[int]) -> list[Parameter]:
+        """The weights whose gradients the backwards of some slots put aside, each once per
+        gradient."""
         return [
             cast(Parameter, weight)
-            for _, parts in self.put_aside.get(slot, [])
+            for slot in slots
+            for parts in self.put_aside.get(slot, {}).values()
             for weight, _ in parts
         ]
 
-    def weights(self, slot: int, timed: Callable[[str], Callable[[], None]]) -> None:
-        """Compute the gradients of weights that a slot's backward put aside."""
-        for module, parts in self.put_aside.pop(slot, []):
-            done = timed(module)
-            add_weight_gradients(parts)
+    def weights(
+        self, slots: Sequence[int], timed: Callable[[int, str], Callable[[], None]]
+    ) -> None:
+        """Compute the gradients of weights that the backwards of some slots put aside, layer by
+        layer from the last one on, those of a layer in the order of the slots.
+
+        `timed(slot, module)` is called before, and what it returns after, whatever is computed of a
+        module in a slot without turning to another in between.
+        """
+        for (slot, module), turns in groupby(self._turns(slots), lambda turn: turn[:2]):
+            done = timed(slot, module)
+            for *_, parts in turns:
+                add_weight_gradients(parts)
             done()
 
-    def _backward(
-        self, slot: int, module: str, roots: list[Tensor | GradientEdge], seeds: list[Tensor]
-    ) -> None:
+    def _turns(self, slots: Sequence[int]) -> Iterator[tuple[int, str, list[WeightPart]]]:
+        """Slot, module and parts of whatever was put aside, in the order of `weights`."""
+        aside = {slot: self.put_aside.pop(slot) for slot in slots if slot in self.put_aside}
+        for segment in reversed(self.segments):
+            for layer in reversed(segment.layers):
+                for slot, by_layer in aside.items():
+                    if layer in by_layer:
+                        yield slot, segment.module, by_layer.pop(layer)
+
+    @cached_property
+    def _layer_of(self) -> dict[int, PipelineLayer]:
+        """By id of a weight."""
+        return {
+            id(weight): layer
+            for segment in self.segments
+            for layer in segment.layers
+            for weight in layer.parameters()
+        }
+
+    def _backward(self, slot: int, roots: list[Tensor | GradientEdge], seeds: list[Tensor]) -> None:
         if not self.deferring:
             torch.autograd.backward(roots, seeds)
             return
         parts: list[WeightPart] = []
         with deferred(parts):
             torch.autograd.backward(roots, seeds)
-        if parts:
-            self.put_aside.setdefault(slot, []).append((module, parts))
+        by_layer = self.put_aside.setdefault(slot, {})
+        for weight, gradient in parts:
+            by_layer.setdefault(self._layer_of[id(weight)], []).append((weight, gradient))
 
     def sum_losses(self, names: Iterable[str], device: torch.device) -> list[Tensor]:
         """This rank's sums of the losses of these names, float64 on its device: zero where it has

@@ -53,7 +53,7 @@ def record_steps(
     """What ranks (all of them if not given) send, receive and join over NCCL: in the step of
     `order`, and then in an evaluation of its slots.
 
-    With `overlap` (of the layout) replicas that have work in the last slot reduce in its backward.
+    With `overlap` (of the layout) replicas that have work in the last pass reduce in it.
     """
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
@@ -104,12 +104,13 @@ class HollowRunner(StageRunner):
     def backward(self, slot: int, gradients: dict[str, Tensor], timed: Any) -> dict[str, Tensor]:
         del self.in_flight[slot]
         left = self._leave(slot, self._links[0])
-        self.weights(slot, timed)
+        self.weights([slot], timed)
         return left
 
-    def weights(self, slot: int, timed: Any) -> None:
-        items = self._order().slots[slot].replicas[self._coords.unit.name][self._coords.replica]
-        if any(len(positions) for positions in items.values()):
+    def weights(self, slots: Sequence[int], timed: Any) -> None:
+        unit, replica = self._coords.unit.name, self._coords.replica
+        items = [self._order().slots[slot].replicas[unit][replica] for slot in slots]
+        if any(len(positions) for of_slot in items for positions in of_slot.values()):
             self._reduction.begin()
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:

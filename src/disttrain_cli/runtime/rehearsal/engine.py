@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from disttrain_cli.costs.overlap import Hidden
+from disttrain_cli.costs.overlap import Hidden, last_slots
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder, StepWork
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.spec.trace import COMPUTE, WEIGHTS
+from disttrain_cli.spec.trace import FORWARD, WEIGHTS
 
 #: Between the last host that is ready and the step, so that all hosts have given their devices the
 #: first operation.
@@ -95,20 +94,23 @@ class EmulatedEngine(UnitEngine):
         if self.gathering is not None:
             start = self.tracer.mark()
             work = self.feeder.work(order.step)
-            self.clock.enqueue(float(self.gathering.left_s(_passes(work, 0)).max()))
+            first_s = np.array([[_pass_s(work, FORWARD, range(1))]])
+            self.clock.enqueue(float(self.gathering.left_s(first_s).max()))
             self.tracer.record("wait", start)
         super().run_step(order, fetch, told)
         if self.gathering is None:  # the step is over when the last optimizer has stepped
             self._together(None, 0.0)
         self.clock.end()
 
-    def _weights(self, slot: int) -> None:
-        timed = self._timed("weights", slot)
-        waits = self.feeder.work(self.order.step).waits[slot]
-        for module in reversed([module for module, times in waits.items() if times[WEIGHTS]]):
-            done = timed(module)
-            self.clock.run(waits[module][WEIGHTS])
-            done()
+    def _compute_weights(self, slots: range) -> None:
+        """Slot by slot, which takes as long as in turns."""
+        for slot in slots:
+            timed = self._timed("weights", slot)
+            waits = self.feeder.work(self.order.step).waits[slot]
+            for module in reversed([module for module, times in waits.items() if times[WEIGHTS]]):
+                done = timed(module)
+                self.clock.run(waits[module][WEIGHTS])
+                done()
 
     def _reduce_gradients(self) -> None:
         super()._reduce_gradients()
@@ -121,8 +123,8 @@ class EmulatedEngine(UnitEngine):
     def _reduce_behind(self, messages: Hidden, replicas: dist.ProcessGroup) -> None:
         """Bucket by bucket from the last one on, each as soon as all replicas have its
         gradients."""
-        work = self.feeder.work(self.order.step)
-        last_s = float(_passes(work, -1)[int(messages.operation[0])].max())
+        last = last_slots(len(self.order.slots), self.coords.stage.weight_delay)
+        last_s = _pass_s(self.feeder.work(self.order.step), int(messages.operation[0]), last)
         scale, before = self.clock.time_scale, messages.before[:, 0]
         final = torch.tensor(self.clock.free_s - before * last_s * scale)
         dist.all_reduce(final, op=dist.ReduceOp.MAX, group=replicas)
@@ -177,7 +179,6 @@ class EmulatedEngine(UnitEngine):
         return before
 
 
-def _passes(work: StepWork, slot: int) -> list[NDArray[np.float64]]:
-    """By operation of `COMPUTE`, the seconds of a slot's pass as an array [1, 1, 1]."""
-    waits = work.waits[slot].values()
-    return [np.full((1, 1, 1), sum(times[part] for times in waits)) for part in range(len(COMPUTE))]
+def _pass_s(work: StepWork, operation: int, slots: range) -> float:
+    """Seconds of a pass (its place in `COMPUTE`) over some slots."""
+    return sum(times[operation] for slot in slots for times in work.waits[slot].values())

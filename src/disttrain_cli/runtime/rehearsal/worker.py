@@ -129,7 +129,7 @@ def main(payload: dict[str, Any]) -> None:
         engine.reduce_s = reduce_s(profile, layout, stage, payload["gpus_per_node"])
         engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
         engine.reducing, engine.gathering = (
-            messages.of(coords.stage.number) if layout.overlap else None
+            messages.of([coords.stage.number]) if layout.overlap else None
             for messages in hidden(profile, layout, stages, payload["gpus_per_node"])
         )
         first = (

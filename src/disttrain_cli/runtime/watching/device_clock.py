@@ -9,7 +9,7 @@ anchors are interpolated, so they never go backwards, and the two clocks cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -38,6 +38,29 @@ class Mark:
             return self.ns is not None or bool(self.event.query())
         except RuntimeError:
             return False
+
+
+class Later:
+    """As long after a place as some spans of the device's work take together, the last of which
+    ends after all else."""
+
+    def __init__(self, place: Mark | Later, spans: Sequence[tuple[Mark, Mark]]) -> None:
+        self._place, self._spans = place, spans
+        self._ns: int | None = None
+
+    @property
+    def ns(self) -> int | None:
+        """As of a mark."""
+        if self._ns is None and self._spans[-1][1].ns is not None:
+            self._ns = _known(self._place) + sum(
+                _known(end) - _known(start) for start, end in self._spans
+            )
+        return self._ns
+
+
+def _known(place: Mark | Later) -> int:
+    assert place.ns is not None, "marks are read in the stream's order"
+    return place.ns
 
 
 class DeviceClock:

@@ -26,8 +26,10 @@ from disttrain_cli.spec.trace import (
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
-    from disttrain_cli.runtime.watching.device_clock import DeviceClock, Mark
+    from disttrain_cli.runtime.watching.device_clock import DeviceClock, Later, Mark
     from disttrain_cli.runtime.watching.marks import Marks
+
+    Time = int | Mark | Later  # of the host, or a place in the device's work
 
 SEGMENT_ROWS = 20_000
 _NOTHING = {
@@ -162,7 +164,7 @@ class Tracer:
         self._writer = SegmentWriter(folder / f"rank-{coords.rank:05d}", TRACE_COLUMNS, run, say)
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet
-        self._ahead: list[tuple[dict[str, Any], Mark, Mark]] = []
+        self._ahead: list[tuple[dict[str, Any], Mark | Later, Mark | Later]] = []
         self.step = 0
         self._coords: dict[str, Any] = {
             "run": run,
@@ -193,9 +195,7 @@ class Tracer:
         if self._device is not None:
             self._device.anchor()
 
-    def record(
-        self, operation: str, start: int | Mark, end: int | Mark | None = None, **amounts: Any
-    ) -> None:
+    def record(self, operation: str, start: Time, end: Time | None = None, **amounts: Any) -> None:
         """Add a row from one mark to another, or to this place."""
         end = self.mark() if end is None else end
         if self.marks is not None:
