@@ -117,6 +117,14 @@ def traces() -> str:
             " ends when the norm is known, and what is left of optimizer and gathering is a `wait`"
             " before the first `forward`."
         ),
+        (
+            "`weights` (gradients of weights later than those of inputs) has a row per slot and"
+            " module, as a backward has. Those that are left after a step's last backward are"
+            " computed layer by layer over all their slots. Each of their rows is as long as all"
+            " that was computed of its slot and module, and they stand one after the other in the"
+            " order of the slots: their lengths are measured, where one ends and the next begins"
+            " is not."
+        ),
         "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
         *_views(documented_views("kineto"), "Kineto: "),
         "Of operation-level Parquet this:",

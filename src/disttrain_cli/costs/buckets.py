@@ -1,5 +1,5 @@
-"""Buckets of a stage's layers: what is reduced in one message while the last backward of a step
-still runs, and gathered in one before the next step's first forward gets there."""
+"""Buckets of a stage's layers: what is reduced in one message while the last pass of a step that
+makes gradients still runs, and gathered in one before the next step's first forward gets there."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class Layout(Strict):
     overlap: bool = Field(
         False,
         description=(
-            "Gradients are reduced in buckets during the last backward of a step, and updated"
-            " weights gathered ahead of the next step's forwards."
+            "Gradients are reduced in buckets during the last pass of a step that makes any, and"
+            " updated weights gathered ahead of the next step's forwards."
         ),
     )
     gpus_used: int = Field(ge=1, le=MOST_GPUS)

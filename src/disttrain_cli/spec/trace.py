@@ -32,7 +32,9 @@ from disttrain_cli.spec.runfile.rehearse import FaultSpec
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
 # until earlier sends have left, and of an emulated device until it may begin its first forward
 # with weights that are being gathered; `load` is the wait for data; forward, backward and weights
-# (the weights' part of a backward in two parts) have one row per module of a stage. On a GPU, whose
+# (the weights' part of a backward in two parts) have one row per module of a stage and slot. Of the
+# weights' parts that are left at the end and computed layer by layer, a row is as long as the part
+# took, and they stand one after the other, slot by slot (`watching.turns`). On a GPU, whose
 # host runs ahead, all times are those at which its stream comes to a row's ends
 # (`watching.device_clock`).
 COMPUTE = ("forward", "backward", "weights")

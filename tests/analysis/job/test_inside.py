@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,10 @@ OPS = [
 
 
 def write_profile(
-    traces: Path, rows: list[dict], rank: int, device: bool, later_ns: int = 0
+    traces: Path, rows: list[dict], rank: int, device: bool, later_ns: int = 0, turns: int = 1
 ) -> None:
-    """A profile that marks the passes of step 3 and fills them with `OPS`, on a device or on the
-    CPU's thread."""
+    """A profile that marks the passes of step 3, each in so many turns, and fills them with `OPS`,
+    on a device or on the CPU's thread."""
     chosen = [
         row
         for row in rows
@@ -34,8 +35,9 @@ def write_profile(
     ]
     base = 10**18
     events = []
-    for row in chosen:
-        ts, dur = (row["start_ns"] - base + later_ns) / 1e3, (row["end_ns"] - row["start_ns"]) / 1e3
+    for row, turn in product(chosen, range(turns)):
+        dur = (row["end_ns"] - row["start_ns"]) / 1e3 / turns
+        ts = (row["start_ns"] - base + later_ns) / 1e3 + turn * dur
         events.append(
             {
                 "ph": "X",
@@ -122,6 +124,16 @@ def test_shares_of_an_operation_by_kind(tmp_path, monkeypatch, device):
         "step 3 was recorded by torch's profiler" in warning for warning in database.warnings
     )
     assert not any("clock" in warning and "rank" in warning for warning in database.warnings)
+
+
+def test_a_pass_in_several_turns_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    truth = synthetic.write(tmp_path / "traces", synthetic.Synthetic())
+    write_profile(tmp_path / "traces", truth.rows, 1, device=True, turns=3)
+    rows = inside(open_database([tmp_path]))
+    row = next(row for row in rows if (row.unit, row.operation) == ("llm", "backward"))
+    assert row.count == 6 and row.profiled_ms == pytest.approx(row.usual_ms, rel=1e-3)
+    assert row.top[0].count == 3 and row.shares["gemm"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_rank_whose_clocks_differ_is_named_and_still_joined(tmp_path, monkeypatch):

@@ -57,8 +57,8 @@ class StageEngine(PipelineEngine):
     """One rank's weights under DeepSpeed: reduction of their gradients, optimizer, and gathering.
 
     Args:
-        overlap: whether gradients are reduced during the last backward of a step, and weights
-            gathered ahead of the next one's forwards.
+        overlap: whether gradients are reduced during the last pass of a step that makes any, and
+            weights gathered ahead of the next one's forwards.
     """
 
     _starting = True

@@ -2,9 +2,9 @@
 
 The last group of a stage is reduced first: a backward makes its gradients first. All replicas begin
 the groups in that one order, whatever work each of them has, because NCCL pairs collectives by
-their order alone. Where reduction overlaps the last backward of a step, a group begins as soon as
-its gradients and those of the groups before it in that order are there (`expect`); all others begin
-when it has ended (`finish`).
+their order alone. Where reduction overlaps the last pass of a step that makes gradients, a group
+begins as soon as its gradients and those of the groups before it in that order are there
+(`expect`); all others begin when it has ended (`finish`).
 
 Where ZeRO splits a group, each rank gets the sum of its own partition only: a reduce-scatter, half
 the bytes of an all-reduce.
@@ -31,7 +31,7 @@ class Reduction:
         groups: trained weights, by parameter group.
         partitions: of the groups where ZeRO splits them, else none.
         replicas: None where there is one.
-        overlaps: whether groups begin in the backward.
+        overlaps: whether groups begin in the last pass.
     """
 
     def __init__(
