@@ -78,6 +78,12 @@ def test_the_chain_runs_with_prepared_latents_and_asks_for_them(demo, capsys, mo
     assert said(capsys, "train", "--resume", "--steps", "3")["resumed_from_step"] == 2
     assert len(said(capsys, "sample", "--prompt", "Draw a two.")["drawn"]) == 1
     assert "image_generator" in said(capsys, "export", "--to", "out")["modules"]
+    text = (demo / "disttrain.yaml").read_text()
+    (demo / "disttrain.yaml").write_text(
+        text.replace("vae:\n", "vae:\n        scaling_factor: 0.5\n")
+    )
+    code, _, err = call(["data", "latents"], capsys)
+    assert code == 0 and "Next: disttrain profile" in err
 
 
 def test_nothing_that_writes_to_stdout_is_imported():

@@ -234,7 +234,8 @@ def _after_latents(run: Run, index: Index) -> str:
     if not run.dir.profile.is_file():
         return "profile"
     profile = read_profile(run.dir.profile)
-    fits = profile.inputs == index.inputs and profile.fingerprints.data == index.fingerprint
+    made_for, have = profile.fingerprints, (run.file.model_fingerprint(), index.fingerprint)
+    fits = profile.inputs == index.inputs and (made_for.model, made_for.data) == have
     return "plan" if fits and not run.dir.plan.is_file() else "train" if fits else "profile"
 
 

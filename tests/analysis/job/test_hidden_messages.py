@@ -9,6 +9,7 @@ from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.costs import buckets
+from disttrain_cli.costs.layout import reduce_s
 from disttrain_cli.profiling.layer_factors import correct_layers
 from disttrain_cli.profiling.link_factors import correct_links, correct_optimizer
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
@@ -65,6 +66,22 @@ def test_reductions_are_as_predicted_where_they_are(tmp_path, job):
     for row in reduced.values():
         assert row.measured == pytest.approx(row.predicted, rel=1e-3, abs=1e-3)
     assert not [row for row in found.operations if row.operation == "step"]
+
+
+def test_on_shared_cores_nothing_is_expected_to_be_hidden(tmp_path, job):
+    profile, layout = job
+    device = profile.device.model_copy(update={"kind": "cpu"})
+    simulated.write(tmp_path, profile.model_copy(update={"device": device}), layout, STEPS)
+    database = open_database([tmp_path])
+    assert database.job is not None
+    found = [row for row in analyze([tmp_path]).operations if row.operation == "reduce"]
+    stages = {(stage.unit.name, stage.index): stage for stage in database.stages}
+    assert found
+    for row in found:
+        whole_s = reduce_s(
+            database.job.profile, layout, stages[row.unit, row.stage], database.job.gpus_per_node
+        )
+        assert row.predicted == pytest.approx(1e3 * whole_s)
 
 
 def test_slow_reductions_are_communication(tmp_path, job):

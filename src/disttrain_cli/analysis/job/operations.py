@@ -135,12 +135,13 @@ def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
 
 def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
     """Reduction of gradients and optimizer step of every stage; where messages run behind passes,
-    what is left of the reduction when these end."""
+    what is left of the reduction when these end. Ranks that share cores hide nothing, as in their
+    plans."""
     cost: dict[str, Callable[[CostedStage], float]] = {
         "reduce": lambda stage: reduce_s(job.profile, job.layout, stage, job.gpus_per_node),
         "step": lambda stage: optimizer_s(job.profile, job.layout, stage, job.gpus_per_node),
     }
-    if job.layout.overlap:
+    if job.layout.overlap and not shares_cores(job):
         left_s = _left_s(database)
         cost = {"reduce": lambda stage: left_s[stage.number]}
     measured = {
