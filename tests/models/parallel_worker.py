@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import copy
@@ -77,7 +78,8 @@ def found(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
             check()
             said[name] = ""
         except AssertionError as error:
-            said[name] = str(error)
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            said[name] = str(error) or f"{at.name}: {at.line}"  # a plain assert says nothing
     return said
 
 
