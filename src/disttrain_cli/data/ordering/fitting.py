@@ -38,13 +38,12 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     near = (TOLERANCE * UNIT * count) ** 2
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
-    settled, columns = np.zeros(bins, dtype=bool), scaled.T.copy()
+    columns, distance = scaled.T.copy(), (over**2).sum(axis=1)  # 0 where no exchange helps
     # floats hold such integers, and their products are fast
     largest, farthest = int(scaled.max()), int((over.astype(float) ** 2).sum() ** 0.5) + 1
     small = 8 * scaled.shape[1] * largest * (largest + farthest) < 2**53
     exact = np.float64 if small else np.int64
     for _ in range(min(EXCHANGES_PER_BIN * bins, 1 + MOST_WEIGHED // (count * len(costs)))):
-        distance = np.where(settled, 0, (over**2).sum(axis=1))
         worst = int(distance.argmax())
         if distance[worst] <= near:
             break
@@ -58,8 +57,8 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         change = left.astype(exact) @ right.astype(exact)
         change[:, mine] = 0
         index, other = divmod(int(change.argmin()), len(costs))
-        settled[worst] = change[index, other] >= 0
-        if settled[worst]:
+        if change[index, other] >= 0:
+            distance[worst] = 0
             continue
         partner, moved = int(bin_of[other]), int(mine[index])
         over[worst] += scaled[other] - scaled[moved]
@@ -67,7 +66,8 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         members[partner][members[partner] == other] = moved
         members[worst][index] = other
         bin_of[other], bin_of[moved] = worst, partner
-        settled[partner] = False
+        for number in (worst, partner):
+            distance[number] = (over[number] ** 2).sum()
     return np.sort(members, axis=1)
 
 
