@@ -112,11 +112,7 @@ def rounds(
             candidate: (candidate.slot_sequences, candidate.shapes[holder])
             for candidate in result.best
         }
-        chosen = diverse(result.best, kinds.__getitem__, count)
-        if finalists:  # a climb finds more of the same kind, if it is the best one
-            firsts = {kinds[one]: one for one in reversed(result.best)}
-            chosen = [one for one in chosen if one == firsts[kinds[one]]]
-        for candidate in chosen:
+        for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
             formula_ms.append(candidate.total_ms)

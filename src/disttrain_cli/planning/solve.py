@@ -51,7 +51,7 @@ from disttrain_cli.spec.runfile import RunFile
 BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
-CLIMB_WITHIN = 1.03  # times as long as the best one, at most
+CLIMB_WITHIN = 1.05  # times as long as the best one, at most
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
 CLOSE = 1.02  # times as long as the best one, at most
 NEAR = 2  # finalists with another shape of the LLM near the best one's
