@@ -51,7 +51,6 @@ from disttrain_cli.spec.runfile import RunFile
 BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
-CLIMB_WITHIN = 1.05  # times as long as the best one, at most
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
 CLOSE = 1.02  # times as long as the best one, at most
 NEAR = 2  # finalists with another shape of the LLM near the best one's
@@ -308,7 +307,6 @@ def _climbed(
         Ranked(*one)
         for start in starts
         if len(start.layout.units) == len(units)
-        and start.iteration_s <= CLIMB_WITHIN * best[0].iteration_s
         for one in climb(
             units, cluster, start.layout, start.iteration_s, build, has_room, seconds, as_run, seen
         )
