@@ -37,6 +37,7 @@ from disttrain_cli.spec.runfile import RunFile
 GPUS = (96, 1296, 16384)
 SMALLEST, LARGEST, COUNT = 8, 16384, 100
 DIP_PCT = 0.5  # allowed
+SHOWN = 3  # runners-up, as `disttrain plan` shows
 
 Costs = tuple[RunFile, Profile]
 
@@ -52,7 +53,7 @@ def whole(preset: str, known: Costs, gpus: int) -> dict[str, Any]:
     cluster, clock = cluster_of(run, profile, gpus), [time.process_time()]
     search(group(profile, cluster, "disaggregated"), cluster)
     clock.append(time.process_time())
-    plan = solve(run, profile, gpus=gpus, top=3)
+    plan = solve(run, profile, gpus=gpus, top=SHOWN)
     clock.append(time.process_time())
     sensitivity(profile, cluster, plan.plan, silent)
     clock.append(time.process_time())
@@ -71,7 +72,7 @@ def whole(preset: str, known: Costs, gpus: int) -> dict[str, Any]:
 def step_s(known: Costs, gpus: int) -> float | None:
     """Time that a plan predicts for its step; None where nothing fits."""
     try:
-        return solve(*known, gpus=gpus, top=0).predicted.iteration_s
+        return solve(*known, gpus=gpus, top=SHOWN).predicted.iteration_s
     except InfeasibleError:
         return None
 
