@@ -310,7 +310,10 @@ def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_pat
     service = Service(run)
     try:
         own = fingerprint(identity_of(run, plan.plan, index, profile))
-        client = flight.FlightClient(service.addresses[0])
+        # windows that do not grow: else gRPC may take in a slot that nobody reads
+        client = flight.FlightClient(
+            service.addresses[0], generic_options=[("grpc.http2.bdp_probe", 0)]
+        )
         requests = [
             Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"image"}))
             for n in range(6 * AT_ONCE)
@@ -321,19 +324,24 @@ def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_pat
         # calls may arrive in another order; those that are served have their first piece read,
         # before which they have beats too
         served: list[flight.FlightStreamReader] = []
-        while len(served) < AT_ONCE:
+
+        def read_others() -> None:
             others = [one for one in streams if one not in served]
-            served += [one for one in others if one.read_chunk().app_metadata is not None]
-        waiting = next(one for one in streams if one not in served)
+            served.extend(one for one in others if one.read_chunk().app_metadata is not None)
+
+        while len(served) < AT_ONCE:
+            read_others()
         # a beat per second: the worker has time to go beyond its bound, if it would
         for _ in range(5):
-            assert waiting.read_chunk().app_metadata is None
+            read_others()
+        # a machine so slow that a client counts as stalled gives its permit away
+        assert len(served) < 2 * AT_ONCE
         grown_mib = resident_mib(service.pids[0]) - start_mib
         print(
             f"slot {slot_mib:.0f} MiB, worker {start_mib:.0f} MiB + {grown_mib:.0f} MiB,"
-            f" {len(tickets)} asked for"
+            f" {len(tickets)} asked for, {len(served)} served"
         )
-        assert slot_mib < grown_mib < (AT_ONCE + 1) * slot_mib + 64
+        assert slot_mib < grown_mib < (len(served) + 1) * slot_mib + 64
         for stream in streams:
             stream.cancel()
     finally:

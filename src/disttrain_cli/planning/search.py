@@ -26,7 +26,7 @@ from disttrain_cli.planning.options import Floats, Ints, Options, join, price, t
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
-GROWTH = (1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
+GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
 WIDE = 1.2  # times the limit, within which the shapes of a slot size are listed
 CHUNK = 1 << 18  # pairs of rows that are looked at together
 PRICED = 4096  # options that are priced before the others are compared with them

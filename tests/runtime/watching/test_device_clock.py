@@ -1,5 +1,4 @@
-"""Times of a GPU's marks, on a device that is simulated: it runs behind its host, by a clock of its
-own."""
+"""Times of a GPU's marks, on a simulated device."""
 
 from __future__ import annotations
 
@@ -9,68 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from disttrain_cli.runtime.watching.device_clock import DeviceClock, Mark
 from disttrain_cli.runtime.watching.pulse import Pulse, read_state
-from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.spec.stage_graph import RankCoords
-from tests.runtime.watching.test_hang import graph_of
-
-LAUNCH_NS = 4_000  # from a call on the host until an idle device does what it asks for
-
-
-class Gpu:
-    """One stream. `work` and events queue up; the device's clock is fast by some parts per
-    million."""
-
-    def __init__(self, ppm: float = 0.0) -> None:
-        self.host_ns, self.free_ns, self.rate = 1_700_000_000 * 10**9, 0, 1 + ppm * 1e-6
-        self.waits, self.made, self.failed = 0, 0, False
-
-    def now(self) -> int:
-        self.host_ns += 100
-        return self.host_ns
-
-    def work(self, ns: int) -> None:
-        self.host_ns += 1_000
-        self.free_ns = max(self.free_ns, self.host_ns + LAUNCH_NS) + ns
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        self.host_ns = max(self.host_ns, self.free_ns)
-
-
-class Event:
-    """As torch's: times in single-precision milliseconds of the device's clock."""
-
-    gpu: Gpu
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        self.gpu.made += 1
-
-    def record(self) -> None:
-        self.gpu.host_ns += 1_000
-        self.at_ns = self.gpu.free_ns = max(self.gpu.free_ns, self.gpu.host_ns + LAUNCH_NS)
-
-    def query(self) -> bool:
-        if self.gpu.failed:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return self.at_ns <= self.gpu.host_ns
-
-    def elapsed_time(self, later: Event) -> float:
-        assert self.query() and later.query(), "torch raises where an event has not happened"
-        return float(np.float32((later.at_ns - self.at_ns) * self.gpu.rate / 1e6))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    found = Gpu(ppm=40.0)
-    monkeypatch.setattr(Event, "gpu", found, raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
-    return found
+from tests.runtime.watching.simulated_gpu import Gpu, traced
 
 
 def step(gpu: Gpu, clock: DeviceClock, draw: random.Random, slots: int) -> list[tuple[Mark, int]]:
@@ -148,14 +89,7 @@ def test_an_interrupted_host_sets_its_anchor_again(gpu: Gpu) -> None:
 def test_rows_come_when_their_times_are_known(gpu: Gpu, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    tracer = Tracer(
-        tmp_path,
-        "start-000",
-        RankCoords(0, graph_of().stages[0], 0),
-        gpu.now,
-        pytest.fail,
-        DeviceClock(gpu.now),
-    )
+    tracer = traced(gpu, tmp_path)
     for tracer.step in range(3):
         for slot in range(2):
             start = tracer.mark()
@@ -183,14 +117,7 @@ def test_rows_come_when_their_times_are_known(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
-    tracer = Tracer(
-        tmp_path,
-        "start-000",
-        RankCoords(0, graph_of().stages[0], 0),
-        gpu.now,
-        pytest.fail,
-        DeviceClock(gpu.now),
-    )
+    tracer = traced(gpu, tmp_path)
     tracer.pulse = Pulse(tmp_path, 0, 60.0)
 
     def told() -> tuple[str, int]:
@@ -220,14 +147,7 @@ def test_a_device_that_answers_no_more_costs_the_last_rows_only(
 ) -> None:
     import pyarrow.parquet as pq
 
-    tracer = Tracer(
-        tmp_path,
-        "start-000",
-        RankCoords(0, graph_of().stages[0], 0),
-        gpu.now,
-        pytest.fail,
-        DeviceClock(gpu.now),
-    )
+    tracer = traced(gpu, tmp_path)
     tracer.pulse = Pulse(tmp_path, 0, 60.0)
     for tracer.step in range(2):
         tracer.begin("forward", 0)

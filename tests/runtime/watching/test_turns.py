@@ -7,12 +7,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.runtime.watching.device_clock import DeviceClock
-from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.runtime.watching.turns import Turns
-from disttrain_cli.spec.stage_graph import RankCoords
-from tests.runtime.watching.test_device_clock import Gpu, gpu  # noqa: F401 (a fixture)
-from tests.runtime.watching.test_hang import graph_of
+from tests.runtime.watching.simulated_gpu import Gpu, traced
 
 MS = 10**6
 #: Slot, module and duration in ms of every turn: two layers of one module, one of another.
@@ -21,15 +17,8 @@ ROWS = [(2, "llm", 37), (4, "llm", 61), (4, "encoder", 5)]
 
 
 @pytest.mark.parametrize("device", [False, True])
-def test_rows_are_as_long_as_their_turns(gpu: Gpu, tmp_path: Path, device: bool) -> None:  # noqa: F811
-    tracer = Tracer(
-        tmp_path,
-        "start-000",
-        RankCoords(0, graph_of().stages[0], 0),
-        gpu.now,
-        pytest.fail,
-        DeviceClock(gpu.now) if device else None,
-    )
+def test_rows_are_as_long_as_their_turns(gpu: Gpu, tmp_path: Path, device: bool) -> None:
+    tracer = traced(gpu, tmp_path, device)
     begun = []
     tracer.begin = lambda *place: begun.append(place)  # type: ignore[method-assign, assignment]
     first = tracer.mark()
@@ -60,6 +49,5 @@ def test_rows_are_as_long_as_their_turns(gpu: Gpu, tmp_path: Path, device: bool)
     assert begun == [("weights", slot, module) for slot, module, _ in TURNS]
 
 
-def test_nothing_to_do_has_no_rows(gpu: Gpu, tmp_path: Path) -> None:  # noqa: F811
-    place = RankCoords(0, graph_of().stages[0], 0)
-    assert not list(Turns(Tracer(tmp_path, "start-000", place, gpu.now), "weights").rows())
+def test_nothing_to_do_has_no_rows(gpu: Gpu, tmp_path: Path) -> None:
+    assert not list(Turns(traced(gpu, tmp_path), "weights").rows())

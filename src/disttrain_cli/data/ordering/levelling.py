@@ -4,13 +4,10 @@ paper."""
 from __future__ import annotations
 
 import heapq
-from functools import lru_cache
 
 import numpy as np
 
 from disttrain_cli.data.slots import Ints
-
-KEPT = 4096  # slots whose owners are remembered
 
 
 def level(costs: Ints, replicas: int, count: int | None = None) -> list[Ints]:
@@ -56,19 +53,14 @@ def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Int
         counts: [n] images of every slot.
         carry: level the slots' shares over the step too (`deal`).
     """
-    shares = np.split(np.asarray(patches, dtype=np.int64), np.cumsum(counts)[:-1])
-    owner = np.concatenate([_remembered(share.tobytes(), replicas) for share in shares])
+    owner = np.concatenate(
+        [owners(share, replicas) for share in np.split(patches, np.cumsum(counts)[:-1])]
+    )
     if not carry:
         return owner
     slot = np.repeat(np.arange(len(counts)), counts)
-    loads = np.bincount(slot * replicas + owner, patches, len(counts) * replicas).astype(np.int64)
-    return deal(loads.reshape(-1, replicas))[slot, owner]
-
-
-@lru_cache(KEPT)
-def _remembered(costs: bytes, replicas: int) -> Ints:
-    """`owners` of a slot's items: searches over orders ask again for the same slots."""
-    return owners(np.frombuffer(costs, dtype=np.int64), replicas)
+    shares = np.bincount(slot * replicas + owner, patches, len(counts) * replicas).astype(np.int64)
+    return deal(shares.reshape(-1, replicas))[slot, owner]
 
 
 def item_shares(counts: Ints, replicas: int, carry: bool) -> Ints:
