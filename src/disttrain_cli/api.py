@@ -250,18 +250,21 @@ def _plan_before(path: Path, note: Note) -> Plan | None:
 def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profile]:
     """A plan (the run's, if none is given), and the run's profile, from which it was made.
 
+    A layout that was edited by hand is predicted again.
+
     Raises:
         MismatchError, SpecError: as `planning.check.check`, or one of the files is missing or
         wrong.
     """
     from disttrain_cli.planning.check import check
+    from disttrain_cli.planning.solve import with_own_prediction
     from disttrain_cli.spec.plan import read_plan
     from disttrain_cli.spec.profile import read_profile
 
     chosen = read_plan(plan or run.dir.plan) if plan is None or isinstance(plan, Path) else plan
     costs = read_profile(run.dir.profile)
     check(chosen, run.file, costs)
-    return chosen, costs
+    return with_own_prediction(chosen, run.file, costs), costs
 
 
 def train(

@@ -12,7 +12,9 @@ from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
 from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
-from disttrain_cli.planning.solve import check_profile, solve
+from disttrain_cli.planning.predict import predict
+from disttrain_cli.planning.solve import check_profile, cluster_of, solve, with_own_prediction
+from disttrain_cli.planning.units import units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
@@ -213,6 +215,20 @@ def test_another_models_profile_is_refused(made: tuple[RunFile, Profile, Plan]) 
 
 def edited(plan: Plan, **changes: object) -> Plan:
     return plan.model_copy(update={"plan": plan.plan.model_copy(update=changes)})
+
+
+def test_a_layout_that_was_edited_is_predicted_again(made: tuple[RunFile, Profile, Plan]) -> None:
+    run, profile, plan = made
+    assert with_own_prediction(plan, run, profile) is plan
+    unknown = plan.predicted.model_copy(update={"layout": None})
+    older = edited(plan.model_copy(update={"predicted": unknown}), microbatches=1)
+    assert with_own_prediction(older, run, profile) is older
+    batch = plan.plan.microbatches
+    layout = edited(plan, microbatches=batch // 2, microbatch_size=2 * plan.plan.microbatch_size)
+    found = with_own_prediction(layout, run, profile).predicted
+    assert found != plan.predicted
+    cluster = cluster_of(run, profile)
+    assert found == predict(units_of(profile, cluster, layout.plan), layout.plan, cluster)
 
 
 def test_hand_edited_plans_are_checked(made: tuple[RunFile, Profile, Plan]) -> None:

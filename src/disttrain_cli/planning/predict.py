@@ -24,6 +24,7 @@ from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
+from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, UnitTime
 from disttrain_cli.spec.profile import DeviceProfile, Profile
 from disttrain_cli.spec.trace import COMPUTE
@@ -136,6 +137,7 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     done = sum(sum(by_module.values()) for by_module in flops)
     mfu_used = mfu(done, iteration_s, profile.device, layout.gpus_used)
     return Prediction(
+        layout=fingerprint(layout),
         ordering=cluster.ordering,
         iteration_s=iteration_s,
         sequences_per_s=layout.global_batch_size / iteration_s,

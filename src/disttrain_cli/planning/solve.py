@@ -369,6 +369,14 @@ def _predicted(profile: Profile, cluster: Cluster, layout: Layout) -> Prediction
     return predict(units_of(profile, cluster, layout), layout, cluster)
 
 
+def with_own_prediction(plan: Plan, run: RunFile, profile: Profile) -> Plan:
+    """The plan itself, or with the prediction of its layout where that was edited by hand since."""
+    if plan.predicted.layout in (None, fingerprint(plan.plan)):
+        return plan
+    predicted = _predicted(profile, cluster_of(run, profile), plan.plan)
+    return plan.model_copy(update={"predicted": predicted})
+
+
 def ranked_as(cluster: Cluster) -> Cluster:
     """The cluster with the policy under which layouts are ranked."""
     return replace(cluster, ordering="paper") if cluster.ordering == "best" else cluster

@@ -263,6 +263,13 @@ class Prediction(Strict):
     """What the cost model expects of a layout: the simulated mean over a few global batches of the
     data's sizes."""
 
+    layout: str | None = Field(
+        None,
+        description=(
+            "Fingerprint of the layout that this is the prediction of; None in plans made before it"
+            " was noted."
+        ),
+    )
     ordering: Literal["none", "paper", "best"] | None = Field(
         None,
         description=(
