@@ -58,6 +58,7 @@ NAMES = {"encoder": "eye", "llm": "llm", "generator": "hand"}
 
 #: Field → values to choose from, or a function of (random, what is drawn of the run file so far).
 RANGES: dict[str, Any] = {
+    "model.folder": lambda draw, file: None,
     "name": ["drawn", "d.1_x-y"],
     "model.modules": lambda draw, file: {
         name: draw_module(draw, kind) for kind, name in NAMES.items()
@@ -148,6 +149,7 @@ ELSEWHERE = {
     "preprocess.tls_key": "tests/runtime/launching/test_emit.py",
     "rehearse.faults": "tests/runtime/rehearsal/test_rehearse.py",
     "rehearse.distribution": "tests/runtime/rehearsal/test_rehearse.py",
+    "model.folder": "tests/models/test_whole.py",
     "model.modules.*.folder": "tests/models/test_weights.py",
     "model.modules.*.vae_folder": "tests/models/test_vae.py",
     "model.modules.*.cached_latents": "tests/runtime/test_latents.py",

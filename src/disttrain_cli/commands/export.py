@@ -25,8 +25,9 @@ $ disttrain export demo/disttrain.yaml --to my-model --checkpoint 100
 $ disttrain export --to my-model --ema
 
 Each module becomes a folder that transformers or diffusers load with from_pretrained;
-projectors.safetensors holds what joins them, and README.md says how. Nothing that exists is written
-over.
+projectors.safetensors holds what joins them, and README.md says how. A run of a whole published
+model (model.folder) becomes one folder like it, for AutoModelForImageTextToText. Nothing that
+exists is written over.
 """
 
 
@@ -67,4 +68,7 @@ def run(
             for module in exported.modules.values()
         ],
     )
+    if exported.generates_with is not None:
+        console.hint(exported.generates_with)
+        return
     console.hint(shlex.join(["cat", short_path(to / "README.md")]))

@@ -10,6 +10,9 @@ over; PNG and WebP through OpenCV. Which it is, the content says. What is seen:
   of the header,
   from which the index made the patches.
 
+An image of a published model with a processor of its own is decoded at its full size and resized by
+that processor's rule (`processing`).
+
 Every function raises ValueError with the reason where the bytes are no whole image within
 `headers.MAX_PIXELS`. Per pixel of the file, a call holds up to 3 bytes of a JPEG (9 where it is
 progressive, less where it is decoded smaller), 6 of a PNG or WebP, 10 with transparency, 16 with
@@ -25,8 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.headers import ImageHeader, is_whole, read_header
+from disttrain_cli.data.headers import MAX_PIXELS, ImageHeader, is_whole, read_header
 from disttrain_cli.data.muting import mute_libraries
+from disttrain_cli.data.processing import processed
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
@@ -52,6 +56,10 @@ def decode_image(
     Written into `out` where it is given, once nothing can fail any more.
     """
     height, width = grid[0] * image.patch_px, grid[1] * image.patch_px
+    if image.processor is not None:
+        return _planes(
+            processed(_decoded(data, image.channels), image.processor, height, width), out
+        )
     return _planes(_resized(_decoded(data, image.channels, height, width), height, width), out)
 
 
@@ -78,8 +86,11 @@ def _cv2() -> Any:
     return cv2
 
 
-def _decoded(data: bytes, channels: int, height: int, width: int) -> Bytes:
-    """[H, W, C] BGR or grey, at least `height` x `width` where the file is."""
+def _decoded(
+    data: bytes, channels: int, height: int = MAX_PIXELS, width: int = MAX_PIXELS
+) -> Bytes:
+    """[H, W, C] BGR or grey, at least `height` x `width` where the file is; all of it if not
+    given."""
 
     def read(offset: int, length: int) -> bytes:
         return data[offset : offset + length]

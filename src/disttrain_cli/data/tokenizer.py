@@ -73,10 +73,11 @@ class FolderTokenizer:
     its vocabulary.
 
     Which of its tokens begin, end and pad a text is said by tokenizer_config.json or
-    special_tokens_map.json.
+    special_tokens_map.json. `image` is the id of an image's placeholder, where the model has one of
+    its own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, image: int | None = None) -> None:
         from tokenizers import Tokenizer as Rules
 
         try:
@@ -98,11 +99,15 @@ class FolderTokenizer:
         self.pad, self.bos, self.eos = (
             self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos")
         )
-        self.image, self.context = self._special(None), self._special(None)
+        self.vocabulary = max(self.vocabulary, (image or 0) + 1)
+        self.image = self._special(None) if image is None else image
+        self.context = self._special(None)
         content = hashlib.sha256()
         for path in (folder / name for name in FILES):
             if path.is_file():
                 content.update(path.name.encode() + path.read_bytes())
+        if image is not None:
+            content.update(f"image {image}".encode())
         self.fingerprint = content.hexdigest()[:16]
 
     def _special(self, token: Any) -> int:
@@ -142,7 +147,8 @@ def read_tokenizer(run: Run) -> Tokenizer:
         return ByteTokenizer()
     folder = run.resolve(name)
     if folder.is_dir():
-        return FolderTokenizer(folder)
+        own = run.published if name == run.file.model.folder else None
+        return FolderTokenizer(folder, None if own is None else own.image_token)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         raise SpecError(
             f"There is no tokenizer folder at {folder} (data.tokenizer)",

@@ -26,6 +26,7 @@ from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
 from disttrain_cli.models.towers import ImageLayer
+from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.heads import AudioInput, ImageInput, Item, TargetInput
 from disttrain_cli.spec.plugins import with_plugins
@@ -149,6 +150,7 @@ def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig)
         patch_px=module.config.patch_size,
         merge=merge,
         extra_tokens=extra_tokens,
+        side_px=module.config.image_size,
     )
 
 
@@ -407,6 +409,11 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
             what, why, "Remove auto_map from config.json if the model is exactly one of these."
         )
     given = str(fields.get("model_type", fields.get("_class_name")))
+    published = published_in(path.parent)
+    kind = run.file.model.modules[name].kind
+    part = None if published is None else published.family.of_kind(kind)
+    if published is not None and part is not None:
+        return published.architecture(part), published.section(part)
     architecture, inside = _ALIASES.get(given, (given, None))
     if inside is None:
         return architecture, fields

@@ -6,18 +6,28 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from disttrain_cli.models.division import whole_shape
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.published import on_meta, published_class
-from disttrain_cli.models.weights import published_shapes
+from disttrain_cli.models.published import (
+    Weights,
+    on_meta,
+    published_class,
+    renaming,
+    weight_files,
+    whole_config,
+)
+from disttrain_cli.spec.families.family import Module
+from disttrain_cli.spec.families.folder import PublishedFolder
 
 #: Largest weight file; a module's tensors are in memory one file at a time.
 FILE_BYTES = 4 * 2**30
@@ -33,6 +43,7 @@ BESIDE = (
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
     "LICENSE*",
 )
 
@@ -68,7 +79,141 @@ def write_model(
     model = on_meta(architecture, config)
     stem = _write_config(folder, model, config, dtype)
     saved = _saved_names(model)
-    files = list(_files(layers, dtype.itemsize, most_bytes))
+    total = _write_weights(
+        folder, stem, [_Part(layer, read, saved) for layer in layers], dtype, most_bytes
+    )
+    return Written(folder.name, _import_path(published_class(architecture)), total)
+
+
+def write_whole(
+    folder: Path,
+    published: PublishedFolder,
+    layers: Mapping[str, Sequence[PipelineLayer]],
+    changed: Mapping[str, Mapping[str, Any]],
+    read: Read,
+    dtype: torch.dtype,
+    most_bytes: int = FILE_BYTES,
+) -> Written:
+    """Write the folder of a whole published model again, with other weights.
+
+    What nothing here reads (blocks after the one whose output is read, a pooling head) is taken
+    from the published folder.
+
+    Args:
+        layers: by module all its layers, without memory for their weights.
+        changed: by module fields of its configuration that differ from the published one's.
+        read: whole tensors of a layer by the paths of its parameters.
+    """
+    config = whole_config(published)
+    model = on_meta(published.model_type, config)
+    saved, family = _saved_names(model), published.family
+    tied = all(fields.get("tie_word_embeddings", True) for fields in changed.values())
+    parts: list[_Part | _Stored] = [
+        _Part(layer, read, saved, family.modules[name])
+        for name, of_module in layers.items()
+        for layer in of_module
+    ]
+    written = {name for part in parts for name in part.names}
+    folder.mkdir(parents=True)
+    with Weights(weight_files(published.path)) as weights:
+        rename = renaming(published.model_type, config)
+        there = {saved.get(rename(name), rename(name)): name for name in weights.names}
+        parts += [_Stored(weights, there[name], name) for name in there if name not in written]
+        total = _write_weights(folder, "model", parts, dtype, most_bytes)
+    fields = {name: value for name, value in published.config.items() if name != "torch_dtype"}
+    for name, others in changed.items():
+        section = family.modules[name].section
+        fields[section] = {**fields[section], **others}
+    fields |= {
+        "architectures": [type(model).__name__],
+        "dtype": str(dtype).removeprefix("torch."),
+        "transformers_version": version("transformers"),
+    }
+    if not tied:
+        fields["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    copy_beside(published.path, folder)
+    return Written(folder.name, "transformers.AutoModelForImageTextToText", total)
+
+
+class _Part:
+    """What of a file comes from a layer."""
+
+    def __init__(
+        self,
+        layer: PipelineLayer,
+        read: Read,
+        saved: Mapping[str, str],
+        module: Module | None = None,
+    ) -> None:
+        self._layer, self._read, self._saved, self._module = layer, read, saved, module
+        self.shapes = self._named(
+            {
+                path: torch.empty(whole_shape(parameter), device="meta")
+                for path, parameter in layer.named_parameters()
+            }
+        )
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of its tensors in the file."""
+        return self.shapes.keys()
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all of its tensors."""
+        return sum(tensor.numel() for tensor in self.shapes.values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by their names in the file."""
+        return self._named(self._read(self._layer))
+
+    def _named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        layer, module = self._layer, self._module
+        named = layer.to_published(tensors)
+        if module is not None:
+            named = {module.name_in_whole(name): tensor for name, tensor in named.items()}
+            named |= {
+                module.joint_in_whole(path): tensor
+                for path, tensor in tensors.items()
+                if layer.published_name(path) is None
+            }
+        return {self._saved.get(name, name): tensor for name, tensor in named.items()}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the published folder that is written again."""
+
+    weights: Weights
+    stored: str
+    name: str
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Its name in the file."""
+        return (self.name,)
+
+    @property
+    def elements(self) -> int:
+        """Numbers in it."""
+        return torch.Size(self.weights.shape(self.stored)).numel()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor by its name in the file."""
+        return {self.name: self.weights.read(self.stored)}
+
+
+def _write_weights(
+    folder: Path,
+    stem: str,
+    parts: Sequence[_Part | _Stored],
+    dtype: torch.dtype,
+    most_bytes: int,
+) -> int:
+    """Write safetensors files, and an index where there are several; returns how many numbers
+    they hold."""
+    files = list(_files(parts, dtype.itemsize, most_bytes))
     file_of: dict[str, str] = {}
     total = 0
     for number, in_file in enumerate(files, 1):
@@ -78,9 +223,7 @@ def write_model(
             else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
         )
         tensors = {
-            saved.get(path, path): tensor.to(dtype)
-            for layer in in_file
-            for path, tensor in layer.to_published(read(layer)).items()
+            path: tensor.to(dtype) for part in in_file for path, tensor in part.tensors().items()
         }
         _save(tensors, folder / name)
         file_of |= dict.fromkeys(tensors, name)
@@ -91,7 +234,7 @@ def write_model(
             "weight_map": file_of,
         }
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    return Written(folder.name, _import_path(published_class(architecture)), total)
+    return total
 
 
 def write_own(
@@ -159,20 +302,19 @@ def _saved_names(model: Any) -> dict[str, str]:
 
 
 def _files(
-    layers: Sequence[PipelineLayer], itemsize: int, most_bytes: int
-) -> Iterator[list[PipelineLayer]]:
-    """Consecutive layers of each file."""
-    in_file: list[PipelineLayer] = []
+    parts: Sequence[_Part | _Stored], itemsize: int, most_bytes: int
+) -> Iterator[list[_Part | _Stored]]:
+    """Consecutive parts of each file."""
+    in_file: list[_Part | _Stored] = []
     filled = 0
-    for layer in layers:
-        shapes = published_shapes([layer]).values()
-        size = sum(torch.Size(shape).numel() for shape in shapes) * itemsize
+    for part in parts:
+        size = part.elements * itemsize
         if not size:
             continue
         if in_file and filled + size > most_bytes:
             yield in_file
             in_file, filled = [], 0
-        in_file, filled = [*in_file, layer], filled + size
+        in_file, filled = [*in_file, part], filled + size
     yield in_file
 
 

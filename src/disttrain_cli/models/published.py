@@ -22,6 +22,8 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.spec.families.folder import PublishedFolder
+from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
 
 #: Files that transformers and diffusers write; an index beside the name says that the tensors are
@@ -136,11 +138,35 @@ class Weights:
 
 @cache
 def published_class(architecture: str) -> Any:
-    """The class of transformers or diffusers that saves and loads an architecture's weights."""
-    module, _, name = (
-        _VAE if architecture == "vae" else ARCHITECTURES[architecture].published
-    ).partition(":")
+    """The class of transformers or diffusers that saves and loads the weights of an architecture,
+    or of a whole model of a family."""
+    if architecture == "vae":
+        path = _VAE
+    elif architecture in FAMILIES:
+        path = FAMILIES[architecture].published
+    else:
+        path = ARCHITECTURES[architecture].published
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
+
+
+def whole_config(published: PublishedFolder) -> Any:
+    """The configuration of a whole model, of its class.
+
+    Raises:
+        SpecError: the class does not accept it.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    made = published_class(published.model_type).config_class
+    try:
+        return made.from_dict(dict(published.config))
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SpecError(
+            f"{published.file} does not fit {published.model_type}",
+            " ".join(str(error).split()),
+            "Download the folder again.",
+        ) from None
 
 
 def on_meta(architecture: str, config: Any) -> Any:

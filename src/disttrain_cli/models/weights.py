@@ -23,9 +23,18 @@ from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.division import piece, shard_of, whole_shape
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.published import Weights, locate, renaming, weight_files
+from disttrain_cli.models.published import (
+    Weights,
+    locate,
+    renaming,
+    weight_files,
+    whole_config,
+)
+from disttrain_cli.spec.families.family import Module
+from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.published import joins_as
 
 #: Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each
 #: starts as a copy of it.
@@ -48,6 +57,8 @@ class Source:
     architecture: str
     config: Any
     otherwise: str = "set pretrained: false"  # what to do where its weights do not fit
+    part: Module | None = None  # which module it is of the whole model that the folder holds
+    joint: bool = False  # whether the projector's weights are there too
 
 
 #: Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without
@@ -78,10 +89,13 @@ def load_into(
     for (module, part), group in groupby(
         layers, key=lambda layer: (layer.module, layer.weights_of)
     ):
-        published = [layer for layer in group if layer.published]
+        layers_of_part = list(group)
+        published = [layer for layer in layers_of_part if layer.published]
         source = (sources or source_of)(run, module, part)
         if published and source is not None:
             notes += _load(published, run, module, part, source, fill or _fill)
+        if source is not None and source.joint:
+            _load_joint(layers_of_part, source, fill or _fill)
     return notes
 
 
@@ -114,6 +128,11 @@ def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
                     f"{module}: vae_folder is not given; its VAE has random weights, and is never"
                     " trained."
                 )
+    if run.published is not None and not joins_as(run.published, run.file.model):
+        notes.append(
+            f"model.folder: modules or how they are joined are not those of {run.published.path};"
+            " projectors start from random weights."
+        )
     return notes
 
 
@@ -125,7 +144,18 @@ def source_of(run: Run, module: str, part: str) -> Source | None:
     if folder is None or not spec.pretrained:
         return None
     field = f"model.modules.{module}.{'folder' if part == 'module' else 'vae_folder'}"
-    return Source(field, run.resolve(folder), *published_as(config, part))
+    path = run.resolve(folder)
+    whole = published_in(path) if part == "module" else None
+    if whole is None:
+        return Source(field, path, *published_as(config, part))
+    return Source(
+        field if folder != run.file.model.folder else "model.folder",
+        path,
+        whole.model_type,
+        whole_config(whole),
+        part=whole.family.of_kind(config.kind),
+        joint=joins_as(run.published, run.file.model),
+    )
 
 
 def published_as(config: ModuleConfig, part: str) -> tuple[str, Any]:
@@ -160,13 +190,14 @@ def _load(
     if not files:  # as `starting_weights` says
         return []
     rename = renaming(source.architecture, source.config)
+    own = rename if source.part is None else source.part.name_in_whole
     of_module = published_shapes(
         layer for layer in module_layers(run, module) if layer.weights_of == part
     )
     of_module |= published_shapes(layers)
     with Weights(files) as weights:
-        today = {name: rename(name) for name in of_module}
-        tied = {today[head]: rename(body) for head, body in TIED.items() if head in of_module}
+        today = {name: own(name) for name in of_module}
+        tied = {today[head]: own(body) for head, body in TIED.items() if head in of_module}
         located = locate(weights.names, {*today.values(), *tied.values()}, rename)
         copied = {
             head: located[body]
@@ -185,7 +216,12 @@ def _load(
             ):
                 fill(layer, path, whole)
         # Of a VAE the decoder waits until images are generated.
-        unused = sorted(set(weights.names) - set(source_of.values())) if part == "module" else []
+        # In the folder of a whole model others are for other modules.
+        unused = (
+            sorted(set(weights.names) - set(source_of.values()))
+            if part == "module" and source.part is None
+            else []
+        )
     said = [f"{module}: weights from {source.folder}."]
     if copied:
         said.append(
@@ -200,6 +236,32 @@ def _load(
         more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         said.append(f"{module}: not used of {source.folder}: {', '.join(unused[:_SHOWN])}{more}.")
     return said
+
+
+def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> None:
+    """The weights of a projector that the whole model has."""
+    assert source.part is not None
+    rename, joint_in_whole = (
+        renaming(source.architecture, source.config),
+        source.part.joint_in_whole,
+    )
+    ours = [
+        (layer, path, parameter)
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+        if layer.published_name(path) is None
+    ]
+    files = weight_files(source.folder) if ours else []
+    if not files:
+        return
+    with Weights(files) as weights:
+        there = {rename(name): name for name in weights.names}
+        names = {path: joint_in_whole(path) for _, path, _ in ours}
+        shapes = {names[path]: whole_shape(parameter) for _, path, parameter in ours}
+        stored = {name: there[name] for name in shapes if name in there}
+        list(_check(shapes, stored, weights, source))
+        for layer, path, _ in ours:
+            fill(layer, path, weights.read(stored[names[path]]))
 
 
 def _check(

@@ -6,11 +6,18 @@ Other packages add theirs (`spec.plugins`).
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
 
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.work import Work
 
 FRAME_MS = 10  # of sound in a column of a spectrogram
@@ -143,6 +150,17 @@ class ImageInput(Head):
             "blocks; 1 = none: all attend the whole image."
         ),
     )
+    processor: Annotated[
+        ImageProcessor | None,
+        WithJsonSchema({"anyOf": [ImageProcessor.model_json_schema(), {"type": "null"}]}),
+    ] = Field(None, description="The published model's own rule of resizing, where it has one.")
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `processor` where there is none, so that fingerprints stay those of versions
+        that had no such field."""
+        fields: dict[str, Any] = handler(self)
+        return {k: v for k, v in fields.items() if k != "processor" or v is not None}
 
     @model_validator(mode="after")
     def _values_per_channel(self) -> ImageInput:
@@ -176,11 +194,16 @@ class ImageInput(Head):
         side = max(1, side_px // period_px) * self.period
         return side, side
 
+    def misfit(self, width: int, height: int) -> str | None:
+        """Sides too unlike for the processor."""
+        return None if self.processor is None else self.processor.misfit(width, height)
+
     def grid(self, width_px: int, height_px: int) -> tuple[int, int]:
         """Patches (rows, columns) of an image after resizing: whole merge blocks, within the pixel
         budget.
 
         The aspect ratio is kept as far as whole blocks allow; never less than one block per side.
+        A published processor's rule goes before this one.
         """
         rows, columns = self.grids([[width_px, height_px]])[0].tolist()
         return rows, columns
@@ -190,6 +213,8 @@ class ImageInput(Head):
         heights, int64 arrays."""
         import numpy as np
 
+        if self.processor is not None:
+            return self.processor.grids(sizes_px, self.patch_px, self.merge, self.max_pixels)
         width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
         block_px = self.patch_px * self.merge
         scale = np.minimum(1.0, np.sqrt(self.max_pixels / (width * height)))

@@ -48,15 +48,16 @@ def written_run(folder, architecture="unet2d_condition", **train):
     return read_run(path)
 
 
-def trained(run, step=1, averaged=()):
+def trained(run, step=1, averaged=(), by=0.02, start=lambda layers: None):
     """A checkpoint of weights that differ from the initial ones, and the layers that have them."""
     layers = build_layers(run, 0, len(layer_table(run)))
+    start(layers)
     generator, tensors = torch.Generator().manual_seed(step), {}
     with torch.no_grad():
         for layer in layers:
             for path, parameter in layer.named_parameters():
                 if not layer.frozen:
-                    parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+                    parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
                 tensors[f"weight/{layer.name}/{path}"] = parameter.detach()
                 if layer.module in averaged:
                     tensors[f"ema/{layer.name}/{path}"] = parameter.detach() * 0.5

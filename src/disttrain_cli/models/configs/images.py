@@ -6,9 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models.configs.checks import wrong_field
+from disttrain_cli.spec.families.folder import PublishedFolder
+from disttrain_cli.spec.families.processors import OWN, image_processor_fields
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.published import is_of
 
 #: Mean and standard deviation of each channel, as the classes' processors have them.
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -26,13 +31,19 @@ def image_input(
     merge: int,
     extra_tokens: int = 0,
     window: int = 1,
+    side_px: int | None = None,
 ) -> ImageInput:
     """What an image encoder asks of its images; `normal` is the mean and deviation where no folder
     says otherwise.
 
+    The module of a whole published model (`model.folder`) has its image processor's rule too.
+
+    Args:
+        side_px: side of the images that the tower has positions for, where it has one.
+
     Raises:
         SpecError: the folder's `preprocessor_config.json` cannot be read, or holds values that are
-        none.
+        none; the processor does not fit the tower.
     """
     most, block_px = run.file.data.max_image_pixels, patch_px * merge
     if block_px**2 > most:
@@ -42,6 +53,11 @@ def image_input(
             f"data.max_image_pixels: {most:,}",
             "Lower merge or patch_size, or raise data.max_image_pixels.",
         )
+    published = run.published
+    processor = None
+    if published is not None and is_of(published, run.file.model, module):
+        processor = _fitting(run, published, module, patch_px, merge, side_px)
+        most = min(most, processor.most_pixels)
     mean, std = _from_folder(run, module, *normal)
     return ImageInput(
         module=module,
@@ -51,8 +67,49 @@ def image_input(
         std=std,
         extra_tokens=extra_tokens,
         window=window,
-        max_pixels=run.file.data.max_image_pixels,
+        max_pixels=most,
+        processor=processor,
     )
+
+
+def _fitting(
+    run: Run,
+    published: PublishedFolder,
+    module: str,
+    patch_px: int,
+    merge: int,
+    side_px: int | None,
+) -> ImageProcessor:
+    """The image processor's rule; SpecError where it makes images that the tower does not take."""
+    processor, most = published.processor(), run.file.data.max_image_pixels
+    where = f"{published.path}: the image processor does not fit the tower"
+    step = "Download the folder again; or give the module of that name another folder."
+    if processor.fixed_px is None:
+        for field, given, expected in (
+            ("patch_size", processor.patch_px, patch_px),
+            ("merge_size", processor.merge, merge),
+        ):
+            if given not in (None, expected):
+                raise SpecError(where, f"{field}: {given}; the tower's: {expected}", step)
+        return processor.model_copy(update={"min_pixels": min(processor.min_pixels, most)})
+    height, width = processor.fixed_px
+    if side_px is not None and (height, width) != (side_px, side_px):
+        raise SpecError(
+            where,
+            f"images of {width} × {height} pixels; the tower's image_size: {side_px}",
+            step,
+        )
+    if (height // patch_px) % merge or (width // patch_px) % merge:
+        raise wrong_field(
+            module, "merge", merge, f"a divisor of {height // patch_px} and {width // patch_px}"
+        )
+    if height * width > most:
+        raise SpecError(
+            f"data.max_image_pixels is less than the one size of images of {published.path}",
+            f"given: {most:,}; images have {width} × {height} = {height * width:,} pixels",
+            f"Set data.max_image_pixels: {height * width}, or leave it out.",
+        )
+    return processor
 
 
 def _from_folder(
@@ -63,13 +120,20 @@ def _from_folder(
     A processor that scales bytes by another factor r gives (x·r - m) / s = (x / 255 - m / 255r) /
     (s / 255r).
     """
-    folder = run.file.model.modules[module].folder
-    path = None if folder is None else run.resolve(folder) / "preprocessor_config.json"
-    if path is None or not path.exists():
+    given = run.file.model.modules[module].folder
+    if given is None:
         return mean, std
-    fields = parse_json(
-        path, "image processor configuration", f"Correct it, or model.modules.{module}.folder."
-    )
+    folder, published = run.resolve(given), run.published
+    own = published is not None and published.path == folder
+    path = folder / OWN
+    if own:
+        path, fields = image_processor_fields(folder)
+    elif path.exists():
+        fields = parse_json(
+            path, "image processor configuration", f"Correct it, or model.modules.{module}.folder."
+        )
+    else:
+        return mean, std
     if not isinstance(fields, dict):
         raise SpecError(
             f"The image processor configuration {path} must be a mapping", f"given: {type(fields)}"

@@ -4,6 +4,8 @@ OUT/MODULE/                config.json and safetensors, tokenizer and preprocess
 the run had them OUT/MODULE_vae/            the generator's VAE, as given
 OUT/projectors.safetensors parameters of ours alone, as LAYER.PARAMETER OUT/model.json,
 README.md  how the parts are joined
+
+A run of a whole published model (`model.folder`) becomes one folder of the same kind instead.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -26,15 +30,17 @@ from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs import ModuleConfig
-from disttrain_cli.models.export import Written, copy_beside, write_model, write_own
+from disttrain_cli.models.export import Written, copy_beside, write_model, write_own, write_whole
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.vae import decoder_maker, encoder_maker
 from disttrain_cli.models.weights import load_into, module_layers, source_of
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints.folder import all_of, check_belongs, latest
+from disttrain_cli.spec.families.folder import PublishedFolder
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.published import is_all
 
 
 class ExportedModule(BaseModel):
@@ -54,12 +60,14 @@ class Exported(BaseModel):
     step: int
     modules: dict[str, ExportedModule]
     projectors: str | None
+    generates_with: str | None = None  # a command, where transformers loads the whole
 
 
 def export(
     run: Run, to: Path, *, step: int | None = None, ema: bool = False, progress: Progress = silent
 ) -> Exported:
-    """Write a checkpoint's modules into the new folder `to`, whole or not at all.
+    """Write a checkpoint's modules into the new folder `to`, whole or not at all; a run of a whole
+    published model becomes one like it.
 
     Weights have the precision that was trained in (`train.precision`). With `ema` those of modules
     that have moving averages are these. At most one weight file's tensors are in memory.
@@ -86,6 +94,24 @@ def export(
         tensors = opened.read([layer.name], (group,))
         return {key.split("/", 2)[2]: tensor for key, tensor in tensors.items()}
 
+    published = run.published
+    if published is not None and is_all(published, run.file.model):
+        with _whole_folder(to, made=False) as temporary:
+            progress("writing", 0, 1)
+            written = _write_published(run, published, temporary, read, dtype)
+        progress("writing", 1, 1)
+        return Exported(
+            path=str(to),
+            checkpoint=str(folder),
+            step=number,
+            modules={
+                published.model_type: ExportedModule(
+                    **{**vars(written), "folder": "."}, averaged=bool(averaged)
+                )
+            },
+            projectors=None,
+            generates_with=generating(to),
+        )
     configs, modules, exported, tokenizer = read_configs(run), {}, [], read_tokenizer(run)
     with _whole_folder(to) as temporary:
         for done, (name, module) in enumerate(configs.items()):
@@ -114,6 +140,39 @@ def export(
         step=number,
         modules=modules,
         projectors=str(to / "projectors.safetensors") if shapes else None,
+    )
+
+
+def generating(folder: Path) -> str:
+    """A command that answers a question about an image with an exported folder."""
+    content = [{"type": "image", "url": "IMAGE.jpg"}, {"type": "text", "text": "What is this?"}]
+    code = (
+        f"from transformers import pipeline; p = pipeline('image-text-to-text', {str(folder)!r}); "
+        f"print(p(text={[{'role': 'user', 'content': content}]!r}, return_full_text=False))"
+    )
+    plain = not re.search(r'["$`\\!]', code)  # what double quotes of a shell leave as it is
+    return f'python -c "{code}"' if plain else shlex.join(["python", "-c", code])
+
+
+def _write_published(
+    run: Run,
+    published: PublishedFolder,
+    folder: Path,
+    read: Callable[[PipelineLayer], dict[str, Tensor]],
+    dtype: torch.dtype,
+) -> Written:
+    modules = run.file.model.modules
+    untied = {"tie_word_embeddings": False}  # the head and the embedding are trained on their own
+    return write_whole(
+        folder,
+        published,
+        {name: module_layers(run, name) for name in published.family.modules},
+        {
+            name: spec.config | (untied if spec.kind == "llm" else {})
+            for name, spec in modules.items()
+        },
+        read,
+        dtype,
     )
 
 
@@ -151,12 +210,13 @@ def _averaged(run: Run, opened: checkpoint.Opened, folder: Path) -> set[str]:
 
 
 @contextmanager
-def _whole_folder(to: Path) -> Iterator[Path]:
-    """A folder to fill, renamed into place at the end; where anything fails, nothing is left."""
+def _whole_folder(to: Path, made: bool = True) -> Iterator[Path]:
+    """A folder to fill (or to make), renamed into place at the end; where anything fails, nothing
+    is left."""
     temporary = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        (temporary if made else temporary.parent).mkdir(parents=True, exist_ok=True)
         yield temporary
         os.replace(temporary, to)
     except OSError as error:

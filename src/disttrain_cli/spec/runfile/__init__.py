@@ -8,12 +8,14 @@ from typing import Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile.cluster import LAUNCHING, ClusterSpec
 from disttrain_cli.spec.runfile.data import DataSpec
 from disttrain_cli.spec.runfile.model import MONOLITH, PROJECTORS, ModelSpec
 from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
+from disttrain_cli.spec.runfile.published import with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
 from disttrain_cli.spec.runfile.samples import SampleSpec
 from disttrain_cli.spec.runfile.train import TrainSpec
@@ -87,6 +89,7 @@ class RunFile(Strict):
             {
                 "modules": {n: m.model_dump(mode="json") for n, m in self.model.modules.items()},
                 **({"weights": self._weights} if self._weights else {}),
+                **({"folder": self.model.folder} if self.model.folder else {}),
                 "projector_hidden": self.model.projector_hidden,
                 "sequence_length": self.data.sequence_length,
                 "max_image_pixels": self.data.max_image_pixels,
@@ -116,6 +119,12 @@ class Run(Strict):
         """The run's own folder."""
         return RunDir(self.folder / "runs" / self.file.name)
 
+    @property
+    def published(self) -> PublishedFolder | None:
+        """The whole published model that this one is made from, if it is."""
+        folder = self.file.model.folder
+        return None if folder is None else read_folder(self.resolve(folder), folder)
+
     def resolve(self, path: str) -> Path:
         """A path of the run file as an absolute one."""
         return (self.folder / path).resolve()
@@ -125,11 +134,13 @@ def read_run(path: Path) -> Run:
     """Read and check a run file.
 
     Raises:
-        SpecError: it is missing, not YAML, or has wrong fields (each named by its path).
+        SpecError: it is missing, not YAML, or has wrong fields (each named by its path); its
+        `model.folder` holds no model of a known family.
     """
     value = parse_yaml(
         path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"
     )
+    value = with_folder(value, path.resolve().parent)
     run = Run(path=path, file=validate(RunFile, value, path, "run file"))
     run.file._weights.update(_weight_files(run))
     return run

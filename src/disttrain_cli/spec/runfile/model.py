@@ -164,7 +164,17 @@ class LossWeights(Strict):
 class ModelSpec(Strict):
     """The multimodal model: modules by name, joined by projectors."""
 
-    modules: dict[str, ModuleSpec] = Field(description="Modules by name, in any order.")
+    folder: str | None = Field(
+        None,
+        description=(
+            "Local folder of a whole published vision-language model, which says what its modules"
+            " (vision, llm) are, and their starting weights; `modules` beside it adjust or exchange"
+            " one of that name."
+        ),
+    )
+    modules: dict[str, ModuleSpec] = Field(
+        default_factory=dict, description="Modules by name, in any order."
+    )
     projector_hidden: int | None = Field(
         None,
         ge=1,

@@ -1,0 +1,90 @@
+"""What a family of published vision-language models says of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.image_processor import ImageProcessor
+
+#: A `config.json`, or a part of it.
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module that a whole published model holds.
+
+    Attributes:
+        section: field of the whole `config.json` that describes it.
+        architecture: its name here; None: the section's own `model_type`, or `default`.
+        names: prefixes of names in the module's own published class → in the whole model's class.
+        joint: prefixes of paths in its projector that no published tower has ("mlp.0") → in the
+            whole model's class.
+    """
+
+    kind: Literal["encoder", "llm"]
+    section: str
+    names: Mapping[str, str]
+    architecture: str | None = None
+    default: str = ""
+    joint: Mapping[str, str] = field(default_factory=dict)
+
+    def name_in_whole(self, name: str) -> str:
+        """What the whole model's class calls a tensor of the module's own class."""
+        return _prefixed(name, self.names)
+
+    def joint_in_whole(self, path: str) -> str:
+        """What the whole model's class calls a parameter of the projector."""
+        return _prefixed(path, self.joint)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the folders of a class of transformers become modules.
+
+    Attributes:
+        published: the class, as "MODULE:CLASS".
+        modules: what it holds, by our names.
+        joins: by module the fields of `ModuleSpec` that say how it is joined, of the whole
+            `config.json`; SpecError for what is not computed here.
+        processor: the image processor's rule, of its own fields; SpecError where it has another.
+        image_token: fields of the whole `config.json` that may name the id of an image's
+            placeholder.
+    """
+
+    published: str
+    modules: Mapping[str, Module]
+    joins: Callable[[Path, Fields], dict[str, dict[str, Any]]]
+    processor: Callable[[Path, Fields], ImageProcessor]
+    image_token: tuple[str, ...] = ("image_token_id",)
+
+    def of_kind(self, kind: str) -> Module | None:
+        """The family's module of a kind."""
+        return next((one for one in self.modules.values() if one.kind == kind), None)
+
+
+def only(path: Path, fields: Fields, field: str, default: Any, allowed: Mapping[Any, Any]) -> Any:
+    """What a field's value means, by the values that are computed here.
+
+    Raises:
+        SpecError: it has another value.
+    """
+    given = fields.get(field, default)
+    if isinstance(given, (str, int, bool, type(None))) and given in allowed:
+        return allowed[given]
+    raise SpecError(
+        f"{path}: {field} {given!r} is not computed here",
+        f"allowed: {', '.join(str(value) for value in allowed)}",
+        "Train its modules by their own folders (model.modules), or another model.",
+    )
+
+
+def _prefixed(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, instead in prefixes.items():
+        if name == prefix or not prefix or name.startswith(f"{prefix}."):
+            return instead + name[len(prefix) :]
+    raise KeyError(name)

@@ -1,0 +1,130 @@
+"""A published folder of a whole model: what it says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.families.family import Family, Fields, Module
+from disttrain_cli.spec.families.processors import image_processor_fields
+from disttrain_cli.spec.families.table import FAMILIES
+from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.image_processor import ImageProcessor
+
+CONFIG = "config.json"
+AGAIN = "Download the folder again."
+
+#: What a known model needs that is not there yet, by its model_type.
+NOT_YET = {
+    "llava_next": "images cut into tiles of one size beside a thumbnail",
+    "llava_onevision": "images cut into tiles of one size beside a thumbnail",
+    "internvl": "images cut into tiles of one size, and pixel shuffle before the projector",
+    "idefics3": "images cut into tiles with separator tokens, and pixel shuffle",
+    "smolvlm": "images cut into tiles with separator tokens, and pixel shuffle",
+}
+
+
+@dataclass(frozen=True)
+class PublishedFolder:
+    """A folder of a whole model whose family is known."""
+
+    path: Path
+    model_type: str
+    family: Family
+    config: Fields
+
+    @property
+    def file(self) -> Path:
+        """Its `config.json`."""
+        return self.path / CONFIG
+
+    def section(self, module: Module) -> dict[str, Any]:
+        """Fields of a module's own configuration.
+
+        Raises:
+            SpecError: the whole model's has no such part.
+        """
+        fields = self.config.get(module.section)
+        if not isinstance(fields, dict):
+            raise SpecError(
+                f"{self.file} is of a whole {self.model_type} model, of which {module.section} is"
+                " used",
+                f"given: {fields!r}",
+                AGAIN,
+            )
+        tied = self.config.get("tie_word_embeddings") or fields.get("tie_word_embeddings")
+        return {**fields, **({"tie_word_embeddings": bool(tied)} if module.kind == "llm" else {})}
+
+    def architecture(self, module: Module) -> str:
+        """A module's architecture by name."""
+        return module.architecture or str(self.section(module).get("model_type", module.default))
+
+    @property
+    def image_token(self) -> int | None:
+        """Id of the placeholder of an image, if the folder names it."""
+        named = (self.config.get(field) for field in self.family.image_token)
+        return next((value for value in named if isinstance(value, int)), None)
+
+    def processor_fields(self) -> Fields:
+        """Fields of its image processor; SpecError where there are none."""
+        return image_processor_fields(self.path)[1]
+
+    def processor(self) -> ImageProcessor:
+        """The image processor's rule; SpecError where it has none that is known."""
+        return self.family.processor(*image_processor_fields(self.path))
+
+    def specs(self, given: str) -> dict[str, dict[str, Any]]:
+        """The modules as the run file would have them; `given` is the folder as it names it."""
+        for module in self.family.modules.values():
+            self.section(module)
+        joins = self.family.joins(self.file, self.config)
+        return {
+            name: {"kind": module.kind, "folder": given, **joins.get(name, {})}
+            for name, module in self.family.modules.items()
+        }
+
+
+def published_in(path: Path) -> PublishedFolder | None:
+    """The whole model of a known family that a folder holds, if it does.
+
+    Raises:
+        SpecError: its `config.json` cannot be read.
+    """
+    file = path / CONFIG
+    fields = parse_json(file, "model configuration", AGAIN) if file.is_file() else None
+    if not isinstance(fields, dict) or fields.get("model_type") not in FAMILIES:
+        return None
+    kind = str(fields["model_type"])
+    return PublishedFolder(path, kind, FAMILIES[kind], fields)
+
+
+def read_folder(path: Path, given: str) -> PublishedFolder:
+    """The whole model in a folder (`model.folder`).
+
+    Raises:
+        SpecError: there is none, or its family is not known.
+    """
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        raise SpecError(
+            f"There is no model at {path} (model.folder)",
+            f"given: {given!r}",
+            "Correct model.folder; or download it first, if it is a model's name on Hugging Face: "
+            f"hf download {given} --local-dir {given}",
+        )
+    file = path / CONFIG
+    fields = parse_json(file, "model configuration", "Correct model.folder.")
+    published = published_in(path)
+    if published is not None:
+        return published
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    needs = NOT_YET.get(kind) if isinstance(kind, str) else None
+    raise SpecError(
+        f"model.folder: {file} is of no family that is known: model_type {kind!r}",
+        f"it needs {needs}, which this version has not; known: {', '.join(FAMILIES)}"
+        if needs
+        else f"known: {', '.join(FAMILIES)}",
+        "Give its modules one by one instead (model.modules), each with a folder.",
+    )

@@ -1,0 +1,121 @@
+"""How a published image processor resizes: which size an image becomes, and by which filter, as its
+numbers say."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+
+#: Filters in the order of PIL's numbers, as `resample` of a preprocessor_config.json gives them.
+Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+
+#: Largest ratio of an image's sides under a pixel budget (transformers' smart_resize).
+MOST_RATIO = 200
+
+
+class ImageProcessor(Strict):
+    """The rule of a published image processor.
+
+    budget: both sides whole blocks, the product of both within the budget (transformers'
+    `smart_resize`). stretch: one size, whatever the ratio of the sides. crop: the shorter side to
+    `shortest_px`, then the middle.
+    """
+
+    resize: Literal["budget", "stretch", "crop"]
+    resample: Filter = "bicubic"
+    min_pixels: int = Field(0, ge=0, description="budget: smaller images are enlarged to it.")
+    max_pixels: int | None = Field(None, ge=1, description="budget: larger ones are reduced.")
+    height_px: int | None = Field(None, ge=1, description="stretch, crop: of the result.")
+    width_px: int | None = Field(None, ge=1, description="stretch, crop: of the result.")
+    shortest_px: int | None = Field(
+        None, ge=1, description="crop: the shorter side before the middle is taken."
+    )
+    patch_px: int | None = Field(None, ge=1, description="budget: the patches that it cuts.")
+    merge: int | None = Field(None, ge=1, description="budget: patches per side of a block.")
+
+    @model_validator(mode="after")
+    def _numbers(self) -> ImageProcessor:
+        fixed = self.height_px is not None and self.width_px is not None
+        if fixed == (self.resize == "budget") or (self.max_pixels is None) != fixed:
+            raise ValueError(
+                "height_px and width_px are the size of the result; a budget has max_pixels instead"
+            )
+        if self.resize == "crop" and (
+            self.shortest_px is None
+            or self.shortest_px < max(self.height_px or 0, self.width_px or 0)
+        ):
+            raise ValueError("the shorter side must not be smaller than what is cut out of it")
+        return self
+
+    @property
+    def fixed_px(self) -> tuple[int, int] | None:
+        """Height and width of every image; None where they differ."""
+        if self.height_px is None or self.width_px is None:
+            return None
+        return self.height_px, self.width_px
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of the largest image."""
+        height, width = self.fixed_px or (0, 0)
+        return height * width or self.max_pixels or 0
+
+    def misfit(self, width_px: int, height_px: int) -> str | None:
+        """Why an image of this size cannot be resized, if it cannot."""
+        long, short = max(width_px, height_px), min(width_px, height_px)
+        if self.resize != "budget" or long <= MOST_RATIO * short:
+            return None
+        return (
+            f"an image of {width_px} × {height_px} pixels: one side is more than {MOST_RATIO} times"
+            " the other"
+        )
+
+    def grids(self, sizes_px: Any, patch_px: int, merge: int, max_pixels: int) -> Any:
+        """[N, 2] patches (rows, columns) of [N, 2] widths and heights, int64 arrays."""
+        import numpy as np
+
+        width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
+        if self.fixed_px is not None:
+            each = [side // patch_px // merge * merge for side in self.fixed_px]
+            return np.tile(np.array(each, dtype=np.int64), (len(width), 1))
+        # the operations of `smart_resize` in their order, so that they round alike
+        block_px = patch_px * merge
+        rows, columns = (np.rint(side / block_px) for side in (height, width))
+        pixels = rows * columns * block_px**2
+        shrink = np.sqrt((height * width) / max_pixels)
+        grow = np.sqrt(self.min_pixels / (height * width))
+
+        def within(side: Any, rounded: Any) -> Any:
+            smaller = np.maximum(1, np.floor(side / shrink / block_px))
+            larger = np.ceil(side * grow / block_px)
+            return np.where(
+                pixels > max_pixels, smaller, np.where(pixels < self.min_pixels, larger, rounded)
+            )
+
+        both = np.stack([within(height, rows), within(width, columns)], axis=1)
+        return both.astype(np.int64) * merge
+
+    def cut(
+        self, width_px: int, height_px: int, wanted_px: tuple[int, int]
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(width, height) to resize an image to, and (top, left) of the `wanted_px` (height, width)
+        in it.
+
+        A side that is no multiple of the patch loses its last pixels, as the tower's convolution
+        leaves them out.
+        """
+        if self.resize == "budget":
+            return (wanted_px[1], wanted_px[0]), (0, 0)
+        assert self.height_px is not None and self.width_px is not None
+        if self.resize == "stretch":
+            return (self.width_px, self.height_px), (0, 0)
+        short, long = sorted((width_px, height_px))
+        assert self.shortest_px is not None
+        longer = int(self.shortest_px * long / short)
+        width, height = (
+            (self.shortest_px, longer) if width_px <= height_px else (longer, self.shortest_px)
+        )
+        return (width, height), ((height - self.height_px) // 2, (width - self.width_px) // 2)

@@ -1,0 +1,87 @@
+"""What a run file takes from the published folder of a whole model (`model.folder`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
+from disttrain_cli.spec.runfile.model import ModelSpec, ModuleSpec
+
+#: Fields of a module that say how it is joined to the others.
+JOINS = ("merge", "feature_layer", "projector")
+
+
+def with_folder(value: Any, folder: Path) -> Any:
+    """A run file's plain content, with what its `model.folder` says filled in where it says nothing
+    itself.
+
+    A module given beside it under a name of the family adjusts that module, or with an architecture
+    or a folder of its own takes its place. `folder` is where relative paths begin.
+
+    Raises:
+        SpecError: the folder holds no whole model of a known family, or one that is not computed.
+    """
+    model: Any = value.get("model") if isinstance(value, dict) else None
+    given = model.get("folder") if isinstance(model, dict) else None
+    modules = (model.get("modules") or {}) if isinstance(model, dict) else {}
+    if not isinstance(given, str) or not isinstance(modules, dict):
+        return value  # wrong fields are named by who checks them
+    published = read_folder((folder / given).resolve(), given)
+    filled = {
+        name: _adjusted(spec, modules.get(name), given)
+        for name, spec in published.specs(given).items()
+    }
+    data = value.get("data")
+    if isinstance(data, dict):
+        defaults: dict[str, Any] = {"tokenizer": given}
+        if any(
+            isinstance(spec, dict) and spec["kind"] == "encoder" and spec.get("folder") == given
+            for spec in filled.values()
+        ):
+            defaults["max_image_pixels"] = published.processor().most_pixels
+        data = {**defaults, **data}
+    return {**value, "model": {**model, "modules": {**modules, **filled}}, "data": data}
+
+
+def is_of(published: PublishedFolder | None, model: ModelSpec, name: str) -> bool:
+    """Whether a module is the published folder's own."""
+    return (
+        published is not None
+        and name in published.family.modules
+        and model.modules[name].folder == model.folder
+    )
+
+
+def joins_as(published: PublishedFolder | None, model: ModelSpec) -> bool:
+    """Whether all modules of the published folder are a model's and joined as it joins them, so
+    that the weights of its projector fit."""
+    if published is None or model.folder is None or model.projector_hidden is not None:
+        return False
+    for name, fields in published.specs(model.folder).items():
+        plain = ModuleSpec.model_validate(fields)
+        if name not in model.modules or not is_of(published, model, name):
+            return False
+        spec = model.modules[name]
+        if any(getattr(spec, join, None) != getattr(plain, join, None) for join in JOINS):
+            return False
+    return True
+
+
+def is_all(published: PublishedFolder | None, model: ModelSpec) -> bool:
+    """Whether a model is the published one and nothing else."""
+    return (
+        published is not None
+        and joins_as(published, model)
+        and set(model.modules) == set(published.family.modules)
+    )
+
+
+def _adjusted(spec: Mapping[str, Any], given: Any, folder: str) -> Any:
+    if given is None:
+        return dict(spec)
+    if not isinstance(given, dict):
+        return given
+    own = given.get("architecture") is not None or given.get("folder") not in (None, folder)
+    return {"kind": spec["kind"], **given} if own else {**spec, **given, "folder": folder}

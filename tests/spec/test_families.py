@@ -1,0 +1,121 @@
+"""Whole published folders in the run file: what is filled in, and what is refused by name."""
+
+import json
+
+import pytest
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.graph import describe
+from disttrain_cli.spec.runfile import RunFile, read_run
+from tests.whole_models import rewritten, run_of
+
+LLAVA = {
+    "model_type": "llava",
+    "image_token_index": 3,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "text_config": {"model_type": "llama", "vocab_size": 300, "hidden_size": 64},
+}
+PROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 32},
+    "crop_size": {"height": 32, "width": 32},
+    "image_mean": [0.1, 0.2, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+    "resample": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A LLaVA folder without weights."""
+    made = tmp_path / "llava"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(LLAVA))
+    (made / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return made
+
+
+def test_a_folder_says_what_modules_images_and_tokens_are(folder):
+    run = run_of(folder)
+    model, data = run.file.model, run.file.data
+    assert model.order == ["vision", "llm"] and model.modules["vision"].feature_layer == -2
+    assert (data.tokenizer, data.max_image_pixels) == ("llava", 1024)
+    configs = read_configs(run)
+    assert [config.architecture for config in configs.values()] == ["clip_vision_model", "llama"]
+    assert configs["vision"].config.num_hidden_layers == 2  # the last one is not read
+    head = describe(run).image
+    assert head.mean == (0.1, 0.2, 0.3) and head.std == (0.5, 0.6, 0.7)
+    assert head.processor.resize == "crop" and head.processor.resample == "bilinear"
+    assert head.grid(700, 30) == head.grid(30, 30) == (4, 4)
+    assert run.published.image_token == 3
+
+
+def test_what_was_filled_in_reads_the_same_again(folder):
+    run = run_of(folder, {"modules": {"llm": {"config": {"rms_norm_eps": 1e-5}}}})
+    path = folder.parent / "again.yaml"
+    path.write_text(run.file.model_dump_json())
+    assert read_run(path).file == run.file
+
+
+def test_a_run_file_without_a_folder_keeps_its_fingerprint():
+    file = RunFile.model_validate(
+        {
+            "name": "tiny",
+            "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
+            "data": {"sources": [{"path": "data"}]},
+            "train": {"global_batch_size": 4, "steps": 1},
+        }
+    )
+    assert file.model_fingerprint() == "a0ea50d8b664bf5c"
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("config", {"model_type": "nothing"}, "no family that is known: model_type 'nothing'"),
+        ("config", {"model_type": "llava_onevision"}, "needs images cut into tiles"),
+        ("config", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
+        ("config", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
+        ("config", {"projector_hidden_act": "relu"}, "projector_hidden_act 'relu'"),
+        ("config", {"multimodal_projector_bias": False}, "multimodal_projector_bias False"),
+        ("config", {"vision_config": None}, "vision_config is used"),
+        ("config", {"vision_config": {"model_type": "pixtral"}}, "'pixtral' is not computed"),
+        ("config", {"text_config": {"model_type": "gemma"}}, "unknown architecture 'gemma'"),
+        ("preprocessor", {"do_resize": False}, "do_resize"),
+        ("preprocessor", {"do_pad": True}, "do_pad"),
+        ("preprocessor", {"size": {"shortest_edge": 16}}, "size is not"),
+        ("preprocessor", {"resample": 9}, "resample"),
+        ("preprocessor", {"size": 48, "crop_size": 48}, "does not fit the tower"),
+        ("preprocessor", {"image_std": [0, 0, 0]}, "image_std does not fit"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(folder, file, fields, said):
+    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
+    with pytest.raises(SpecError) as refused:
+        describe(run_of(folder))
+    assert said in f"{refused.value.what}\n{refused.value.why}"
+    assert refused.value.next_step
+
+
+def test_a_folder_that_is_not_there_or_without_a_processor_is_refused(folder):
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(SpecError, match="nothing of its image processor"):
+        run_of(folder)
+    with pytest.raises(SpecError, match="There is no model"):
+        run_of(folder, {"folder": "llava-hf/llava-1.5-7b-hf"})
+    with pytest.raises(SpecError, match=r"model\.folder"):
+        run_of(folder, {"folder": "elsewhere"})
+
+
+def test_the_pixels_of_an_image_must_allow_the_one_size(folder):
+    with pytest.raises(SpecError, match="max_image_pixels"):
+        describe(run_of(folder, data={"max_image_pixels": 900}))

@@ -1,0 +1,130 @@
+"""Tiny whole vision-language models with random weights, as transformers saves them, and runs from
+their folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from disttrain_cli.spec.runfile import Run, read_run
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
+IMAGE = SPECIAL.index("<image>")
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>\n{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def tokenizer() -> Any:
+    """A byte-level tokenizer of 256 + 4 ids, with a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: place for place, name in enumerate((*SPECIAL, *letters))}
+    rules = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.decoder = decoders.ByteLevel()
+    rules.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=rules, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def spread(model: Any, seed: int = 3) -> Any:
+    """The model with weights that are all apart, norms and biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(1 + noise if "norm" in name and name.endswith("weight") else noise)
+    return model.eval()
+
+
+def image_processor(tower: str = "clip") -> Any:
+    """The image processor of a tower, of its class without torchvision."""
+    from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
+
+    side = TOWER["image_size"]
+    if tower == "clip":
+        return CLIPImageProcessorPil(
+            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+        )
+    return SiglipImageProcessorPil(size={"height": side, "width": side})
+
+
+def write_llava(
+    folder: Path, tower: str = "clip", llm: str = "llama", text: Any = None, **fields: Any
+) -> Any:
+    """A LLaVA folder; returns its model. `fields` are of its configuration, `text` of its LLM's."""
+    import transformers
+
+    vision = getattr(transformers, {"clip": "CLIP", "siglip": "Siglip"}[tower] + "VisionConfig")
+    decoder = getattr(transformers, f"{llm.capitalize()}Config")
+    config = transformers.LlavaConfig(
+        vision_config=vision(**TOWER),
+        text_config=decoder(**{**TEXT, **(text or {})}),
+        image_token_index=IMAGE,
+        image_seq_length=16,
+        vision_feature_select_strategy="default" if tower == "clip" else "full",
+        **fields,
+    )
+    model = spread(transformers.LlavaForConditionalGeneration(config))
+    model.save_pretrained(folder)
+    words = tokenizer()
+    transformers.LlavaProcessor(
+        image_processor(tower),
+        words,
+        patch_size=TOWER["patch_size"],
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=1 if tower == "clip" else 0,
+        image_token="<image>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    return model
+
+
+def run_of(folder: Path, model: dict[str, Any] | None = None, **fields: Any) -> Run:
+    """A run file beside `folder` that names it, read."""
+    content = {
+        "name": "whole",
+        "model": {"folder": folder.name, **(model or {})},
+        "data": {"sources": [{"path": "data"}], "sequence_length": 64, **fields.pop("data", {})},
+        "cluster": fields.pop("cluster", {}),
+        "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32", **fields},
+    }
+    path = folder.parent / "disttrain.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return read_run(path)
+
+
+def rewritten(folder: Path, name: str = "config.json", **fields: Any) -> None:
+    """Change fields of a JSON file."""
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
