@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import NoiseSpec
 from disttrain_cli.spec.runfile.train import ModuleOptimizerSpec
-from tests.models.conftest import LLAMA, UNET
+from tests.models.conftest import LLAMA, MROPE, UNET
 from tests.models.test_towers import TOWERS
 
 PIXART = {
@@ -40,7 +40,13 @@ VAE = {
     "norm_num_groups": 4,
     "latent_channels": 3,
 }
-SMALL = {"num_hidden_layers": 1, "depth": 2}
+SMALL = {
+    "num_hidden_layers": 1,
+    "depth": 2,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0],
+}
+EXTRA = {"qwen2_5_vl_text": MROPE, "qwen3_vl_text": MROPE | {"head_dim": 12}}
 #: Small configurations of classes, with every kind of dropout that they have.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "encoder": {
@@ -50,7 +56,8 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         for name, tower in TOWERS.items()
     },
     "llm": {
-        name: LLAMA | {"num_hidden_layers": 1} for name in ("llama", "mistral", "qwen2", "qwen3")
+        name: LLAMA | {"num_hidden_layers": 1} | EXTRA.get(name, {})
+        for name in ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text")
     },
     "generator": {"unet2d_condition": UNET | {"dropout": 0.1}, "pixart": PIXART | {"dropout": 0.2}},
 }
@@ -221,8 +228,10 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         "config": dict(CONFIGS[kind][architecture]),
         "pretrained": draw.random() < 0.5,
     }
-    if kind == "encoder" and architecture != "qwen2_5_vl_vision":
+    if kind == "encoder" and "_vl_" not in architecture:
         module |= {"merge": 2, "feature_layer": draw.choice([None, -1])}
+    elif kind == "encoder":
+        module |= {"projector": draw.choice(["mlp", "none"])}
     if kind == "generator":
         noise = draw_section(draw, NoiseSpec, "model.modules.*.noise.", {}, {})
         module |= {

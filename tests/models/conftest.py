@@ -24,6 +24,8 @@ LLAMA = {
     "num_key_value_heads": 2,
     "intermediate_size": 96,
 }
+#: Of heads that are 12 wide.
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}}
 UNET = {
     "in_channels": 3,
     "out_channels": 3,

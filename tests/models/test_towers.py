@@ -38,11 +38,23 @@ QWEN = {
     "out_hidden_size": 40,
     "fullatt_block_indexes": [1],
 }
+QWEN3 = {
+    "hidden_size": 32,
+    "depth": 3,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+}
 TOWERS = {
     "vit": {"merge": 2, "config": SQUARE},
     "clip_vision_model": {"merge": 2, "config": SQUARE},
     "siglip_vision_model": {"merge": 2, "config": SQUARE},
     "qwen2_5_vl_vision": {"config": QWEN},
+    "qwen3_vl_vision": {"config": QWEN3},
 }
 GRIDS = [(4, 4), (4, 4), (4, 6), (6, 8), (2, 8)]
 

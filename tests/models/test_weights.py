@@ -17,7 +17,7 @@ from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.vae import decoder_maker
 from disttrain_cli.models.weights import load_into, module_layers, starting_weights
 from disttrain_cli.spec.runfile import Run, RunFile
-from tests.models.conftest import AUDIO, LLAMA, UNET
+from tests.models.conftest import AUDIO, LLAMA, MROPE, UNET
 from tests.models.conftest import VIT as SQUARE
 from tests.models.test_vae import VAE
 
@@ -31,6 +31,17 @@ QWEN_EYE = {
     "spatial_merge_size": 2,
     "out_hidden_size": 40,
     "fullatt_block_indexes": [1],
+}
+QWEN3_EYE = {
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
 }
 PIXART = {
     "num_attention_heads": 3,
@@ -52,11 +63,14 @@ CLASSES = {
     "clip_vision_model": (ENCODER, SQUARE),
     "siglip_vision_model": (ENCODER, SQUARE),
     "qwen2_5_vl_vision": ({"kind": "encoder"}, QWEN_EYE),
+    "qwen3_vl_vision": ({"kind": "encoder"}, QWEN3_EYE),
     "whisper": ({"kind": "encoder", "merge": 3}, AUDIO["config"]),
     "llama": ({"kind": "llm"}, LLAMA),
     "mistral": ({"kind": "llm"}, LLAMA),
     "qwen2": ({"kind": "llm"}, LLAMA),
     "qwen3": ({"kind": "llm"}, LLAMA | {"head_dim": 12}),
+    "qwen2_5_vl_text": ({"kind": "llm"}, LLAMA | MROPE),
+    "qwen3_vl_text": ({"kind": "llm"}, LLAMA | MROPE | {"head_dim": 12}),
     "unet2d_condition": (GENERATOR, UNET),
     "pixart": (GENERATOR, PIXART),
 }

@@ -38,7 +38,7 @@ from disttrain_cli.spec.runfile import Run
 #: ("image", of a further one "image.1"), and those of texts.
 READ = frozenset({*KINDS, "tokens", "labels", "weights"})
 
-FIELDS = READ | {"layout", "context", "dropout"}
+FIELDS = READ | {"layout", "rows", "context", "dropout"}
 
 
 def reads_files(fields: Iterable[str]) -> bool:
@@ -159,7 +159,7 @@ class Preparer:
             self._begin_items(work, item, segments, request)
             if "dropout" in request.fields:
                 work.items[item]["seeds"] = self._seeds(request.step, segments)
-        if request.fields & {"tokens", "layout", "context", "labels"}:
+        if request.fields & {"tokens", "layout", "rows", "context", "labels"}:
             plans = [SequencePlan(batch, int(chosen[number])) for number in numbers["sequence"]]
             self._begin_sequences(work, plans, numbers, request.fields)
         return work
@@ -214,10 +214,10 @@ class Preparer:
         if "layout" in wanted:
             layouts = [plan.layout() for plan in plans]
             fields["positions"], fields["documents"] = (
-                np.stack(part) for part in zip(*layouts, strict=True)
+                np.stack(part, axis=-2) for part in zip(*layouts, strict=True)
             )
         for item, kind in KINDS.items():
-            if ("context" if item == "target" else "tokens") in wanted:
+            if wanted & ({"context"} if item == "target" else {"tokens", "rows"}):
                 work.items[item]["rows"] = _in_order(plans, kind, numbers[item], length)
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)

@@ -15,8 +15,10 @@ import numpy as np
 
 from disttrain_cli.data.arrays import ranges, starts_of
 from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.positions import grid_positions, sample_positions
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT
 
 NOT_TRAINED = -100
@@ -35,12 +37,14 @@ class SequencePlan:
             packing.sample_start[number] : packing.sample_start[number + 1]
         ]
         self.length = index.inputs.sequence_length
+        self.inputs = index.inputs
         self.sample_tokens = index.lengths[self.samples]
         self.sample_at = starts_of(self.sample_tokens)[:-1]
         counts = index.segment_start[self.samples + 1] - index.segment_start[self.samples]
         segments = ranges(index.segment_start[self.samples], counts)
         self.kinds = index.kinds[segments]
         self.tokens = index.tokens[segments]
+        self.grids = index.grids[segments]
         self.trained = index.trained[segments]
         self.end_trained = index.end_trained[self.samples]
         # Besides the segments before it, a segment lies behind the specials of earlier samples and
@@ -54,13 +58,35 @@ class SequencePlan:
         return [np.arange(self.segment_at[s], self.segment_at[s] + self.tokens[s]) for s in chosen]
 
     def layout(self) -> tuple[Ints, Ints]:
-        """(positions, documents), each [L]: restarting with every sample; -1 = padding."""
-        positions = np.zeros(self.length, dtype=np.int64)
+        """(positions [L], or [3, L] with M-RoPE, documents [L]): restarting with every sample;
+        documents -1 = padding."""
         documents = np.full(self.length, PADDING_DOCUMENT, dtype=np.int64)
         used = int(self.sample_tokens.sum())
-        positions[:used] = ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
         documents[:used] = np.repeat(np.arange(len(self.samples)), self.sample_tokens)
-        return positions, documents
+        of_samples = self._positions()
+        padding = np.zeros((*of_samples.shape[:-1], self.length - used), dtype=np.int64)
+        return np.concatenate([of_samples, padding], axis=-1), documents
+
+    def _positions(self) -> Ints:
+        """Positions of the tokens of all samples."""
+        if self.inputs.positions == "1d":
+            return ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
+        images = np.flatnonzero(self.kinds == ImageInput.kind)
+        places, grids = self.segment_at[images], self.grids[images]
+        head, made = self.inputs.image, []
+        for first, count in zip(self.sample_at, self.sample_tokens, strict=True):
+            inside = (first <= places) & (places < first + count)
+            of_sample = zip((places[inside] - first).tolist(), grids[inside], strict=True)
+            made.append(
+                sample_positions(
+                    self.inputs.positions,
+                    int(count),
+                    [(place, grid_positions(head.frames(grid))) for place, grid in of_sample]
+                    if head
+                    else (),
+                )
+            )
+        return np.concatenate(made, axis=1)
 
     def token_ids(self, tokenizer: Tokenizer, read_texts: ReadTexts) -> tuple[Ints, Ints]:
         """(ids, labels), each [L]."""

@@ -21,6 +21,7 @@ class Joined:
     module: ModuleConfig
     spec: ModuleSpec
     reads: tuple[str, ...]  # tensors that the encoders before the LLM leave
+    features: tuple[str, ...]  # and, of inner blocks, for its first blocks, one after each
     llm_width: int
     projector_hidden: int
     feeds_generator: bool
@@ -41,6 +42,7 @@ class Architecture:
         make: the layers in pipeline order.
         inputs: what it asks of the data; None for an LLM.
         several: whether other modules may work on the same items (`Joined.index`).
+        merges: whether an encoder ends in rows for the LLM, so that it can do without a projector.
     """
 
     kind: Kind
@@ -50,3 +52,4 @@ class Architecture:
     make: Callable[[Joined], list[LayerMaker]]
     inputs: Callable[[Run, ModuleConfig], Head] | None = None
     several: bool = False
+    merges: bool = False

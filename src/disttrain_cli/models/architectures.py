@@ -15,13 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models import clip, decoder, pixart, qwen_vision, siglip, unet, vae, vit, whisper
+from disttrain_cli.models import (
+    clip,
+    decoder,
+    pixart,
+    qwen3_vision,
+    qwen_vision,
+    siglip,
+    unet,
+    vae,
+    vit,
+    whisper,
+)
 from disttrain_cli.models.architecture import Architecture, Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import decoders, encoders
-from disttrain_cli.models.configs.checks import ModuleConfig, read_transformer, wrong
+from disttrain_cli.models.configs.checks import (
+    ModuleConfig,
+    read_transformer,
+    wrong,
+    wrong_field,
+)
 from disttrain_cli.models.configs.generators import read_noise, read_pixart, read_unet, with_folder
-from disttrain_cli.models.configs.images import CLIP, HALVES, image_input
+from disttrain_cli.models.configs.images import CLIP, HALVES, Normal, image_input
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
@@ -82,13 +98,15 @@ def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[Laye
     )
 
 
-def _qwen_vision(joined: Joined) -> list[LayerMaker]:
-    return _beside(
-        joined,
-        qwen_vision.makers(
-            joined.module.name, joined.module.config, joined.projector_hidden, joined.llm_width
-        ),
-    )
+def _merging(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
+    """A tower that ends in a merger of its own, with a projector behind it unless there is none."""
+    module, width = joined.module, joined.llm_width
+    if joined.spec.projector == "mlp":
+        return _beside(joined, makers(module.name, module.config, joined.projector_hidden, width))
+    if (own := module.config.out_hidden_size) != width:
+        allowed = f"mlp: the tower's rows have {own} values (out_hidden_size), the LLM's {width}"
+        raise wrong_field(module.name, "projector", "none", allowed)
+    return _beside(joined, makers(module.name, module.config))
 
 
 def _beside(joined: Joined, makers: list[LayerMaker]) -> list[LayerMaker]:
@@ -107,9 +125,13 @@ def _beside(joined: Joined, makers: list[LayerMaker]) -> list[LayerMaker]:
 
 
 def _decoder(joined: Joined) -> list[LayerMaker]:
-    weight = joined.loss_weights.text
     return decoder.makers(
-        joined.module.name, joined.module.config, joined.reads, joined.feeds_generator, weight
+        joined.module.name,
+        joined.module.config,
+        joined.reads,
+        joined.features,
+        joined.feeds_generator,
+        joined.loss_weights.text,
     )
 
 
@@ -154,15 +176,15 @@ def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig)
     )
 
 
-def _qwen_vision_input(run: Run, module: ModuleConfig) -> ImageInput:
+def _merging_input(normal: Normal, run: Run, module: ModuleConfig) -> ImageInput:
     config = module.config
     return image_input(
         run,
         module.name,
-        CLIP,
+        normal,
         patch_px=config.patch_size,
         merge=config.spatial_merge_size,
-        window=config.window_size // config.patch_size,
+        window=getattr(config, "window_size", config.patch_size) // config.patch_size,
     )
 
 
@@ -221,9 +243,19 @@ _OWN: dict[str, Architecture] = {
         "image",
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
         _transformer("Qwen2_5_VLVisionConfig", encoders.check_qwen_vision),
-        _qwen_vision,
-        _qwen_vision_input,
+        partial(_merging, qwen_vision.makers),
+        partial(_merging_input, CLIP),
         several=True,
+        merges=True,
+    ),
+    "qwen3_vl_vision": Architecture(
+        "encoder",
+        "image",
+        "transformers:Qwen3VLVisionModel",
+        _transformer("Qwen3VLVisionConfig", encoders.check_qwen3_vision),
+        partial(_merging, qwen3_vision.makers),
+        partial(_merging_input, HALVES),
+        merges=True,
     ),
     "whisper": Architecture(
         "encoder",
@@ -237,8 +269,8 @@ _OWN: dict[str, Architecture] = {
         name: Architecture(
             "llm",
             "sequence",
-            f"transformers:{family}ForCausalLM",
-            _transformer(f"{family}Config", decoders.check_decoder),
+            f"transformers:{family.published}",
+            _transformer(family.config, decoders.check_decoder),
             _decoder,
         )
         for name, family in decoders.FAMILIES.items()
@@ -272,6 +304,7 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "clip": ("clip_vision_model", "vision_config"),
     "siglip": ("siglip_vision_model", "vision_config"),
     "qwen2_5_vl": ("qwen2_5_vl_vision", "vision_config"),
+    "qwen3_vl": ("qwen3_vl_vision", "vision_config"),
     "UNet2DConditionModel": ("unet2d_condition", None),
     "PixArtTransformer2DModel": ("pixart", None),
 }
@@ -316,6 +349,10 @@ def _read(run: Run, name: str) -> ModuleConfig:
             f"model.modules.{name}: {architecture} is of kind {entry.kind}, not {spec.kind}",
             f"architectures of kind {spec.kind}: {names}",
         )
+    if spec.projector == "none" and not entry.merges:
+        merging = ", ".join(name for name, other in ARCHITECTURES.items() if other.merges)
+        allowed = f"mlp: only {merging} end in rows for the LLM themselves"
+        raise wrong_field(name, "projector", "none", allowed)
     if spec.vae_folder is not None:
         path = run.resolve(spec.vae_folder) / "config.json"
         spec = with_folder(

@@ -1,10 +1,10 @@
 """transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama,
-Mistral, Qwen2, Qwen3.
+Mistral, Qwen2, Qwen3, and the LLMs of Qwen2.5-VL and Qwen3-VL.
 
 Hidden rows are the M·L tokens of the microbatch. Attention is block-causal: a token sees the
 earlier tokens of its own sample only, the nearest ones where the block has a sliding window;
 padding sees padding, and nobody reads it. Rotary factors are made once per stage and batch, in
-`Batch.cache`.
+`Batch.cache`; with M-RoPE of three positions each.
 
 `tie_word_embeddings` ties nothing: the ends of a pipeline share no weights. The head starts as a
 copy of the embedding, both are trained on their own, and what is exported says tie_word_embeddings:
@@ -33,10 +33,9 @@ from disttrain_cli.models.parallel import across, embed, gather, once, scatter, 
 
 def library(config: Any, part: str) -> Any:
     """A class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding"."""
-    family = config.model_type
-    return getattr(
-        import_module(f"transformers.models.{family}.modeling_{family}"), FAMILIES[family] + part
-    )
+    family = FAMILIES[config.model_type]
+    file = import_module(f"transformers.models.{family.file}.modeling_{family.file}")
+    return getattr(file, family.prefix + part)
 
 
 def _rotary(config: Any, device: torch.device) -> Any:
@@ -103,8 +102,8 @@ class Block(DecoderLayer):
 
     kind = "block"
     row_by_row = True
-    reads = ("hidden",)
-    needs = ("layout",)
+    reads: tuple[str, ...] = ("hidden",)
+    needs: tuple[str, ...] = ("layout",)
     division = Division(
         column=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), row=("o_proj", "down_proj")
     )
@@ -123,7 +122,7 @@ class Block(DecoderLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
-        layer, shape, hidden = self.layer, batch.positions.shape, state["hidden"]
+        layer, shape, hidden = self.layer, batch.positions.shape[-2:], state["hidden"]
         samples = segments_of(batch.cache, "samples", lambda: batch.sample_lengths or [], hidden)
         rotary = self._rotary_factors(batch, hidden)
 
@@ -132,10 +131,14 @@ class Block(DecoderLayer):
                 normed_RD.unflatten(0, shape), attention_mask=samples, position_embeddings=rotary
             )[0]
 
-        rows, feed = shape.numel(), partial(gated_mlp, layer.mlp)
+        rows, feed = shape.numel(), partial(self.feed, state, batch)
         hidden = hidden + across(attend, layer.input_layernorm(hidden), rows, self.group)
         hidden = hidden + across(feed, layer.post_attention_layernorm(hidden), rows, self.group)
         return {"hidden": hidden}
+
+    def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
+        """The feed-forward."""
+        return gated_mlp(self.layer.mlp, normed_RD)
 
     def _rotary_factors(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [M, L, head width]."""
@@ -144,6 +147,36 @@ class Block(DecoderLayer):
                 like, batch.positions
             )
         return batch.cache["cos"], batch.cache["sin"]
+
+
+class DeepBlock(Block):
+    """A decoder layer after which features of an encoder's inner block are added to the rows of its
+    images (DeepStack, Meng et al. 2024, arXiv 2406.04334).
+
+    Each rank of a TP group adds its own part of them to its partial sums of the feed-forward, whose
+    sum over the group has all of it: no message more, but none behind products.
+    """
+
+    kind = "block.deepstack"
+    row_by_row = False
+    needs = ("layout", "rows")
+
+    def __init__(self, module: str, number: int, config: Any, features: str) -> None:
+        super().__init__(module, number, config)
+        self.features, self.reads = features, ("hidden", features)
+
+    def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
+        """The feed-forward, with what is added to its images' rows."""
+        made, rows, given = (
+            super().feed(state, batch, normed_RD),
+            batch.of("image").rows,
+            state.get(self.features),
+        )
+        if given is None or rows is None:
+            return made
+        if self.group is not None:
+            rows = rows[self.group.local_rows(len(rows))]
+        return made.flatten(0, -2).index_add(0, rows, given.to(made.dtype))
 
 
 class Head(DecoderLayer):
@@ -193,20 +226,34 @@ class Head(DecoderLayer):
 
 
 def makers(
-    module: str, config: Any, reads: tuple[str, ...], feeds_generator: bool, loss_weight: float
+    module: str,
+    config: Any,
+    reads: tuple[str, ...],
+    features: tuple[str, ...],
+    feeds_generator: bool,
+    loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of an LLM in pipeline order; `reads` are the tensors that the encoders before it
-    leave."""
+    """The layers of an LLM in pipeline order.
+
+    Args:
+        reads: tensors that the encoders before it leave, for its embedding,
+        features: and for its first blocks, one after each.
+    """
     std = config.initializer_range
+    tied = getattr(config, "tie_word_embeddings", False)
     return [
         LayerMaker(partial(Embed, module, config, reads), std),
         *(
+            LayerMaker(partial(DeepBlock, module, i, config, name), std)
+            for i, name in enumerate(features)
+        ),
+        *(
             LayerMaker(partial(Block, module, i, config), std)
-            for i in range(config.num_hidden_layers)
+            for i in range(len(features), config.num_hidden_layers)
         ),
         LayerMaker(
             partial(Head, module, config, loss_weight, feeds_generator),
             std,
-            drawn_as=f"{module}.embed" if config.tie_word_embeddings else None,
+            drawn_as=f"{module}.embed" if tied else None,
         ),
     ]

@@ -16,8 +16,9 @@ from disttrain_cli.models.architecture import Joined
 from disttrain_cli.models.architectures import ARCHITECTURES, read_configs
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig
-from disttrain_cli.models.configs.decoders import windows_of
-from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name
+from disttrain_cli.models.configs.checks import wrong
+from disttrain_cli.models.configs.decoders import positions_of, windows_of
+from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name, features_name
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
@@ -70,6 +71,7 @@ def describe(run: Run) -> ModelInputs:
         vocabulary=llm.config.vocab_size,
         sequence_length=length,
         windows=windows_of(llm.config, length),
+        positions=positions_of(llm.config),
         heads=heads,
     )
 
@@ -181,12 +183,14 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
         for name, module in configs.items()
         if module.kind == "encoder"
     )
+    features = _features(configs, llm)
     makers: list[LayerMaker] = []
     for name, module in configs.items():
         joined = Joined(
             module,
             model.modules[name],
             reads,
+            features,
             llm_width=llm.config.hidden_size,
             projector_hidden=model.projector_hidden or llm.config.hidden_size,
             feeds_generator=any(config.kind == "generator" for config in configs.values()),
@@ -195,6 +199,29 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
         )
         makers += ARCHITECTURES[module.architecture].make(joined)
     return makers
+
+
+def _features(configs: dict[str, ModuleConfig], llm: ModuleConfig) -> tuple[str, ...]:
+    """What inner blocks of an image encoder leave for the LLM's first blocks (DeepStack).
+
+    Raises:
+        SpecError: they are no rows of the LLM, or more than it has blocks.
+    """
+    for name, module in configs.items():
+        levels = getattr(module.config, "deepstack_visual_indexes", ())
+        if not levels:
+            continue
+        width, blocks = llm.config.hidden_size, llm.config.num_hidden_layers
+        if module.config.out_hidden_size != width:
+            allowed = (
+                f"{width}, the width of {llm.name}, to whose rows DeepStack's features are added"
+            )
+            raise wrong(name, "out_hidden_size", module.config.out_hidden_size, allowed)
+        if len(levels) > blocks:
+            allowed = f"at most {blocks} numbers: each goes to one of the blocks of {llm.name}"
+            raise wrong(name, "deepstack_visual_indexes", list(levels), allowed)
+        return tuple(features_name(level) for level in range(len(levels)))
+    return ()
 
 
 def _info(layer: PipelineLayer) -> LayerInfo:

@@ -79,7 +79,8 @@ class Batch:
 
     items: Mapping[Item, Items] = field(default_factory=dict)  # by modality
     token_ids: Tensor | None = None  # [M, L] int64
-    positions: Tensor | None = None  # [M, L] int64, restarting with every sample
+    # [M, L] int64, restarting with every sample; [3, M, L] with M-RoPE
+    positions: Tensor | None = None
     # of the M·L rows: tokens of each sample, and a sequence's padding as one
     sample_lengths: list[int] | None = None
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
@@ -112,6 +113,11 @@ def embeds_name(item: Item, number: int = 0) -> str:
     return f"{item}{EMBEDS}.{number}" if number else f"{item}{EMBEDS}"
 
 
+def features_name(level: int) -> str:
+    """Name of what an image encoder's inner block leaves for block `level` of the LLM."""
+    return f"image_features.{level}"
+
+
 #: State names with this prefix are summed losses (scalars), already weighted and normalised by
 #: global counts.
 LOSS_PREFIX = "loss/"
@@ -130,9 +136,9 @@ class PipelineLayer(nn.Module):
     reads: tuple[str, ...] = ()  # state tensors it needs
     writes: tuple[TensorSpec, ...] = ()  # state tensors it leaves (also those it replaces)
     #: groups of batch fields: "ITEM" (what encoder or generator 0 of a modality reads), "ITEM.N"
-    #: (the same of number N), "tokens" (ids, and rows of what encoders made), "layout" (positions,
-    #: sample_lengths), "context" (rows of targets), "labels", "weights" (of targets, with
-    #: noise_seeds), "dropout" (seeds)
+    #: (the same of number N), "tokens" (ids, and rows of what encoders made), "rows" (the latter
+    #: alone), "layout" (positions, sample_lengths), "context" (rows of targets), "labels",
+    #: "weights" (of targets, with noise_seeds), "dropout" (seeds)
     needs: tuple[str, ...] = ()
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)

@@ -192,7 +192,7 @@ def _with_tokens(
         batch,
         items=items,
         token_ids=token_ids,
-        positions=positions,
+        positions=positions.expand(3, *shape) if inputs.positions == "mrope" else positions,
         sample_lengths=[
             size for lengths in documents for size in (*lengths, length - sum(lengths)) if size
         ],

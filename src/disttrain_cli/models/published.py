@@ -177,6 +177,8 @@ def on_meta(architecture: str, config: Any) -> Any:
         if isinstance(config, dict):
             return made(**config)
         config = copy.deepcopy(config)
+        if not isinstance(config, made.config_class):  # a part of a whole model's
+            config = made.config_class.from_dict(config.to_dict())
         config._attn_implementation = None  # its own choice
         return made(config)
 

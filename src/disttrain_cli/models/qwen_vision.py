@@ -1,5 +1,5 @@
-"""Qwen2.5-VL's vision tower as pipeline layers: embed, block × n, merger, projector into the LLM's
-width.
+"""Qwen2.5-VL's vision tower as pipeline layers: embed, block × n, merger, and a projector unless
+the merger ends in the LLM's width.
 
 Images have any size in whole merge blocks; nothing is interpolated (Bai et al. 2025, arXiv
 2502.13923, section 2.1). Rows of an image: its patches, window by window, so that a window is a run
@@ -10,6 +10,7 @@ temporal patch of 2 sees the image twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,10 @@ from disttrain_cli.models.fused import gated_mlp, with_own_norms
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
-from disttrain_cli.models.towers import ImageLayer, count, images_of, runs
+from disttrain_cli.models.towers import EMBEDS, ImageLayer, count, images_of, runs
+
+#: What a merger leaves where a projector follows.
+MERGED = "image_merged"
 
 
 class Layout(NamedTuple):
@@ -38,13 +42,17 @@ class Layout(NamedTuple):
 @lru_cache(maxsize=4096)
 def layout(rows: int, columns: int, merge: int, window: int) -> Layout:
     """The layout of an image of `rows` × `columns` patches, in windows of `window` patches per
-    side."""
+    side; 0 = one window of any size."""
     from transformers.vision_utils import get_vision_window_index
 
     with torch.device("cpu"):
         grid = torch.tensor([[1, rows, columns]])
-        blocks, bounds = get_vision_window_index(
-            grid, spatial_merge_size=merge, window_size=window, patch_size=1
+        blocks, bounds = (
+            get_vision_window_index(
+                grid, spatial_merge_size=merge, window_size=window, patch_size=1
+            )
+            if window
+            else (torch.arange(rows * columns // merge**2), torch.tensor([0, rows * columns]))
         )
         patches = torch.arange(rows * columns).unflatten(
             0, (rows // merge, merge, columns // merge, merge)
@@ -62,7 +70,8 @@ class QwenLayer(ImageLayer):
         self.writes = (
             TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
         )
-        self.merge, self.window = config.spatial_merge_size, config.window_size // config.patch_size
+        self.merge = config.spatial_merge_size
+        self.window = getattr(config, "window_size", 0) // config.patch_size
 
     def layout(self, rows: int, columns: int) -> Layout:
         """The layout of an image."""
@@ -85,14 +94,20 @@ class Embed(QwenLayer):
         self.published = {"patch_embed": "patch_embed"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        kernel = self.patch_embed.proj.weight.sum(2)  # the same image at every time
+        proj = self.patch_embed.proj
+        kernel = proj.weight.sum(2)  # the same image at every time
         hidden = []
         for pixels in self.pixels(batch):
             # [N, D, rows, columns]
-            grid = functional.conv2d(pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:])
+            grid = functional.conv2d(pixels.to(kernel.dtype), kernel, proj.bias, kernel.shape[2:])
             order = to_device(self.layout(*grid.shape[2:]).order, grid.device)
-            hidden.append(grid.flatten(2).transpose(1, 2).index_select(1, order).flatten(0, 1))
+            raster_NPD = self.placed(grid.flatten(2).transpose(1, 2), *grid.shape[2:])
+            hidden.append(raster_NPD.index_select(1, order).flatten(0, 1))
         return {"image_hidden": split(torch.cat(hidden), self.group)}
+
+    def placed(self, raster_NPD: Tensor, rows: int, columns: int) -> Tensor:
+        """Images of a grid, with what says where each patch is; rotary positions say it later."""
+        return raster_NPD
 
 
 class Block(QwenLayer):
@@ -107,19 +122,27 @@ class Block(QwenLayer):
     )
 
     def __init__(self, module: str, number: int, config: Any) -> None:
+        super().__init__(module, f"block.{number}", config)
+        self.all = not self.window or number in config.fullatt_block_indexes
+        if self.window and self.all:
+            self.kind = "block.global"
+        self.layer, self._rotary = self.library(config)
+        self.published = {"layer": f"blocks.{number}"}
+
+    def library(self, config: Any) -> tuple[nn.Module, Callable[[], nn.Module]]:
+        """transformers' block, and how its rotary embedding is made: never registered, bf16 would
+        spoil it."""
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
             Qwen2_5_VLVisionBlock,
             Qwen2_5_VLVisionRotaryEmbedding,
         )
 
-        super().__init__(module, f"block.{number}", config)
-        self.all = number in config.fullatt_block_indexes
-        if self.all:
-            self.kind = "block.global"
-        self.layer = with_own_norms(Qwen2_5_VLVisionBlock(config))
-        # never registered: bf16 would spoil it
-        self._rotary = partial(Qwen2_5_VLVisionRotaryEmbedding, config)
-        self.published = {"layer": f"blocks.{number}"}
+        block = with_own_norms(Qwen2_5_VLVisionBlock(config))
+        return block, partial(Qwen2_5_VLVisionRotaryEmbedding, config)
+
+    def feed(self, normed_RD: Tensor) -> Tensor:
+        """The feed-forward."""
+        return gated_mlp(self.layer.mlp, normed_RD)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = (
@@ -130,9 +153,7 @@ class Block(QwenLayer):
         hidden = hidden + across(
             partial(self._attention, batch), layer.norm1(hidden), rows, self.group
         )
-        hidden = hidden + across(
-            partial(gated_mlp, layer.mlp), layer.norm2(hidden), rows, self.group
-        )
+        hidden = hidden + across(self.feed, layer.norm2(hidden), rows, self.group)
         return {"image_hidden": hidden}
 
     def _attention(self, batch: Batch, hidden_RD: Tensor) -> Tensor:
@@ -190,12 +211,12 @@ class Merger(QwenLayer):
     reads = ("image_hidden",)
     division = Division(column=("mlp.0",), row=("mlp.2",))
 
-    def __init__(self, module: str, config: Any) -> None:
+    def __init__(self, module: str, config: Any, writes: str) -> None:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger
 
         super().__init__(module, "merger", config)
         self.writes = (
-            TensorSpec("image_merged", "image", "tokens", (config.out_hidden_size,), split=True),
+            TensorSpec(writes, "image", "tokens", (config.out_hidden_size,), split=True),
         )
         self.merger = with_own_norms(
             Qwen2_5_VLPatchMerger(
@@ -218,9 +239,8 @@ class Merger(QwenLayer):
             return torch.cat(parts)
 
         rows = count(batch.of("image").grids, extra=0)
-        return {
-            "image_merged": across(merge, self.merger.ln_q(state["image_hidden"]), rows, self.group)
-        }
+        normed = self.merger.ln_q(state["image_hidden"])
+        return {self.writes[0].name: across(merge, normed, rows, self.group)}
 
 
 class Projector(QwenLayer):
@@ -228,27 +248,28 @@ class Projector(QwenLayer):
 
     kind = "projector"
     row_by_row = True
-    reads = ("image_merged",)
+    reads = (MERGED,)
     division = Division(column=("mlp.0",), row=("mlp.2",))
 
     def __init__(self, module: str, config: Any, hidden: int, width: int) -> None:
         super().__init__(module, "projector", config)
-        self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,), split=True),)
+        self.writes = (TensorSpec(EMBEDS, "image", "tokens", (width,), split=True),)
         self.mlp = nn.Sequential(
             nn.Linear(config.out_hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width)
         )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         rows = count(batch.of("image").grids, extra=0) // self.merge**2
-        return {"image_embeds": across(self.mlp, state["image_merged"], rows, self.group)}
+        return {EMBEDS: across(self.mlp, state[MERGED], rows, self.group)}
 
 
-def makers(module: str, config: Any, projector_hidden: int, llm_width: int) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order."""
+def makers(module: str, config: Any, *projector: int) -> list[LayerMaker]:
+    """The layers of an image encoder in pipeline order; `projector`: its hidden and its output
+    width, if there is one."""
     std = config.initializer_range
     return [
         LayerMaker(partial(Embed, module, config), std),
         *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.depth)),
-        LayerMaker(partial(Merger, module, config), std),
-        LayerMaker(partial(Projector, module, config, projector_hidden, llm_width), std),
+        LayerMaker(partial(Merger, module, config, MERGED if projector else EMBEDS), std),
+        *(LayerMaker(partial(Projector, module, config, *projector), std) for _ in projector[:1]),
     ]

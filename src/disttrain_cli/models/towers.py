@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -73,34 +73,38 @@ def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int
     return torch.cat(blocks)
 
 
-def positions(table_PD: Tensor, rows: int, columns: int) -> Tensor:
+def positions(
+    table_PD: Tensor, rows: int, columns: int, mode: Literal["bicubic", "bilinear"] = "bicubic"
+) -> Tensor:
     """Learned position embeddings of a square grid, as they are or interpolated to another: [rows ·
     columns, D].
 
-    Bicubic, as `interpolate_pos_encoding` of transformers' classes; one axis after the other by its
-    four taps, whose backward is deterministic on any device, as that of `interpolate` is not.
+    As transformers' classes: most bicubic (`interpolate_pos_encoding`), others bilinear between the
+    grids' corners; one axis after the other by its taps, whose backward is deterministic on any
+    device, as that of `interpolate` is not.
     """
     side = round(len(table_PD) ** 0.5)
     if (rows, columns) == (side, side):
         return table_PD
     made = table_PD.float().unflatten(0, (side, side))
     for axis, length in enumerate((rows, columns)):
-        positions, weights = taps(side, length, made.device)
+        positions, weights = taps(side, length, made.device, mode)
         each = made.index_select(axis, positions.flatten()).unflatten(axis, tuple(positions.shape))
         made = (each * weights.view(*weights.shape, *(1,) * (2 - axis))).sum(axis + 1)
     return made.flatten(0, 1).to(table_PD.dtype)
 
 
 @lru_cache(maxsize=1024)
-def taps(side: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def taps(side: int, length: int, device: torch.device, mode: str) -> tuple[Tensor, Tensor]:
     """Where each of `length` values takes from `side` given ones, and how much of each: [length,
-    4], 4 or fewer."""
+    4] or of bilinear [length, 2], or fewer."""
+    corners = mode == "bilinear"
     with torch.device("cpu"):
         each = functional.interpolate(
-            torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False
+            torch.eye(side)[None, :, :, None], size=(length, 1), mode=mode, align_corners=corners
         )
     weights = each[0, :, :, 0].T  # [length, side]
-    positions = weights.abs().topk(min(4, side)).indices
+    positions = weights.abs().topk(min(2 if corners else 4, side)).indices
     return to_device(positions, device), to_device(weights.gather(1, positions), device)
 
 

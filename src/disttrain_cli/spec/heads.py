@@ -228,6 +228,11 @@ class ImageInput(Head):
             rows, columns = rows - (over & shrink_rows), columns - (over & ~shrink_rows)
         return np.stack([rows, columns], axis=1) * self.merge
 
+    def frames(self, grid: Any) -> tuple[int, int, int]:
+        """Frames, rows and columns of an image's tokens in the LLM, of its grid of patches."""
+        rows, columns = grid
+        return 1, int(rows) // self.merge, int(columns) // self.merge
+
     def patches(self, width_px: int, height_px: int) -> int:
         """Rows the encoder computes for an image, without the extra ones."""
         rows, columns = self.grid(width_px, height_px)

@@ -7,7 +7,7 @@ Written by `models.describe`, kept in the profile and beside the index; read by 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
 
@@ -27,6 +27,9 @@ from disttrain_cli.spec.plugins import with_plugins
 HEADS: dict[str, type[Head]] = with_plugins(
     "disttrain.heads", {"image": ImageInput, "target": TargetInput, "audio": AudioInput}
 )
+
+#: How tokens are placed: by their number in the sample, or in time, rows and columns (M-RoPE).
+Positions = Literal["1d", "mrope"]
 
 
 def _head(value: Any) -> Head:
@@ -50,6 +53,14 @@ class ModelInputs(Strict):
         description=(
             "Of each of the LLM's blocks, how many tokens of a sample one sees back, "
             "itself among them; empty where all blocks see all of them."
+        ),
+    )
+    positions: Positions = Field(
+        "1d",
+        exclude_if=lambda given: given == "1d",
+        description=(
+            "Positions of the LLM's tokens: one number each, counted in their sample, or three"
+            " (time, row and column), as multimodal rotary embeddings take them."
         ),
     )
     heads: list[

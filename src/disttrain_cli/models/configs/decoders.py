@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from disttrain_cli.models.configs.checks import check_widths, refuse_dropout, wrong
+from disttrain_cli.spec.inputs import Positions
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
-#: How transformers' file of each family calls its classes.
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+class Family(NamedTuple):
+    """Where transformers has the classes of a family."""
+
+    file: str  # of `transformers.models`
+    prefix: str  # of its layers' classes
+    config: str
+    published: str  # with embedding and head
+    mrope: bool = False
+
+
+#: By `model_type`. The LLM of a whole vision-language model, alone, is the family's LLM that texts
+#: alone are written with: of their tokens all three positions are equal.
+FAMILIES = {
+    "llama": Family("llama", "Llama", "LlamaConfig", "LlamaForCausalLM"),
+    "mistral": Family("mistral", "Mistral", "MistralConfig", "MistralForCausalLM"),
+    "qwen2": Family("qwen2", "Qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": Family("qwen3", "Qwen3", "Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen2_5_vl_text": Family(
+        "qwen2_5_vl", "Qwen2_5_VL", "Qwen2_5_VLTextConfig", "Qwen2ForCausalLM", mrope=True
+    ),
+    "qwen3_vl_text": Family(
+        "qwen3_vl", "Qwen3VLText", "Qwen3VLTextConfig", "Qwen3ForCausalLM", mrope=True
+    ),
+}
 
 #: Kinds of attention that the blocks of a decoder may have (`layer_types`).
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -30,14 +54,20 @@ def windows_of(config: Any, longest: int) -> list[int]:
     everything."""
     window = min(getattr(config, "sliding_window", None) or longest, longest)
     blocks = config.num_hidden_layers
-    same = {"llama": FULL, "mistral": SLIDING}.get(config.model_type)
+    same = {"llama": FULL, "mistral": SLIDING, "qwen3_vl_text": FULL}.get(config.model_type)
     types = config.layer_types if same is None else [same] * blocks
     windows = [window if kind == SLIDING else longest for kind in types]
     return windows if min(windows) < longest else []
 
 
+def positions_of(config: Any) -> Positions:
+    """How a decoder's tokens are placed."""
+    family = FAMILIES.get(config.model_type)
+    return "mrope" if family and family.mrope else "1d"
+
+
 def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
-    """LlamaConfig, MistralConfig, Qwen2Config and Qwen3Config."""
+    """The configuration of a family."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     own_head_width = getattr(config, "head_dim", None) is not None
@@ -74,7 +104,9 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
         )
     if head_width(config) < 2 or head_width(config) % 2:
         raise wrong(name, "head_dim", head_width(config), "even, for rotary positions")
-    if config.model_type == "llama":
+    if positions_of(config) == "mrope":
+        _check_sections(name, config)
+    if config.model_type in ("llama", "qwen3_vl_text"):
         return
     types = config.layer_types if config.model_type != "mistral" else []
     if not set(types) <= {FULL, SLIDING}:
@@ -85,4 +117,19 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
     if window is None and SLIDING in types:
         raise wrong(
             name, "sliding_window", None, f"a number of tokens: layer_types holds {SLIDING}"
+        )
+
+
+def _check_sections(name: str, config: Any) -> None:
+    """How M-RoPE divides the frequencies of a head over time, rows and columns."""
+    sections, half = config.rope_parameters.get("mrope_section"), head_width(config) // 2
+    if sections is None and half == 64:
+        return  # the classes' own
+    given = isinstance(sections, (list, tuple)) and [isinstance(one, int) for one in sections]
+    if given != [True] * 3 or min(sections) < 0 or sum(sections) != half:
+        raise wrong(
+            name,
+            "rope_parameters.mrope_section",
+            sections,
+            f"three numbers that make half the head width together ({half})",
         )

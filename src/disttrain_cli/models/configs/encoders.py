@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from disttrain_cli.models.configs.checks import (
@@ -28,10 +29,38 @@ def check_clip_or_siglip(name: str, spec: ModuleSpec, config: Any) -> None:
 
 
 def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
-    """Qwen2_5_VLVisionConfig.
+    """Qwen2_5_VLVisionConfig."""
+    _check_merging(name, spec, config, "window_size")
+    if config.window_size % (config.patch_size * config.spatial_merge_size):
+        raise wrong(
+            name,
+            "window_size",
+            config.window_size,
+            "a multiple of patch_size × spatial_merge_size "
+            f"({config.patch_size * config.spatial_merge_size})",
+        )
+    _check_numbers_of_blocks(name, config, "fullatt_block_indexes")
 
-    The tower merges `spatial_merge_size`² patches itself, so that `merge` is this, or nothing (1).
-    """
+
+def check_qwen3_vision(name: str, spec: ModuleSpec, config: Any) -> None:
+    """Qwen3VLVisionConfig."""
+    _check_merging(name, spec, config, "num_position_embeddings")
+    if math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings:
+        raise wrong(
+            name,
+            "num_position_embeddings",
+            config.num_position_embeddings,
+            "a square number: of the positions of a square image",
+        )
+    _check_numbers_of_blocks(name, config, "deepstack_visual_indexes")
+    levels = list(config.deepstack_visual_indexes)
+    if levels != sorted(set(levels)):
+        raise wrong(name, "deepstack_visual_indexes", levels, "ascending, each number once")
+
+
+def _check_merging(name: str, spec: ModuleSpec, config: Any, *counts: str) -> None:
+    """A tower with rotary positions by row and column, which merges `spatial_merge_size`² patches
+    itself: `merge` is this, or nothing (1)."""
     check_widths(
         name,
         config,
@@ -44,7 +73,7 @@ def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
         "patch_size",
         "spatial_merge_size",
         "temporal_patch_size",
-        "window_size",
+        *counts,
     )
     _refuse_feature_layer(name, spec)
     if spec.merge not in (1, config.spatial_merge_size):
@@ -62,24 +91,14 @@ def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
             f"a multiple of 4 × num_heads ({config.num_heads}), "
             "for rotary positions by row and column",
         )
-    if config.window_size % (config.patch_size * config.spatial_merge_size):
-        raise wrong(
-            name,
-            "window_size",
-            config.window_size,
-            "a multiple of patch_size × spatial_merge_size "
-            f"({config.patch_size * config.spatial_merge_size})",
-        )
     if config.in_channels != 3:
         raise wrong(name, "in_channels", config.in_channels, "3: images are read as RGB")
-    beyond = [index for index in config.fullatt_block_indexes if not 0 <= index < config.depth]
-    if beyond:
-        raise wrong(
-            name,
-            "fullatt_block_indexes",
-            config.fullatt_block_indexes,
-            f"numbers of blocks, 0 to {config.depth - 1}",
-        )
+
+
+def _check_numbers_of_blocks(name: str, config: Any, field: str) -> None:
+    given = getattr(config, field)
+    if not all(0 <= index < config.depth for index in given):
+        raise wrong(name, field, given, f"numbers of blocks, 0 to {config.depth - 1}")
 
 
 def check_whisper(name: str, spec: ModuleSpec, config: Any) -> None:

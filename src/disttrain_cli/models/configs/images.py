@@ -20,12 +20,13 @@ HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 _Channels = tuple[float, ...]
+Normal = tuple[_Channels, _Channels]
 
 
 def image_input(
     run: Run,
     module: str,
-    normal: tuple[_Channels, _Channels],
+    normal: Normal,
     *,
     patch_px: int,
     merge: int,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.data.modalities.registry import MODALITIES
+from disttrain_cli.data.positions import sample_positions
 from disttrain_cli.data.sequences import PADDING_DOCUMENT
 from disttrain_cli.data.slots import Ints, ItemArrays, Slot, SlotBatch
 from disttrain_cli.spec.heads import Head, Item, number_of
@@ -34,7 +35,8 @@ def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]
 def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str]) -> ItemArrays:
     grids, count = slot.items[item].grid[numbers], len(numbers)
     asked = {number_of(name) for name in fields if name.partition(".")[0] == item}
-    in_llm = ("context" if item == "target" else "tokens") in fields and slot.inputs.of(item)
+    named = {"context"} if item == "target" else {"tokens", "rows"}
+    in_llm = fields & named and slot.inputs.of(item)
     rows = int(slot.rows(item, "tokens")[numbers].sum()) if in_llm else 0
     weighed = item == "target" and bool(asked or "weights" in fields)
     return ItemArrays(
@@ -52,9 +54,12 @@ def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) 
     shape, used = (len(items["sequence"]), inputs.sequence_length), sum(lengths)
     arrays: dict[str, Ints] = {}
     if "layout" in fields:
-        documents, positions = np.full(shape, PADDING_DOCUMENT, np.int64), np.zeros(shape, np.int64)
+        documents = np.full(shape, PADDING_DOCUMENT, np.int64)
         documents[:, :used] = np.repeat(np.arange(len(lengths)), lengths)
-        positions[:, :used] = np.concatenate([np.arange(length) for length in lengths])
+        of_samples = [sample_positions(inputs.positions, length) for length in lengths]
+        one = np.concatenate(of_samples, axis=-1)[..., None, :]
+        positions = np.zeros((*one.shape[:-2], *shape), np.int64)
+        positions[..., :used] = one
         arrays |= {"documents": documents, "positions": positions}
     if "tokens" in fields:
         arrays["token_ids"] = np.zeros(shape, np.int64)

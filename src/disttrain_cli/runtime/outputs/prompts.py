@@ -12,6 +12,7 @@ import torch
 
 from disttrain_cli.data.decoding import decode_image
 from disttrain_cli.data.headers import ImageHeader, read_header
+from disttrain_cli.data.positions import grid_positions, sample_positions
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
 from disttrain_cli.models.layer import Batch, Items
@@ -118,7 +119,21 @@ def batch_of(
     batch = Batch(
         items,
         token_ids=ids,
-        positions=torch.arange(width, device=device).expand(len(rows), width),
+        positions=torch.from_numpy(
+            np.stack(
+                [
+                    sample_positions(
+                        inputs.positions,
+                        width,
+                        [(1, grid_positions(inputs.image.frames(grids[number])))]
+                        if inputs.image and number in grids
+                        else (),
+                    )
+                    for number in range(len(rows))
+                ],
+                axis=-2,
+            )
+        ).to(device),
         sample_lengths=[width] * len(rows),
     )
     return PromptBatch(batch, [len(row) for row in rows])

@@ -51,8 +51,8 @@ class ModuleSpec(Strict):
         None,
         description=(
             "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
-            " siglip_vision_model, qwen2_5_vl_vision, whisper; llama, mistral, qwen2, qwen3;"
-            " unet2d_condition, pixart."
+            " siglip_vision_model, qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral,"
+            " qwen2, qwen3, qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart."
         ),
     )
     folder: str | None = Field(
@@ -89,6 +89,14 @@ class ModuleSpec(Strict):
             "Image encoders: the block whose output the LLM reads, from the end (-2: the last but"
             " one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built."
             " None: the last, normed."
+        ),
+    )
+    projector: Literal["mlp", "none"] = Field(
+        "mlp",
+        exclude_if=lambda given: given == "mlp",
+        description=(
+            "Encoders: what joins the module to the LLM: a two-layer MLP of its own, or none, where"
+            " a tower's merger ends in the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision)."
         ),
     )
     image_size: int | None = Field(
@@ -139,6 +147,8 @@ class ModuleSpec(Strict):
             raise ValueError("image_size belongs to generators, and every generator needs it")
         if self.feature_layer is not None and self.kind != "encoder":
             raise ValueError("feature_layer belongs to image encoders")
+        if self.projector == "none" and self.kind != "encoder":
+            raise ValueError("projector: none belongs to encoders")
         for field in ("vae", "vae_folder", "noise"):
             if getattr(self, field) is not None and self.kind != "generator":
                 raise ValueError(f"{field} belongs to generators")

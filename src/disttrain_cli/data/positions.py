@@ -1,0 +1,47 @@
+"""Positions of a sample's tokens, as the LLM's rotary embeddings take them.
+
+In one dimension a token's position is its number in the sample. M-RoPE (Wang et al. 2024, arXiv
+2409.12191, section 2.1) has three: time, row and column. A text's tokens have three equal numbers
+that count on; the tokens of an image or a video have those of their place in its grid, all from the
+number that follows the tokens before; what comes after begins behind the largest side of the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.spec.inputs import Positions
+
+
+def sample_positions(
+    scheme: Positions, length: int, grids: Iterable[tuple[int, Ints]] = ()
+) -> Ints:
+    """Positions of a sample of `length` tokens: [length], or [3, length] with M-RoPE.
+
+    Args:
+        grids: of each image or video in their order, the place of its first token and the places of
+            its tokens in its grid (`grid_positions`).
+    """
+    counted = np.arange(length)
+    if scheme == "1d":
+        return counted
+    positions = np.tile(counted, (3, 1))
+    for place, inside in grids:
+        first, stop = int(positions[0, place]), place + inside.shape[1]
+        positions[:, place:stop] = first + inside
+        positions[:, stop:] = first + 1 + inside[1:].max() + np.arange(length - stop)
+    return positions
+
+
+def grid_positions(grid: tuple[int, int, int], every: float = 1.0) -> Ints:
+    """[3, tokens] time, row and column of the tokens of a grid of (frames, rows, columns).
+
+    Args:
+        every: time between two frames: of Qwen2.5-VL `tokens_per_second` times the seconds between
+            them. Qwen3-VL has one frame in a grid, and texts between grids that tell the time.
+    """
+    time, *place = np.indices(grid).reshape(3, -1)
+    return np.stack([(time * every).astype(np.int64), *place])

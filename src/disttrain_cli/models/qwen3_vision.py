@@ -1,0 +1,118 @@
+"""Qwen3-VL's vision tower as pipeline layers: embed, block × n with a DeepStack merger after some,
+merger, and a projector unless the merger ends in the LLM's width.
+
+Images have any size in whole merge blocks; a learned grid of positions is interpolated to it (Bai
+et al. 2025, arXiv 2511.21631, section 2). Rows of an image: m × m patches of a merge block after
+another, blocks in raster order, so that mergers take runs of rows. Every block attends over the
+whole image. What DeepStack's mergers make of inner blocks crosses to the LLM beside the tower's
+last rows, and is added behind its first blocks (`decoder.DeepBlock`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from disttrain_cli.models import qwen_vision
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import Batch, TensorSpec, features_name
+from disttrain_cli.models.parallel import across
+from disttrain_cli.models.qwen_vision import MERGED, Projector, QwenLayer
+from disttrain_cli.models.towers import EMBEDS, count, positions
+
+
+class Embed(qwen_vision.Embed):
+    """Pixels [N, C, H, W] → a convolution of each patch and its position, in the rows' order."""
+
+    def __init__(self, module: str, config: Any) -> None:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchEmbed
+
+        QwenLayer.__init__(self, module, "embed", config)
+        self.patch_embed = Qwen3VLVisionPatchEmbed(config)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.published = {name: name for name in ("patch_embed", "pos_embed")}
+
+    def placed(self, raster_NPD: Tensor, rows: int, columns: int) -> Tensor:
+        return raster_NPD + positions(self.pos_embed.weight, rows, columns, "bilinear")
+
+
+class Block(qwen_vision.Block):
+    """One Qwen3VLVisionBlock; its weights are the class's, attention runs over all images at
+    once."""
+
+    division = Division(
+        thirds=("attn.qkv",), column=("linear_fc1",), row=("attn.proj", "linear_fc2")
+    )
+
+    def library(self, config: Any) -> tuple[nn.Module, Callable[[], nn.Module]]:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+            Qwen3VLVisionBlock,
+            Qwen3VLVisionRotaryEmbedding,
+        )
+
+        return Qwen3VLVisionBlock(config), partial(Qwen3VLVisionRotaryEmbedding, config)
+
+    def feed(self, normed_RD: Tensor) -> Tensor:
+        made: Tensor = self.layer.mlp(normed_RD)
+        return made
+
+
+class Merger(QwenLayer):
+    """Qwen3VLVisionPatchMerger: the m × m patches of a merge block become one row.
+
+    The tower's last one norms patches, those of inner blocks (DeepStack) norm whole merge blocks.
+    """
+
+    kind = "merger"
+    reads = ("image_hidden",)
+    division = Division(column=("linear_fc1",), row=("linear_fc2",))
+
+    def __init__(self, module: str, config: Any, writes: str, level: int | None = None) -> None:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger
+
+        inner = level is not None
+        super().__init__(module, f"deepstack.{level}" if inner else "merger", config)
+        self.writes = (
+            TensorSpec(writes, "image", "tokens", (config.out_hidden_size,), split=True),
+        )
+        self.merger = Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=inner)
+        self.published = {"merger": f"deepstack_merger_list.{level}" if inner else "merger"}
+        if inner:
+            self.kind = "deepstack"
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        merger, hidden = self.merger, state["image_hidden"]
+
+        def merge(rows_RD: Tensor) -> Tensor:
+            blocks = rows_RD.unflatten(0, (-1, self.merge**2)).flatten(1)
+            # every rank norms all blocks: own rows may end inside one
+            normed = merger.norm(blocks) if merger.use_postshuffle_norm else blocks
+            made: Tensor = merger.linear_fc2(merger.act_fn(merger.linear_fc1(normed)))
+            return made
+
+        rows = count(batch.of("image").grids, extra=0)
+        own = hidden if merger.use_postshuffle_norm else merger.norm(hidden)
+        return {self.writes[0].name: across(merge, own, rows, self.group)}
+
+
+def makers(module: str, config: Any, *projector: int) -> list[LayerMaker]:
+    """The layers of an image encoder in pipeline order; `projector`: its hidden and its output
+    width, if there is one."""
+    std = config.initializer_range
+    made = [LayerMaker(partial(Embed, module, config), std)]
+    for number in range(config.depth):
+        made.append(LayerMaker(partial(Block, module, number, config), std))
+        if number in config.deepstack_visual_indexes:
+            level = list(config.deepstack_visual_indexes).index(number)
+            merger = partial(Merger, module, config, features_name(level), level)
+            made.append(LayerMaker(merger, std))
+    last = partial(Merger, module, config, MERGED if projector else EMBEDS)
+    return [
+        *made,
+        LayerMaker(last, std),
+        *(LayerMaker(partial(Projector, module, config, *projector), std) for _ in projector[:1]),
+    ]
