@@ -204,7 +204,7 @@ def test_one_llama_layer_at_8192_tokens(monkeypatch, width, ffn, heads, kv_heads
     inputs = ModelInputs(llm="llm", vocabulary=32000, sequence_length=8192)
     batch = probe_batch(inputs, documents=[[8192]], device="meta")
     monkeypatch.setitem(START, "hidden", torch.empty(8192, width, device="meta"))
-    block = decoder.makers("llm", config, (), False, 1.0)[1]
+    block = decoder.makers("llm", config, (), (), False, 1.0)[1]
     assert forward_tflop([block], batch) == pytest.approx(expected, abs=5e-4)
 
 

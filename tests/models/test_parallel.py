@@ -21,7 +21,8 @@ GENERATOR = {
 OTHERS = {
     **{
         tower: ("image_encoder", {"kind": "encoder", "architecture": tower, **TOWERS[tower]})
-        for tower in ("clip_vision_model", "siglip_vision_model", "qwen2_5_vl_vision")
+        for tower in TOWERS
+        if tower != "vit"
     },
     **{name: ("image_generator", GENERATOR | GENERATORS[name]) for name in ("sd xl", "pixart")},
     "qwen3": (

@@ -1,0 +1,204 @@
+"""Qwen3-VL (M-RoPE, DeepStack, no projector) and Qwen2.5-VL train alike on every layout.
+
+Losses, norms and parameters equal a single process (fp32, 1e-5), with cuts in the tower, behind
+its DeepStack mergers, between tower and LLM, and inside the blocks that read their features.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from disttrain_cli.data.index import build_index
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.models.graph import describe, layer_table, live_tensors
+from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
+from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.spec.plan import UnitPlan
+from disttrain_cli.spec.runfile import Run, read_run
+from tests.runtime.equivalence_worker import reference
+from tests.runtime.factory import plan_of, unit, write_run
+
+STEPS, RANKS = 2, 6
+EYE, LLM = "image_encoder", "llm"
+TOWER = {
+    "hidden_size": 32,
+    "depth": 3,
+    "num_heads": 4,
+    "intermediate_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+}
+TEXT = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 272,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]},
+        TEXT | {"head_dim": 12, "rope_parameters": ROPE | {"mrope_interleaved": True}},
+    ),
+    "qwen2_5_vl": (
+        TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        TEXT | {"rope_parameters": ROPE},
+    ),
+}
+
+
+def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None) -> Run:
+    run = write_run(
+        folder, data, name=folder.name, modules=(EYE, LLM), global_batch_size=12, steps=STEPS
+    )
+    content = yaml.safe_load(run.path.read_text())
+    tower, text = FAMILIES[family]
+    content["data"]["sequence_length"] = 512
+    content["model"] |= {
+        "modules": {
+            EYE: {
+                "kind": "encoder",
+                "architecture": f"{family}_vision",
+                "projector": "none",
+                "config": tower,
+            },
+            LLM: {"kind": "llm", "architecture": f"{family}_text", "config": text},
+        },
+        "trained": trained,
+    }
+    run.path.write_text(yaml.safe_dump(content, sort_keys=False))
+    run = read_run(run.path)
+    build_index(run, describe(run))
+    return run
+
+
+def _with(one: UnitPlan, **how: Any) -> UnitPlan:
+    return one.model_copy(update=how)
+
+
+#: By name: family, units on six ranks, sequences of a microbatch, what is trained. Qwen3's tower is
+#: embed, block, deepstack, block, deepstack, block, merger; the LLM embed, two blocks that read
+#: features, block, head.
+CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
+    "4-2": ("qwen3_vl", [unit("e", [EYE], [7], 4), unit("l", [LLM], [5], 2)], 1, None),
+    "pp3-pp3": ("qwen3_vl", [unit("e", [EYE], [2, 2, 3]), unit("l", [LLM], [1, 1, 3])], 2, None),
+    "tp2-pp2dp2": (
+        "qwen3_vl",
+        [unit("e", [EYE], [7], 1, 2), unit("l", [LLM], [2, 3], 2)],
+        1,
+        None,
+    ),
+    "pp2-tp2pp2": (
+        "qwen3_vl",
+        [
+            _with(unit("e", [EYE], [3, 4]), checkpointing=True),
+            _with(unit("l", [LLM], [2, 3], 1, 2), tp_overlap=True),
+        ],
+        2,
+        None,
+    ),
+    "3-tp2 later, recomputed": (
+        "qwen3_vl",
+        [
+            _with(unit("e", [EYE], [7], 4), weight_delay=[1]),
+            _with(unit("l", [LLM], [5], 1, 2), checkpointing=True),
+        ],
+        1,
+        None,
+    ),
+    "monolithic pp6": ("qwen3_vl", [unit("all", [EYE, LLM], [2, 2, 3, 1, 1, 3])], 2, None),
+    "monolithic tp2 pp3 later": (
+        "qwen3_vl",
+        [_with(unit("all", [EYE, LLM], [4, 5, 3], 1, 2), weight_delay=[0, 1, 1])],
+        1,
+        None,
+    ),
+    "monolithic pp2 dp3": ("qwen3_vl", [unit("all", [EYE, LLM], [5, 7], 3)], 2, None),
+    "llm alone trains": (
+        "qwen3_vl",
+        [unit("e", [EYE], [4, 3], 2), unit("l", [LLM], [2, 3])],
+        1,
+        [LLM],
+    ),
+    "tower alone trains": (
+        "qwen3_vl",
+        [unit("e", [EYE], [3, 4]), unit("l", [LLM], [2, 3], 2)],
+        1,
+        [EYE],
+    ),
+    "qwen2.5 pp2-tp2dp2": (
+        "qwen2_5_vl",
+        [unit("e", [EYE], [2, 3]), unit("l", [LLM], [5], 2, 2)],
+        1,
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Six ranks train every layout in the same processes; every model is trained alone once too."""
+    folder = tmp_path_factory.mktemp("qwen")
+    write_sample_data(folder / "data")
+    made, payloads, models = {}, [], dict[tuple[str, str], tuple[Any, Any]]()
+    for number, (name, (family, units, microbatch, trained)) in enumerate(CASES.items()):
+        run = made[name] = _run(folder / f"run-{number}", folder / "data", family, trained)
+        plan = plan_of(run, units, microbatch)
+        plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
+        payloads.append(
+            {
+                "name": name,
+                "run": str(run.path.resolve()),
+                "plan": plan.model_dump(mode="json"),
+                "steps": STEPS,
+                "out": str(folder / "out" / name),
+            }
+        )
+        if (family, str(trained)) not in models:
+            models[family, str(trained)] = reference(run, STEPS)[:2]
+    launch(
+        RANKS,
+        "tests.runtime.equivalence_worker:ranks",
+        {"cases": payloads},
+        folder / "logs",
+        timeout_s=900,
+    )
+    return {"out": folder / "out", "models": models}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
+    family, _, _, trained = CASES[name]
+    history, parameters = runs["models"][family, str(trained)]
+    out: Path = runs["out"] / name
+    folder = checkpoint_folder.latest(out / "checkpoints")
+    assert folder is not None
+    found, weights = json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
+    assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
+    for key, expected in parameters.items():
+        assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+
+
+def test_features_cross_every_cut_until_their_block(tmp_path: Path) -> None:
+    write_sample_data(tmp_path / "data")
+    table = layer_table(_run(tmp_path / "run", tmp_path / "data", "qwen3_vl"))
+    crossing = [[spec.name for spec in live_tensors(table, cut)] for cut in range(len(table))]
+    first, second = "image_features.0", "image_features.1"
+    assert [names.count(first) for names in crossing] == [0] * 3 + [1] * 6 + [0] * 3
+    assert [names.count(second) for names in crossing] == [0] * 5 + [1] * 5 + [0] * 2
+    assert crossing[7] == [first, second, "image_embeds"]
+    specs = {spec.name: spec for spec in live_tensors(table, 7)}
+    assert {(spec.item, spec.rows, spec.shape) for spec in specs.values()} == {
+        ("image", "tokens", (48,))
+    }
