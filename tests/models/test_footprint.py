@@ -106,7 +106,7 @@ def test_what_waits_for_weights_is_what_their_parts_hold(make_run, name):  # typ
                     torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
             known = [*layer.parameters(), *layer.buffers(), *batch.tensors()]
             held = _storage_bytes([gradient for _, gradient in parts], known)
-        assert held <= noted <= 1.06 * held + 64, table[place].name  # positions beside
+        assert held <= noted <= 1.06 * held + 640, table[place].name  # positions beside
         waiting += held > 0
     assert waiting > 3
 
