@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning import search as searching
+from disttrain_cli.planning.bounds import Space, divisors, narrowed, side_by_side
 from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.objective import combine, layout_time, planned_stages_ms, unit_stages_ms
+from disttrain_cli.planning.options import Options
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -256,6 +258,47 @@ def test_two_encoders_equal_an_integer_programme(gpus: int, batch: int, share: f
     found = search(units, cluster).best[0]
     assert len(found.shapes) == 4
     assert found.total_ms == pytest.approx(by_milp(units, cluster), rel=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 12])
+def test_looking_near_the_bound_first_finds_the_same_layouts(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = synthetic.with_audio(
+        synthetic.tiny(synthetic.run_file(batch=batch, gpus=40), memory_gib=1e6)
+    )
+    cluster = Cluster(40, 40, 1e6, 1, batch)
+    at_once = search(group(profile, cluster, "disaggregated"), cluster, top=8).best
+    limits: list[float] = []
+
+    def seen(space: Space, limit: float) -> tuple[list[Options] | None, float]:
+        limits.append(limit)
+        return narrowed(space, limit)
+
+    monkeypatch.setattr(searching, "MANY", 0)
+    monkeypatch.setattr(searching, "narrowed", seen)
+    assert search(group(profile, cluster, "disaggregated"), cluster, top=8).best == at_once
+    assert any(after < before for before, after in itertools.pairwise(limits))
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([1.0, 2.0, 2.5, 4.0, np.inf]), min_size=9, max_size=9),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_units_side_by_side_share_gpus_exactly(times: list[list[float]]) -> None:
+    tables = [np.minimum.accumulate([np.inf, *of_unit]) for of_unit in times]
+    expected = [
+        min(
+            max(table[share] for table, share in zip(tables, shares, strict=True))
+            for shares in itertools.product(range(gpus + 1), repeat=len(tables))
+            if sum(shares) <= gpus
+        )
+        for gpus in range(10)
+    ]
+    assert side_by_side(tables).tolist() == expected
 
 
 def test_a_batch_that_no_dp_divides_leaves_gpus_idle() -> None:

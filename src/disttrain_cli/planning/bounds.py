@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 
 import numpy as np
@@ -217,22 +217,36 @@ def _groups(tables: list[Floats], encoders: int) -> list[Floats]:
 
 
 def _merged(tables: list[Floats], join: np.ufunc) -> Floats:
-    """Several units' least time by GPUs as one table; a lower bound where they are several: GPUs in
-    blocks.
+    """Several units' least time by GPUs as one table; a lower bound where times of more than two
+    are added (`_added`).
 
     `join` makes one time of two: `np.add`, or `np.maximum` for units side by side.
     """
-    first = tables[0]
-    for other in tables[1:]:
-        size = len(first)
-        ends = np.unique(np.linspace(0, size, BLOCKS + 1).astype(int))
-        merged = np.full_like(first, np.inf)
-        for start, stop in pairwise(ends):  # the first unit has start .. stop - 1
-            merged[start:] = np.minimum(
-                merged[start:], join(first[stop - 1], other[: size - start])
-            )
-        first = merged
-    return first
+    return reduce(_added, tables) if join is np.add else side_by_side(tables)
+
+
+def _added(first: Floats, other: Floats) -> Floats:
+    """Lower bound of the least time by GPUs of two units after each other: GPUs in blocks."""
+    size = len(first)
+    ends = np.unique(np.linspace(0, size, BLOCKS + 1).astype(int))
+    merged = np.full_like(first, np.inf)
+    for start, stop in pairwise(ends):  # the first unit has start .. stop - 1
+        merged[start:] = np.minimum(merged[start:], first[stop - 1] + other[: size - start])
+    return merged
+
+
+def side_by_side(tables: list[Floats]) -> Floats:
+    """The slower one's least time by GPUs of units that share them. Exact: a time takes the fewest
+    GPUs of every unit that is so fast alone."""
+    if len(tables) == 1:
+        return tables[0]
+    times = np.unique(np.concatenate(tables))
+    times = times[np.isfinite(times)][::-1]
+    needed = np.sum([np.searchsorted(-table, -times) for table in tables], axis=0)
+    merged = np.full_like(tables[0], np.inf)
+    possible = needed < len(merged)
+    merged[needed[possible]] = times[possible]  # of equal numbers of GPUs the last, least one stays
+    return np.minimum.accumulate(merged)
 
 
 @dataclass(frozen=True)

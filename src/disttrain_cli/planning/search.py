@@ -3,10 +3,11 @@ bound in each.
 
 For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit
 with Σ GPUs ≤ N. The slot size with the least lower bound is looked at next: once roughly, then with
-a limit that rises until enough layouts are found. Within a limit `bounds` leaves only shapes that
-may be part of a layout; these are priced exactly (`options.price`) and joined, so every layout
-within the limit is found, but for those behind at least `top` others (`dominance`): of ties,
-however many there are, only the simplest stay. Done when no bound is below the last layout wanted.
+a limit that rises until enough layouts are found, in small steps at first where very many are
+within it. Within a limit `bounds` leaves only shapes that may be part of a layout; these are priced
+exactly (`options.price`) and joined, so every layout within the limit is found, but for those
+behind at least `top` others (`dominance`): of ties, however many there are, only the simplest stay.
+Done when no bound is below the last layout wanted.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.planning.bounds import Keep, Space, divisors, narrowed, rough_floor, space_of
+from disttrain_cli.planning.bounds import (
+    Keep,
+    Space,
+    divisors,
+    narrowed,
+    rough_floor,
+    side_by_side,
+    space_of,
+)
 from disttrain_cli.planning.dominance import Dearness, not_behind, undominated
 from disttrain_cli.planning.objective import combine
 from disttrain_cli.planning.options import Floats, Ints, Options, join, price, take
@@ -28,6 +38,8 @@ from disttrain_cli.planning.units import Cluster, Unit, holder_of
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
 GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
 WIDE = 1.2  # times the limit, within which the shapes of a slot size are listed
+MANY = 1 << 22  # combinations of shapes, of which those near the bound are looked at first:
+NEARER = (1 / 64, 1 / 16, 1 / 4)  # of the way to the limit, by how often there were so many
 CHUNK = 1 << 18  # pairs of rows that are looked at together
 PRICED = 4096  # options that are priced before the others are compared with them
 
@@ -107,7 +119,8 @@ def search(
     queue = [(rough_floor(units, size, cluster), size) for size in sizes]
     heapq.heapify(queue)
     spaces: dict[int, Space] = {}
-    tries, growth = (
+    tries, crowded, growth = (
+        dict.fromkeys(sizes, 0),
         dict.fromkeys(sizes, 0),
         GROWTH if len(sizes) > 1 else GROWTH[GROWTH.index(1.1) :],
     )
@@ -122,6 +135,11 @@ def search(
         if size not in spaces or spaces[size].within_ms < limit:
             spaces[size] = space_of(units, size, cluster, most, keep, min(cut, WIDE * limit))
         options, floor = narrowed(spaces[size], limit)
+        if options is not None and prod(map(len, options)) > MANY and crowded[size] < len(NEARER):
+            least = max(floor, bound)
+            limit = least + (limit - least) * NEARER[crowded[size]]
+            crowded[size] += 1
+            options, floor = narrowed(spaces[size], limit)
         if options is not None:
             best = sorted({*best, *_layouts(units, options, size, cluster, limit, top)})[:top]
         heapq.heappush(queue, (max(floor, limit * (1 + 1e-9)), size))
@@ -319,6 +337,7 @@ def _join(
     """Pairs of a partial layout and a shape of the unit before it that may end among the `top`
     within the limit."""
     rest, beside = _rest(before, llm), len(before) < llm
+    encoders_ms = _encoders_ms(before, llm, total_gpus)
     joined = replace(
         take(partial, np.zeros(0, np.int64)),
         rows=np.zeros((0, partial.rows.shape[1] + 1), np.int64),
@@ -355,14 +374,24 @@ def _join(
             np.concatenate([part.rows[a], b[:, None]], axis=1),
         )
         if before:
-            slowest = np.maximum(pairs.stage_ms, _slowest_within(before, total_gpus - pairs.gpus))
-            pairs = take(
-                pairs, _whole_ms(pairs, rest) + rest.line_ms + _steady_ms(slowest, slots) <= limit
-            )
+            left = total_gpus - pairs.gpus
+            warmup_ms = pairs.line_ms + np.maximum(pairs.beside_ms, encoders_ms[left])
+            slowest_ms = np.maximum(pairs.stage_ms, _slowest_within(before, left))
+            pairs = take(pairs, warmup_ms + rest.line_ms + _steady_ms(slowest_ms, slots) <= limit)
         joined = join([joined, pairs])
         if len(joined) > CHUNK or first + step >= len(partial):
             joined = _best_of(joined, slots, top, bool(before))
     return joined
+
+
+def _encoders_ms(before: list[Options], llm: int, gpus: int) -> Floats:
+    """[gpus + 1] least time of the encoders that are not yet chosen, side by side, by GPUs of all
+    units that are not."""
+    tables = [np.full(gpus + 1, np.inf) for _ in before[:llm]]
+    for least_ms, other in zip(tables, before, strict=False):
+        np.minimum.at(least_ms, other.gpus, other.unit_ms)
+    together = [np.minimum.accumulate(least_ms) for least_ms in tables]
+    return side_by_side(together) if together else np.zeros(gpus + 1)
 
 
 def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
