@@ -290,6 +290,10 @@ def test_a_head_that_is_tied_starts_as_a_copy_of_the_embedding(tmp_path):
     )
     run = make(tmp_path, "llama", folder="given")
     layers = layers_of(run)
+    load_into(layers[-1:], run)
+    assert torch.equal(layers[-1].lm_head.weight, tensors["model.embed_tokens.weight"])
+    run = make(tmp_path, "llama", folder="given", config={"tie_word_embeddings": False})
+    layers = layers_of(run)
     notes = load_into(layers[-1:], run)
     assert torch.equal(layers[-1].lm_head.weight, tensors["model.embed_tokens.weight"])
     assert (
@@ -301,6 +305,20 @@ def test_a_head_that_is_tied_starts_as_a_copy_of_the_embedding(tmp_path):
     )
     with pytest.raises(SpecError, match=r"missing: lm_head\.weight"):
         load_into(layers[-1:], make(tmp_path, "llama", folder="given"))
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
+    library_model(make(tmp_path, "llama"), "llama").save_pretrained(tmp_path / "given")
+    run = make(tmp_path, "llama", folder="given", config={"tie_word_embeddings": True})
+    layers = layers_of(run)
+    load_into(layers[:-1], run)
+    with pytest.raises(SpecError, match="tie_word_embeddings: false in"):
+        load_into(layers[-1:], run)
+    path = tmp_path / "given" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    load_into(layers, run)
+    assert torch.equal(layers[-1].lm_head.weight, tensors["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(

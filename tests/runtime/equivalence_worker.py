@@ -20,10 +20,17 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
+from disttrain_cli.models.tying import copy_of, tie, tied_layers
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.engine.assemble import build_engine
+from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
-from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_lrs
+from disttrain_cli.runtime.engine.optimizer import (
+    groups_of,
+    learning_rate,
+    parameter_groups,
+    set_lrs,
+)
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.feeding import fetcher, message_dtype, to_batch
 from disttrain_cli.runtime.launching.process import joined
@@ -121,7 +128,7 @@ def ranks(payload: dict[str, Any]) -> None:
         for case in _in_turn(payload["cases"]):
             run = read_run(Path(case["run"]))
             plan = Plan.model_validate(case["plan"])
-            graph = stage_graph(plan.plan, "llm")
+            graph = stage_graph(plan.plan, "llm", tied_layers(layer_table(run)))
             place = graph.coords(int(os.environ["RANK"]))
             stage_layers = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
             out = Path(case["out"])
@@ -145,11 +152,29 @@ def ranks(payload: dict[str, Any]) -> None:
                     set_lrs(engine.optimizer, engine.train_spec, step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order))
                     history.append([*engine.step_losses.values(), engine.grad_norm()])
+            check_twins(engine)
             checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)
             engine.tracer.close()
             if place.rank == 0:
                 (out / "history.json").write_text(json.dumps(history))
             engine.stage.destroy()
+
+
+def check_twins(engine: UnitEngine) -> None:
+    """That both copies of a tied weight, and what the optimizers keep of them, are equal bit by
+    bit."""
+    twins = engine.module.mpu().twins
+    if twins is None:
+        return
+    engine.settle()
+    copies = [p.detach() for p in engine.module.parameters() if copy_of(p)]
+    masters = [p for group in groups_of(engine.optimizer) if group["copy"] for p in group["params"]]
+    states = [engine.basic_optimizer.state[master] for master in masters]
+    for tensor in [*copies, *masters, *(value for state in states for value in state.values())]:
+        least, most = tensor.detach().float().clone(), tensor.detach().float().clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=twins)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=twins)
+        assert torch.equal(least, most)
 
 
 def reference(
@@ -161,6 +186,7 @@ def reference(
     Step `left_out` changes nothing.
     """
     layers = build_layers(run, 0, len(layer_table(run)))
+    tie(layers, layer_table(run))
     gradient_flow(layer_table(run), run.file.model.trained).mark(layers, 0)
     parameters = checkpoint.named_parameters(layers)
     spec = run.file.train.optimizer

@@ -100,11 +100,15 @@ def write_run(
     name: str = "test",
     modules: tuple[str, ...] = tuple(MODEL["modules"]),
     held_out: float = 0.0,
+    tied: bool = False,
     **train: Any,
 ) -> Run:
     """A run file in `folder` over the sample data in `data`; `train` overrides its training
     section."""
     known = MODEL["modules"] | {"refiner": REFINER}
+    if tied:
+        llm = known["llm"]
+        known = known | {"llm": llm | {"config": llm["config"] | {"tie_word_embeddings": True}}}
     model = MODEL | {"modules": {key: known[key] for key in modules}}
     content = {
         "name": name,

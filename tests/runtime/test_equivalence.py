@@ -127,11 +127,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = write_run(folder, folder / "data")
     zero = write_run(folder / "zero", folder / "data", name="zero", zero_stage=1)
     bf16 = write_run(folder / "bf16", folder / "data", name="bf16", zero_stage=1, precision="bf16")
+    tied, tied_zero, tied_bf16 = (
+        write_run(folder / f"tied-{number}", folder / "data", name="tied", tied=True, **train)
+        for number, train in enumerate(
+            ({}, {"zero_stage": 1}, {"zero_stage": 1, "precision": "bf16"})
+        )
+    )
     ordered = [
         write_run(folder / policy, folder / "data", name=policy, ordering=policy)
         for policy in POLICIES
     ]
-    for each in (run, zero, bf16, *ordered):
+    for each in (run, zero, bf16, tied, tied_zero, tied_bf16, *ordered):
         build_index(each, describe(each), silent)
     cases = [(name, run, *layout) for name, layout in _layouts(run).items()]
     cases += [(f"zero1-{name}", zero, *_layouts(zero)[name]) for name in ZERO]
@@ -150,6 +156,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     cases += [(f"{SLOTWISE}-{name}", *case) for name, *case in later]
     cases += [case for case in later if case[0] in BY_LAYER]
+    cases += [(f"tied-{name}", tied, *_layouts(tied)[name]) for name in TIED]
+    units, m = _layouts(tied)["monolithic-pp3dp2"]
+    units = [one.model_copy(update={"layers_per_stage": APART}) for one in units]
+    later_units = list(map(_later, units))
+    cases += [
+        ("tied-apart", tied, units, m),
+        ("tied-zero1-apart", tied_zero, units, m),
+        ("overlap-tied-zero1-later-apart", tied_zero, later_units, m),
+        ("overlap-tied-bf16-later-apart", tied_bf16, later_units, m),
+    ]
     payload = {
         "cases": [
             {
@@ -164,6 +180,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     history, parameters, orders = reference(run, STEPS)
+    tied_history, tied_parameters, _ = reference(tied, STEPS)
     layouts = {
         each.file.train.ordering: plan_of(each, *_layouts(each)["3-2-1"]).plan
         for each in (run, *ordered)
@@ -191,6 +208,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "folder": folder / "out",
         "history": history,
         "parameters": parameters,
+        "tied history": tied_history,
+        "tied parameters": tied_parameters,
         "orders": orders,
         "members": members,
     }
@@ -225,6 +244,16 @@ OVERLAPPING = (
     *(f"bf16-{name}" for name in BF16),
     f"later-{LATER[0]}",
 )
+#: With the embedding and the head on one stage, on two of a unit, and on two of two TP ranks each.
+TIED = ("3-2-1", "2-pp2-2", "monolithic-tp2pp3")
+APART = [5, 2, 10]  # layers of stages: the head is on the one in the middle
+TIED_FP32 = [
+    *(f"tied-{name}" for name in TIED),
+    "tied-apart",
+    "tied-zero1-apart",
+    "overlap-tied-zero1-later-apart",
+]
+TIED_BF16 = ["overlap-tied-bf16-later-apart"]
 #: Beside `SLOTWISE`.
 BY_LAYER = (f"later-{LATER[0]}", *(f"overlap-later-{name}" for name in LATER))
 
@@ -238,6 +267,27 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     assert len(weights) == len(runs["parameters"])
     for key, expected in runs["parameters"].items():
         assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+
+
+@pytest.mark.parametrize("name", TIED_FP32)
+def test_tied_weights_equal_a_single_process(runs: dict[str, Any], name: str) -> None:
+    """The ranks have compared both copies where there are two (`check_twins`)."""
+    history, weights = _trained(runs, name)
+    expected = torch.tensor(runs["tied history"])
+    assert torch.allclose(torch.tensor(history), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, torch.tensor(runs["history"]), rtol=1e-3, atol=1e-3)
+    assert weights.keys() == {f"weight/{key}" for key in runs["tied parameters"]} | {
+        key for key in weights if not key.startswith("weight/")
+    }
+    assert "weight/llm.head/lm_head.weight" not in weights
+    for key, value in runs["tied parameters"].items():
+        assert torch.allclose(weights[f"weight/{key}"], value, rtol=1e-5, atol=1e-5), key
+
+
+@pytest.mark.parametrize("name", TIED_BF16)
+def test_tied_weights_in_bf16_follow_the_reference(runs: dict[str, Any], name: str) -> None:
+    history, _ = _trained(runs, name)
+    assert torch.allclose(torch.tensor(history), torch.tensor(runs["tied history"]), rtol=0.05)
 
 
 @pytest.mark.parametrize("name", BF16)

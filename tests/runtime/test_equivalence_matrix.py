@@ -31,7 +31,7 @@ from tests.runtime.equivalence_worker import reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 RANKS, STEPS, BATCH, SEED = 8, 3, 12, 36
-LAUNCHES, DRAWN = 3, 26
+LAUNCHES, DRAWN, TIED = 3, 26, 8
 ENCODER, LLM, GENERATOR = EVERYTHING = ("image_encoder", "llm", "image_generator")
 REFINER = "refiner"
 TWO = (*EVERYTHING, REFINER)
@@ -51,6 +51,7 @@ class Case:
     zero_stage: int = 0
     ordering: str = "none"
     overlap: bool = False
+    tied: bool = False
 
     @property
     def name(self) -> str:
@@ -68,14 +69,23 @@ class Case:
             if self.trained is None
             else "-trains." + "+".join(short.get(name, name) for name in self.trained)
         )
-        overlap = "-overlap" if self.overlap else ""
+        overlap = f"{'-overlap' if self.overlap else ''}{'-tied' if self.tied else ''}"
         known = f"{units}-m{self.microbatch}-zero{self.zero_stage}-{self.ordering}"
         return f"{known}{overlap}{trained}"
 
     @property
-    def model(self) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    def model(self) -> tuple[tuple[str, ...], tuple[str, ...] | None, bool]:
         """What its reference depends on."""
-        return self.modules, self.trained
+        return self.modules, self.trained, self.tied
+
+    @property
+    def apart(self) -> bool:
+        """Whether the LLM's embedding and head are on different stages."""
+        layers = [name for name in self.modules for _ in range(COUNTS[name])]
+        own = next(u for u in self.units if LLM in u.modules)
+        first = layers.index(LLM) - layers.index(own.modules[0])
+        stages = [stage for stage, count in enumerate(own.layers_per_stage) for _ in range(count)]
+        return stages[first] != stages[first + COUNTS[LLM] - 1]
 
 
 def draw(generator: random.Random) -> Case:
@@ -171,7 +181,12 @@ def _all_cases() -> list[Case]:
     while len(found) < len(NAMED) + DRAWN:
         case = draw(generator)
         found.setdefault(case.name, case)
-    return list(found.values())
+    generator, tied = random.Random(SEED + 3), dict[str, Case]()
+    while len(tied) < TIED:
+        case = replace(draw(generator), tied=True)
+        if case.apart or len(tied) < TIED // 4:
+            tied.setdefault(case.name, case)
+    return [*found.values(), *tied.values()]
 
 
 CASES = {case.name: case for case in _all_cases()}
@@ -234,6 +249,7 @@ def _run(folder: Path, data: Path, case: Case) -> Run:
         data,
         name=folder.name,
         modules=case.modules,
+        tied=case.tied,
         zero_stage=case.zero_stage,
         ordering=case.ordering,
         global_batch_size=BATCH,
@@ -264,7 +280,7 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
 
 
 def test_the_draws_cover_what_a_plan_may_choose() -> None:
-    drawn = list(CASES.values())[len(NAMED) :]
+    drawn = [case for case in list(CASES.values())[len(NAMED) :] if not case.tied]
     units = [u for case in drawn for u in case.units]
     assert len(drawn) >= 24
     assert (
@@ -291,3 +307,10 @@ def test_the_draws_cover_what_a_plan_may_choose() -> None:
         case.trained for case in drawn
     } > {None}
     assert len({case.modules for case in drawn}) == 4
+    tied = [case for case in CASES.values() if case.tied]
+    assert {case.apart for case in tied} == {True, False}
+    trained = [case for case in tied if case.apart and case.trained != ("projectors",)]
+    of_llm = [next(u for u in case.units if LLM in u.modules) for case in trained]
+    assert any(u.tp > 1 for u in of_llm) and any(u.dp > 1 for u in of_llm)
+    assert any(u.weight_delay is not None for u in of_llm)
+    assert {case.overlap for case in trained} == {case.zero_stage for case in trained} == {0, 1}

@@ -6,9 +6,8 @@ earlier tokens of its own sample only, the nearest ones where the block has a sl
 padding sees padding, and nobody reads it. Rotary factors are made once per stage and batch, in
 `Batch.cache`; with M-RoPE of three positions each.
 
-`tie_word_embeddings` ties nothing: the ends of a pipeline share no weights. The head starts as a
-copy of the embedding, both are trained on their own, and what is exported says tie_word_embeddings:
-false.
+With `tie_word_embeddings` the head's weight is the embedding's: one tensor where both are on one
+stage, else two copies whose gradients are summed (`tying`).
 """
 
 from __future__ import annotations
@@ -41,6 +40,11 @@ def library(config: Any, part: str) -> Any:
 def _rotary(config: Any, device: torch.device) -> Any:
     with torch.device("cpu"):
         return library(config, "RotaryEmbedding")(config)._apply(partial(to_device, device=device))
+
+
+def ties(config: Any) -> bool:
+    """Whether the head's weight is the embedding's; not every class of configurations says."""
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 class DecoderLayer(PipelineLayer):
@@ -201,6 +205,8 @@ class Head(DecoderLayer):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.published = {"norm": "model.norm", "lm_head": "lm_head"}
+        if ties(config):
+            self.tied = {"lm_head.weight": (f"{module}.embed", "embedding.weight")}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         count = batch.labels.numel() if batch.labels is not None else len(state["hidden"])
@@ -240,7 +246,6 @@ def makers(
         features: and for its first blocks, one after each.
     """
     std = config.initializer_range
-    tied = getattr(config, "tie_word_embeddings", False)
     return [
         LayerMaker(partial(Embed, module, config, reads), std),
         *(
@@ -254,6 +259,6 @@ def makers(
         LayerMaker(
             partial(Head, module, config, loss_weight, feeds_generator),
             std,
-            drawn_as=f"{module}.embed" if tied else None,
+            drawn_as=f"{module}.embed" if ties(config) else None,
         ),
     ]

@@ -77,7 +77,8 @@ def write_model(
         read: whole tensors of a layer by the paths of its parameters.
     """
     model = on_meta(architecture, config)
-    stem = _write_config(folder, model, config, dtype)
+    tied = any(layer.tied for layer in layers)
+    stem = _write_config(folder, model, config, dtype, tied)
     saved = _saved_names(model)
     total = _write_weights(
         folder, stem, [_Part(layer, read, saved) for layer in layers], dtype, most_bytes
@@ -107,19 +108,19 @@ def write_whole(
     config = whole_config(published)
     model = on_meta(published.model_type, config)
     saved, family = _saved_names(model), published.family
-    tied = all(fields.get("tie_word_embeddings", True) for fields in changed.values())
-    parts: list[_Part | _Stored] = [
+    tied = any(layer.tied for of_module in layers.values() for layer in of_module)
+    layered = [
         _Part(layer, read, saved, family.modules[name])
         for name, of_module in layers.items()
         for layer in of_module
     ]
-    written = {name for part in parts for name in part.names}
+    known = {name for part in layered for name in (*part.names, *part.shared)}
     folder.mkdir(parents=True)
     with Weights(weight_files(published.path)) as weights:
         rename = renaming(published.model_type, config)
         there = {saved.get(rename(name), rename(name)): name for name in weights.names}
-        parts += [_Stored(weights, there[name], name) for name in there if name not in written]
-        total = _write_weights(folder, "model", parts, dtype, most_bytes)
+        unread = [_Stored(weights, there[name], name) for name in there if name not in known]
+        total = _write_weights(folder, "model", [*layered, *unread], dtype, most_bytes)
     fields = {name: value for name, value in published.config.items() if name != "torch_dtype"}
     for name, others in changed.items():
         section = family.modules[name].section
@@ -129,8 +130,7 @@ def write_whole(
         "dtype": str(dtype).removeprefix("torch."),
         "transformers_version": version("transformers"),
     }
-    if not tied:
-        fields["tie_word_embeddings"] = False
+    fields["tie_word_embeddings"] = tied
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     copy_beside(published.path, folder)
     return Written(folder.name, "transformers.AutoModelForImageTextToText", total)
@@ -147,12 +147,15 @@ class _Part:
         module: Module | None = None,
     ) -> None:
         self._layer, self._read, self._saved, self._module = layer, read, saved, module
+        blank = {
+            path: torch.empty(whole_shape(parameter), device="meta")
+            for path, parameter in layer.named_parameters()
+        }
         self.shapes = self._named(
-            {
-                path: torch.empty(whole_shape(parameter), device="meta")
-                for path, parameter in layer.named_parameters()
-            }
+            {path: tensor for path, tensor in blank.items() if path not in layer.tied}
         )
+        #: names of tensors that are another layer's, and not written again
+        self.shared = self._named({path: blank[path] for path in layer.tied}).keys()
 
     @property
     def names(self) -> Iterable[str]:
@@ -166,7 +169,8 @@ class _Part:
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in the file."""
-        return self._named(self._read(self._layer))
+        tensors, tied = self._read(self._layer), self._layer.tied
+        return self._named({path: tensors[path] for path in tensors if path not in tied})
 
     def _named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         layer, module = self._layer, self._module
@@ -262,7 +266,7 @@ def copy_beside(source: Path, folder: Path) -> None:
                 shutil.copyfile(path, folder / path.name)
 
 
-def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> str:
+def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype, tied: bool) -> str:
     """Write `config.json`; returns the stem of the weight files' names."""
     folder.mkdir(parents=True)
     if isinstance(config, dict):
@@ -271,7 +275,7 @@ def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> 
     config = copy.deepcopy(config)
     config.architectures, config.dtype = [type(model).__name__], dtype
     if hasattr(config, "tie_word_embeddings"):
-        config.tie_word_embeddings = False  # an LLM's head and embedding are trained on their own
+        config.tie_word_embeddings = tied
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # SigLIP's pooling, which nothing here reads
     config.save_pretrained(folder)

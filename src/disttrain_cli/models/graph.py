@@ -6,8 +6,8 @@ before layer i is crossed by `live_tensors(table, i)`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,9 +38,11 @@ class LayerInfo:
     writes: tuple[TensorSpec, ...]
     needs: tuple[str, ...]
     loss: str | None
-    parameters: int
+    parameters: int  # those that are another layer's are counted there
     owners: frozenset[str]  # of its parameters (`PipelineLayer.owner_of`)
     frozen: bool = False
+    # `PipelineLayer.tied`
+    tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def describe(run: Run) -> ModelInputs:
@@ -233,7 +235,8 @@ def _info(layer: PipelineLayer) -> LayerInfo:
         layer.writes,
         layer.needs,
         layer.loss,
-        sum(parameter.numel() for parameter in layer.parameters()),
+        sum(p.numel() for path, p in layer.named_parameters() if path not in layer.tied),
         frozenset(layer.owner_of(path) for path, _ in layer.named_parameters()),
         layer.frozen,
+        layer.tied,
     )

@@ -155,6 +155,8 @@ class PipelineLayer(nn.Module):
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
     # prefixes of its parameters' paths → prefixes in the published model's weights
     published: Mapping[str, str] = {}
+    # paths of its parameters that are another layer's → (that layer, the path there) (`tying`)
+    tied: Mapping[str, tuple[str, str]] = {}
     # the published model that `published` speaks of
     weights_of: Literal["module", "vae"] = "module"
 

@@ -36,8 +36,8 @@ from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import joins_as
 
-#: Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each
-#: starts as a copy of it.
+#: Where a folder ties its LLM's head to its embedding, it holds the embedding only: the head is or,
+#: where this run does not tie them, starts as a copy of it.
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 #: Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones)
 #: start at random.
@@ -191,20 +191,23 @@ def _load(
         return []
     rename = renaming(source.architecture, source.config)
     own = rename if source.part is None else source.part.name_in_whole
-    of_module = published_shapes(
-        layer for layer in module_layers(run, module) if layer.weights_of == part
-    )
-    of_module |= published_shapes(layers)
+    of_part = [layer for layer in module_layers(run, module) if layer.weights_of == part]
+    of_module = published_shapes(of_part) | published_shapes(layers)
+    ties = any(layer.tied for layer in of_part)
     with Weights(files) as weights:
         today = {name: own(name) for name in of_module}
         tied = {today[head]: own(body) for head, body in TIED.items() if head in of_module}
         located = locate(weights.names, {*today.values(), *tied.values()}, rename)
+        if any(layer.tied for layer in layers):
+            for head, body in tied.items():
+                if {head, body} <= located.keys():
+                    _check_equal(located[head], located[body], weights, source, module)
         copied = {
             head: located[body]
             for head, body in tied.items()
             if head not in located and body in located
         }
-        if copied and _said_untied(source.folder):
+        if copied and not ties and _said_untied(source.folder):
             raise _lacking(list(copied), weights, source)
         located |= copied
         source_of = {name: located[now] for name, now in today.items() if now in located}
@@ -223,7 +226,7 @@ def _load(
             else []
         )
     said = [f"{module}: weights from {source.folder}."]
-    if copied:
+    if copied and not ties:
         said.append(
             f"{module}: there is no {', '.join(copied)}; it starts as a copy of"
             f" {TIED[next(iter(copied))]}."
@@ -289,6 +292,19 @@ def _check(
                 "Make the fields of config those of the folder's config.json, or"
                 f" {source.otherwise}.",
             )
+
+
+def _check_equal(head: str, body: str, weights: Weights, source: Source, module: str) -> None:
+    """SpecError where a folder has two tensors, of which only one could be trained."""
+    if weights.shape(head) != weights.shape(body) or not torch.equal(
+        weights.read(head), weights.read(body)
+    ):
+        raise SpecError(
+            f"{source.field}: the embedding and the head in {source.folder} are not tied",
+            f"{head} differs from {body}, and tie_word_embeddings is true",
+            f"Set tie_word_embeddings: false in model.modules.{module}.config to train both, or"
+            f" {source.otherwise}.",
+        )
 
 
 def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -38,6 +38,8 @@ class Stage:
     # stages from it to the end of its line, itself included, the longest where the line parts
     to_end: int
     parallel: frozenset[int]  # layers of parallel branches: their tensors never come here
+    # number of the stage that has the other copy of a tied weight, where there is one
+    twin: int | None
 
     @property
     def weight_delay(self) -> int | None:
@@ -101,8 +103,9 @@ class StageGraph:
         return RankCoords(rank, stage, *divmod(stage.ranks.index(rank), stage.tp))
 
 
-def stage_graph(layout: Layout, llm: str) -> StageGraph:
-    """The graph of a layout in which the module `llm` is the LLM.
+def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -> StageGraph:
+    """The graph of a layout in which the module `llm` is the LLM, and the two layers `tied` of the
+    model share a weight.
 
     Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by
     replica, inside a replica by TP rank, so that neighbours in a pipeline and the replicas of a
@@ -142,9 +145,19 @@ def stage_graph(layout: Layout, llm: str) -> StageGraph:
                     depth=depths[number],
                     to_end=left[number],
                     parallel=parallel,
+                    twin=None,
                 )
             )
-    return StageGraph(tuple(stages))
+    return StageGraph(tuple(stages if tied is None else _with_twins(stages, tied)))
+
+
+def _with_twins(stages: Sequence[Stage], tied: tuple[int, int]) -> list[Stage]:
+    """The stages, of which those of the two tied layers know each other, where they are not one."""
+    ends = [next(stage.number for stage in stages if layer in stage.layers) for layer in tied]
+    if ends[0] == ends[1]:
+        return list(stages)
+    twins = dict(zip(ends, reversed(ends), strict=True))
+    return [replace(stage, twin=twins.get(stage.number)) for stage in stages]
 
 
 def _first_ranks(units: Iterable[UnitPlan]) -> dict[str, int]:

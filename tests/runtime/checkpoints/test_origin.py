@@ -14,6 +14,7 @@ import yaml
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import build_layers, layer_table
+from disttrain_cli.models.tying import tie, tied_layers
 from disttrain_cli.runtime.checkpoints.origin import check, find, start_from, starts, where
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import Run, read_run
@@ -45,8 +46,11 @@ def _after(folder: Path, change: Any = lambda modules: None, **train: Any) -> Ru
     return read_run(run.path)
 
 
-def _started(folder: Path, run: Run, origin: Path) -> dict[str, torch.Tensor]:
-    layers = build_layers(run, 0, len(layer_table(run)))
+def _started(
+    folder: Path, run: Run, origin: Path, stage: tuple[int, int] | None = None
+) -> dict[str, torch.Tensor]:
+    layers = build_layers(run, *(stage or (0, len(layer_table(run)))))
+    tie(layers, layer_table(run))
     with alone(folder):
         start_from(origin, SimpleNamespace(module=SimpleNamespace(layers=layers)), run)  # type: ignore[arg-type]
     return _weights(layers)
@@ -54,6 +58,29 @@ def _started(folder: Path, run: Run, origin: Path) -> dict[str, torch.Tensor]:
 
 def _weights(layers: Any) -> dict[str, torch.Tensor]:
     return {f"{layer.name}/{path}": p for layer in layers for path, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_tied_weights_start_both_ends_from_one_tensor(tmp_path: Path, kind: str) -> None:
+    before = written_run(_made(tmp_path / "before"), tied=True)
+    layers = trained(before, 3)
+    export(before, tmp_path / "export")
+    origin = before.dir.checkpoints / "step-000003" if kind == "checkpoint" else tmp_path / kind
+    run = written_run(_made(tmp_path / "after"), tied=True, seed=1)
+    check(run, origin)
+    ends = tied_layers(layer_table(run))
+    assert ends is not None
+    started = _started(tmp_path, run, origin)
+    for end in ends:
+        started |= _started(tmp_path, run, origin, (end, end + 1))
+    embedding = next(layer for layer in layers if layer.name == "llm.embed").embedding.weight
+    assert torch.equal(started["llm.embed/embedding.weight"], embedding)
+    assert torch.equal(started["llm.head/lm_head.weight"], embedding)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])

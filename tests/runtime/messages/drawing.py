@@ -18,6 +18,7 @@ from disttrain_cli.data.ordering.assigning import order_step
 from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.messages.hollow import record_steps
 from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.spec.index import KINDS
@@ -64,9 +65,10 @@ class Drawn:
 
 
 def write_models(folder: Path) -> list[Run]:
-    """A run of each of MODELS, with more layers than the tests' own."""
+    """A run of each of MODELS, with more layers than the tests' own; every other ties the LLM's
+    head."""
     return [
-        write_model(folder / str(number), modules, trained, {EYE: 6, LLM: 10})
+        write_model(folder / str(number), modules, trained, {EYE: 6, LLM: 10}, number % 2 == 0)
         for number, (modules, trained) in enumerate(MODELS)
     ]
 
@@ -76,11 +78,13 @@ def write_model(
     modules: Sequence[str],
     trained: Sequence[str] | None = None,
     layers: Mapping[str, int] | None = None,
+    tied: bool = False,
 ) -> Run:
     """A run of the tests' modules, some with other numbers of layers; there are no data."""
     known = copy.deepcopy(MODEL["modules"] | {SECOND: REFINER, OTHER_EYE: SIGLIP, EAR: WHISPER})
     for name, count in (layers or {}).items():
         known[name]["config"]["num_hidden_layers"] = count
+    known[LLM]["config"]["tie_word_embeddings"] = tied
     folder.mkdir()
     path = folder / "disttrain.yaml"
     path.write_text(
@@ -141,7 +145,7 @@ def draw(runs: list[Run], seed: int) -> Drawn:
 def step_of(name: str, run: Run, layout: Layout, generator: random.Random) -> Drawn:
     """A step of a plan of a run, with data drawn for it."""
     inputs = describe(run)
-    graph = stage_graph(layout, inputs.llm)
+    graph = stage_graph(layout, inputs.llm, tied_layers(layer_table(run)))
     return Drawn(name, run, layout, graph, _order(generator, inputs, layout))
 
 

@@ -52,7 +52,7 @@ def _trained_layouts(folder: Path) -> list[Drawn]:
     for number, case in enumerate(test_equivalence_matrix.CASES.values()):
         cases.append(
             (
-                write_model(folder / str(number), case.modules, case.trained),
+                write_model(folder / str(number), case.modules, case.trained, tied=case.tied),
                 list(case.units),
                 case.microbatch,
             )

@@ -3,6 +3,7 @@ model's."""
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.published import published_class
+from disttrain_cli.models.tying import tie
 from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, sealed
+from disttrain_cli.runtime.checkpoints.origin import starts
 from disttrain_cli.runtime.checkpoints.storage import DTYPES, _box_name, write_tensors
 from disttrain_cli.runtime.outputs.export import export
+from disttrain_cli.runtime.outputs.trained import load_trained
 from disttrain_cli.spec.runfile import read_run
 from tests.models.conftest import AUDIO, MODULES
 from tests.models.test_vae import GENERATOR
@@ -30,13 +34,16 @@ GENERATORS = {
 }
 
 
-def written_run(folder, architecture="unet2d_condition", **train):
+def written_run(folder, architecture="unet2d_condition", tied=False, **train):
     generator = {
         **MODULES["image_generator"],
         "architecture": architecture,
         **GENERATORS[architecture],
     }
     modules = MODULES | {"audio_encoder": AUDIO, "image_generator": generator}
+    if tied:
+        config = modules["llm"]["config"] | {"tie_word_embeddings": True}
+        modules["llm"] = modules["llm"] | {"config": config}
     content = {
         "name": "tiny",
         "model": {"modules": modules},
@@ -48,14 +55,23 @@ def written_run(folder, architecture="unet2d_condition", **train):
     return read_run(path)
 
 
-def trained(run, step=1, averaged=(), by=0.02, start=lambda layers: None):
-    """A checkpoint of weights that differ from the initial ones, and the layers that have them."""
+def trained(run, step=1, averaged=(), ties=True, by=0.02, start=lambda layers: None):
+    """A checkpoint of weights that differ from the initial ones, and the layers that have them.
+
+    Without `ties` as before tie_word_embeddings tied anything.
+    """
     layers = build_layers(run, 0, len(layer_table(run)))
+    if ties:
+        tie(layers, layer_table(run))
+    for layer in layers:
+        layer.tied = layer.tied if ties else {}
     start(layers)
     generator, tensors = torch.Generator().manual_seed(step), {}
     with torch.no_grad():
         for layer in layers:
             for path, parameter in layer.named_parameters():
+                if path in layer.tied:
+                    continue
                 if not layer.frozen:
                     parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
                 tensors[f"weight/{layer.name}/{path}"] = parameter.detach()
@@ -151,6 +167,68 @@ def test_outputs_of_the_loaded_classes_equal_the_trained_models(
     made = {}
     exec(text.split("```python")[1].split("```")[0], made)
     assert all(type(made[name]) is type(model) for name, model in models.items())
+
+
+def of_llm(run, layers, folder):
+    """The exported LLM, whose logits equal those of our layers."""
+    model = published_class("llama").from_pretrained(folder).eval()
+    batch = probe_batch(describe(run), documents=[[48], [48]])
+    own = [layer for layer in layers if layer.module == "llm"]
+    with torch.no_grad():
+        hidden = through(own[:-1], batch)["hidden"]
+        logits = own[-1].logits(hidden).unflatten(0, batch.token_ids.shape)
+        torch.testing.assert_close(model(batch.token_ids).logits, logits, rtol=1e-5, atol=1e-5)
+    return model, batch
+
+
+def test_a_tied_llm_is_written_as_one_tensor_and_generates_the_same(tmp_path):
+    run = written_run(tmp_path, tied=True)
+    layers = trained(run, averaged=("llm",))
+    said = export(run, tmp_path / "out")
+    folder = tmp_path / "out" / "llm"
+    model, batch = of_llm(run, layers, folder)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert said.modules["llm"].parameters == sum(p.numel() for p in model.parameters())
+    again = load_trained(run, run.dir.checkpoints / "step-000001", torch.device("cpu")).layers
+    embed, *_, head = [layer for layer in again if layer.module == "llm"]
+    assert head.lm_head.weight is embed.embedding.weight
+    assert torch.equal(embed.embedding.weight, model.lm_head.weight * 0.5)  # the average
+    ids = batch.token_ids[:1, :5]
+    written = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    own = [layer for layer in layers if layer.module == "llm"]
+    with torch.no_grad():
+        for _ in range(6):
+            row = replace(
+                batch,
+                token_ids=ids,
+                positions=torch.arange(ids.shape[1])[None],
+                sample_lengths=[ids.shape[1]],
+                labels=None,
+                cache={},
+                items={},
+            )
+            hidden = through(own[:-1], row)["hidden"]
+            ids = torch.cat([ids, own[-1].logits(hidden[-1:]).argmax(-1)[None]], 1)
+    assert torch.equal(written, ids)
+
+
+def test_a_checkpoint_whose_head_was_trained_apart_is_written_as_it_was(tmp_path):
+    run = written_run(tmp_path, tied=True)
+    layers = trained(run, ties=False)
+    export(run, tmp_path / "out")
+    folder = tmp_path / "out" / "llm"
+    model, _ = of_llm(run, layers, folder)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    again = load_trained(run, run.dir.checkpoints / "step-000001", torch.device("cpu")).layers
+    (head,) = [layer for layer in again if layer.name == "llm.head"]
+    assert torch.equal(head.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(SpecError, match="trained apart from its embedding"):
+        starts(run, None, resume=True)
+    with pytest.raises(SpecError, match="trained apart from its embedding"):
+        starts(run, run.dir.checkpoints / "step-000001", resume=False)
 
 
 def check_equal(run, layers, models, projectors, batch):

@@ -15,7 +15,7 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 
 
-def graph_of(dp: int = 1, tp: int = 1) -> StageGraph:
+def graph_of(dp: int = 1, tp: int = 1, tied: tuple[int, int] | None = None) -> StageGraph:
     """Three stages: an encoder, and an LLM of two, whose first one has `dp` replicas over `tp`
     ranks."""
     units = [
@@ -31,7 +31,7 @@ def graph_of(dp: int = 1, tp: int = 1) -> StageGraph:
         gpus_used=1 + 2 * dp * tp,
         units=units,
     )
-    return stage_graph(layout, "l")
+    return stage_graph(layout, "l", tied)
 
 
 def state(rank: int, operation: str, slot: int = 0, step: int = 3) -> State:
@@ -90,6 +90,18 @@ def test_a_reduction_waits_for_the_replica_that_is_not_in_it() -> None:
     told |= {first: state(first, "reduce"), second: state(second, "backward")}
     found = diagnose(told, stages, set())
     assert found.causes == [second] and found.waits[first] == [second]
+
+
+def test_a_reduction_waits_for_the_other_copy_of_a_tied_weight() -> None:
+    stages = graph_of(dp=2, tied=(1, 2)).stages
+    (one, two), (third, fourth) = stages[1].ranks, stages[2].ranks
+    assert (stages[0].twin, stages[1].twin, stages[2].twin) == (None, 2, 1)
+    told = {rank: state(rank, "reduce") for rank in (one, two, third)}
+    told |= {0: state(0, "reduce"), fourth: state(fourth, "backward")}
+    found = diagnose(told, stages, set())
+    assert found.causes == [fourth]
+    assert found.waits[two] == [fourth] and found.waits[one] == []
+    assert diagnose(told, graph_of(dp=2).stages, set()).waits[two] == []
 
 
 def test_a_forward_waits_for_the_ranks_that_share_its_layers() -> None:

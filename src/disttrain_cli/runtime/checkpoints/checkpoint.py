@@ -35,6 +35,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
 )
 from disttrain_cli.runtime.checkpoints.owning import (
     AVERAGE,
+    WEIGHT,
     allocate_moments,
     named_parameters,
     staged,
@@ -292,6 +293,15 @@ class Opened:
             key.split("/", 2)[1]
             for key in self._metadata.state_dict_metadata
             if key.startswith(f"{group}/")
+        }
+
+    def names(self) -> set[str]:
+        """LAYER/PARAMETER of all weights."""
+        weights = f"{WEIGHT}/"
+        return {
+            key.removeprefix(weights)
+            for key in self._metadata.state_dict_metadata
+            if key.startswith(weights)
         }
 
     def read(

@@ -151,6 +151,27 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
     return int(described["step"])
 
 
+def check_tied(folder: Path, shared: Iterable[str]) -> None:
+    """Refuse a checkpoint of before `tie_word_embeddings` tied anything.
+
+    Args:
+        shared: LAYER/PARAMETER of the model's parameters that are another layer's.
+
+    Raises:
+        SpecError: it holds one of them, trained by itself.
+    """
+    stored = parse_json(folder / TENSORS, "list of a checkpoint's tensors", how_to_go_on(folder))
+    apart = [name for name in shared if f"weight/{name}" in stored["tensors"]]
+    if apart:
+        raise SpecError(
+            f"The checkpoint {folder} has a head that was trained apart from its embedding",
+            f"it holds {', '.join(apart)}: it is older than tie_word_embeddings: true, which makes"
+            " them one weight",
+            "Set tie_word_embeddings: false in the LLM's config, and start a run from its weights:"
+            f" disttrain train --from {folder}",
+        )
+
+
 def newly_trained(folder: Path, trained: Iterable[str]) -> list[str]:
     """Those of the names `trained` of which a checkpoint has no moments, as they were frozen up to
     it."""

@@ -16,6 +16,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.checkpoints.folder import (
     DESCRIPTION,
     TENSORS,
+    check_tied,
     describe,
     latest,
     newly_trained,
@@ -108,6 +109,7 @@ def check(run: Run, folder: Path) -> list[str]:
         this model; latents were prepared with another VAE than its.
     """
     from disttrain_cli.models.graph import build_layers, layer_table
+    from disttrain_cli.models.tying import shared_names
 
     taken, given = modules_in(run, folder), given_layers(run, folder)
     _check_latents(run, folder, taken)
@@ -119,6 +121,7 @@ def check(run: Run, folder: Path) -> list[str]:
     ]
     if _is_checkpoint(folder):
         _check_stored(folder, layers)
+        check_tied(folder, shared_names(layer_table(run)))
         notes = [f"{name}: weights from {folder}." for name in taken]
     else:
         notes = _from_export(folder, run, layers, lambda layer, path, whole: None)
@@ -155,14 +158,18 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
     sentence each.
 
     Raises:
-        SpecError: an origin, or the folder of a module, does not fit the model.
+        SpecError: an origin, the newest checkpoint, or the folder of a module does not fit the
+        model.
     """
+    from disttrain_cli.models.graph import layer_table
+    from disttrain_cli.models.tying import shared_names
     from disttrain_cli.models.weights import starting_weights
 
     newest = latest(run.dir.checkpoints) if resume else None
     if newest is None:
         notes, given = ([], []) if folder is None else (check(run, folder), modules_in(run, folder))
     else:
+        check_tied(newest, shared_names(layer_table(run)))
         fresh, given = newly_trained(newest, run.file.model.trained_names), run.file.model.order
         notes = (
             [
@@ -182,6 +189,7 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
     Raises:
         SpecError: it is damaged, or lacks a tensor of the model.
     """
+    from disttrain_cli.models.tying import stored_name
     from disttrain_cli.models.weights import put
     from disttrain_cli.runtime.checkpoints.checkpoint import load_weights
     from disttrain_cli.runtime.checkpoints.owning import WEIGHT, wanted
@@ -190,7 +198,7 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
     pieces = {key: one for key, one in wanted(engine).items() if key.split("/", 2)[1] in given}
 
     def fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
-        one = pieces[f"{WEIGHT}/{layer.name}/{path}"]
+        one = pieces[f"{WEIGHT}/{stored_name(layer, path)}"]
         for offsets, values in one.boxes:
             lines = tuple(
                 slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True)

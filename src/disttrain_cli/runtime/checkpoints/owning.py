@@ -2,8 +2,9 @@
 
 Every value of the model is kept by exactly one rank: of parameters that ZeRO partitions by the
 owner of the partition, of others (no ZeRO, frozen) in equal shares by the replicas of their stage.
-Tensor-parallel ranks that have a whole parameter alike share it likewise. So all ranks write at
-once, nothing is gathered, and nothing is written twice.
+Tensor-parallel ranks that have a whole parameter alike share it likewise. Of the two copies of a
+tied weight one is kept, and both are read from it. So all ranks write at once, nothing is gathered,
+and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.tying import copy_of, stored_name
 from disttrain_cli.runtime.checkpoints.boxes import Pieces, flat_boxes, spread
 
 if TYPE_CHECKING:
@@ -49,15 +51,25 @@ class Part:
 
 
 def named_parameters(layers: Iterable[PipelineLayer]) -> list[tuple[str, nn.Parameter]]:
-    """(LAYER/PARAMETER, parameter) of every parameter."""
-    return [(f"{layer.name}/{name}", p) for layer in layers for name, p in layer.named_parameters()]
+    """(LAYER/PARAMETER, parameter) of every parameter, a tied one under the name of the layer that
+    owns it and once (`models.tying`)."""
+    named = {
+        stored_name(layer, path): parameter
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+    }
+    return list(named.items())
 
 
 def parts_of(engine: UnitEngine) -> list[Part]:
     """What this rank keeps of its stage's parameters."""
     coords = engine.coords
     modules = {id(p): layer.module for layer in engine.module.layers for p in layer.parameters()}
-    named = [(name, p) for name, p in named_parameters(engine.module.layers) if p.numel()]
+    named = [
+        (name, p)
+        for name, p in named_parameters(engine.module.layers)
+        if p.numel() and copy_of(p) != "second"
+    ]
     tp, tp_rank, dp = coords.unit.tp, coords.tp_rank, coords.unit.dp
     parts = []
     for sharded in (True, False):

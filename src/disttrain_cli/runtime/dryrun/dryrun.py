@@ -15,6 +15,7 @@ from disttrain_cli.costs.hardware import CAPABILITY, lookup
 from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
 from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.dryrun.shim import environment
 from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
 from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
@@ -77,7 +78,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     """
     variables = environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     table = layer_table(run)
-    graph = stage_graph(plan.plan, profile.inputs.llm)
+    graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(table))
     groups = distinct(graph, table, plan.plan.microbatches)
     memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
     capability = _capability(profile.device.name)

@@ -32,6 +32,7 @@ from disttrain_cli.data.slots import Slot, SlotBatch, StepOrder
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.qwen_vision import QwenLayer
+from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
 from disttrain_cli.runtime.dryrun.observing import Observer
@@ -93,7 +94,7 @@ def main(payload: dict[str, Any]) -> None:
         fcntl.flock(turn, fcntl.LOCK_EX)
         run, plan = read_run(Path(payload["run"])), Plan.model_validate(payload["plan"])
         profile = Profile.model_validate(payload["profile"])
-        graph = stage_graph(plan.plan, profile.inputs.llm)
+        graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
         if number == len(payload["stages"]):
             write_whole(folder / ORDER, _order(run, plan, profile, graph).model_dump_json())
             return

@@ -15,6 +15,7 @@ from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.symmetric import agreed
 from disttrain_cli.models.tensor_parallel import join
+from disttrain_cli.models.tying import copy_of, tie
 from disttrain_cli.models.weight_parts import split
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.engine.deepspeed import StageEngine, StageModule
@@ -84,6 +85,9 @@ def _build_engine(
         tp=stage.tp,
         tp_rank=coords.tp_rank,
     )
+    tie(layers, table)
+    apart = any(copy_of(parameter) for layer in layers for parameter in layer.parameters())
+    assert apart == (grid.twins is not None), "the graph knows of tied weights"
     for note in load_into([layer for layer in layers if layer.name not in given], run):
         print(note, flush=True)
     group = agreed(grid.tp, device)

@@ -32,6 +32,7 @@ from disttrain_cli.runtime.engine.optimizer import (
     partial_gradients,
     reduced_gradients,
     sum_of_squares,
+    tied_gradients,
 )
 from disttrain_cli.runtime.engine.split import SplitSchedule, WeightPass
 from disttrain_cli.runtime.engine.stage import StageRunner
@@ -290,6 +291,7 @@ class UnitEngine:
             self.tracer.record("wait", start)
         start = self.tracer.mark()
         self._reduce_gradients()
+        self._sum_tied_gradients()
         self._sum_partial_gradients()
         reduced = sum(
             p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
@@ -301,6 +303,13 @@ class UnitEngine:
         with self._memory("optimizer step", slot):
             self._update()
         self.tracer.record("step", start)
+
+    def _sum_tied_gradients(self) -> None:
+        """Over the two copies of a tied weight on different stages, after the reduction, which
+        neither stage's waits for the other in."""
+        twins = self.module.mpu().twins
+        for gradient in tied_gradients(self.optimizer) if twins is not None else ():
+            dist.all_reduce(gradient, group=twins)
 
     def _sum_partial_gradients(self) -> None:
         """Over the TP group: gradients of undivided weights, of which each rank has a part
@@ -400,7 +409,8 @@ class UnitEngine:
         )
 
     def _nothing(self, slot: int) -> None:
-        """Tied weights do not exist; every stage loads what its layers need in `_forward`."""
+        """Tied weights are summed in `_reduce`; every stage loads what its layers need in
+        `_forward`."""
 
     #: By name, so that subclasses may replace one; DeepSpeed's own map holds functions of its class
     #: (trap 4).

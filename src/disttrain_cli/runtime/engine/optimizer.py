@@ -3,7 +3,9 @@ share of the norm.
 
 Weights are grouped so that every flat partition of ZeRO lies in one bucket of layers
 (`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, divided over
-the TP group or whole on each of its ranks, with whole or partial gradients there. What decays
+the TP group or whole on each of its ranks, with whole or partial gradients there. A tied weight
+whose other copy is on another stage is a group by itself, so that both are partitioned alike. What
+decays
 are matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled from
 the gradient); biases, norms and other single vectors, such as a class token, do not.
 """
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.tying import copy_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.train import OptimizerSpec, TrainSpec
 
@@ -33,16 +36,19 @@ def decays(parameter: nn.Parameter) -> bool:
 def parameter_groups(
     layers: Sequence[PipelineLayer], optimizer: OptimizerSpec
 ) -> list[dict[str, Any]]:
-    """Groups of the weights that ask for gradients, in the order in which the layers have them.
+    """Groups of the weights that ask for gradients, in the order in which the layers have them; one
+    that layers share (`models.tying`) is the first one's.
 
     Beside what AdamW reads, a group says its "name", the "module" whose learning rate it follows,
-    "initial_lr", and of a TP group "tp_whole", whether every rank holds all of these weights, and
-    "tp_partial", whether each has a part of their gradients' sum only.
+    "initial_lr", of a TP group "tp_whole", whether every rank holds all of these weights, and
+    "tp_partial", whether each has a part of their gradients' sum only, and "copy" (`copy_of`).
     """
     groups: dict[str, dict[str, Any]] = {}
-    trained = [
-        [(path, p) for path, p in layer.named_parameters() if p.requires_grad] for layer in layers
-    ]
+    trained, known = list[list[tuple[str, nn.Parameter]]](), set[nn.Parameter]()
+    for one in layers:
+        own = [(n, p) for n, p in one.named_parameters() if p.requires_grad and p not in known]
+        known.update(parameter for _, parameter in own)
+        trained.append(own)
     numbers = [sum(p.numel() for _, p in weights) for weights in trained]
     for number, bucket in enumerate(buckets(numbers)):
         for layer, (path, parameter) in ((i, weight) for i in bucket for weight in trained[i]):
@@ -51,7 +57,9 @@ def parameter_groups(
             whole, decay = shard_of(parameter) is None, decays(parameter)
             partial = getattr(parameter, "partial_gradient", False)
             kind = f"{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
-            name = f"{module}/{kind}{'/partial' if partial else ''}/{number}"
+            copy = copy_of(parameter)
+            also = f"{'/partial' if partial else ''}{'/tied' if copy else ''}"
+            name = f"{module}/{kind}{also}/{number}"
             group = groups.setdefault(
                 name,
                 {
@@ -60,6 +68,7 @@ def parameter_groups(
                     "module": module,
                     "tp_whole": whole,
                     "tp_partial": partial,
+                    "copy": copy,
                     "lr": spec.lr,
                     "initial_lr": spec.lr,
                     "weight_decay": spec.weight_decay if decay else 0.0,
@@ -129,14 +138,17 @@ def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[
     of squares).
 
     Summed over all ranks with these weights, every gradient of the model counts once: replicas hold
-    equal ones where ZeRO does not split them (deepspeed traps 5 and 6), and TP ranks hold equal
-    ones of whole weights.
+    equal ones where ZeRO does not split them (deepspeed traps 5 and 6), TP ranks hold equal ones of
+    whole weights, and two stages those of a tied weight's copies.
     """
     alike = 1.0 if splits(optimizer) else 1.0 / dp
-    return [
-        (group["module"], _gradients(group), alike / tp if group["tp_whole"] else alike)
-        for group in groups_of(optimizer)
-    ]
+
+    def weight(group: dict[str, Any]) -> float:
+        if group["copy"] == "second":
+            return 0.0
+        return alike / tp if group["tp_whole"] else alike
+
+    return [(group["module"], _gradients(group), weight(group)) for group in groups_of(optimizer)]
 
 
 def partial_gradients(optimizer: Any) -> list[Tensor]:
@@ -146,6 +158,17 @@ def partial_gradients(optimizer: Any) -> list[Tensor]:
         gradient
         for group in groups_of(optimizer)
         if group["tp_partial"]
+        for gradient in _gradients(group)
+    ]
+
+
+def tied_gradients(optimizer: Any) -> list[Tensor]:
+    """This rank's gradients after the reduction of tied weights whose other copy is on another
+    stage."""
+    return [
+        gradient
+        for group in groups_of(optimizer)
+        if group["copy"] is not None
         for gradient in _gradients(group)
     ]
 
@@ -177,7 +200,7 @@ def sum_of_squares(
     """This rank's share of the squared norm of all gradients, float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for _, tensors, weight in gradients:
-        if tensors:
+        if tensors and weight:
             total += weight * torch.stack(torch._foreach_norm(tensors)).double().square().sum()
     return total
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
+from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
@@ -69,7 +71,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     """
     run = read_run(Path(payload["run"]))
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
-    graph = stage_graph(plan.plan, profile.inputs.llm)
+    graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
     coords, train = graph.coords(int(os.environ["RANK"])), run.file.train
     if coords.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
         stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))

@@ -218,6 +218,9 @@ class HollowEngine(UnitEngine):
             trained=(),
         )
 
+    def _sum_tied_gradients(self) -> None:
+        join(self.module.mpu().twins)
+
     def _sum_partial_gradients(self) -> None:
         grid = self.module.mpu()
         join(grid.tp and grid.tp.ranks)

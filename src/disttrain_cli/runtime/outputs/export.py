@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +33,7 @@ from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.export import Written, copy_beside, write_model, write_own, write_whole
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.tying import untie
 from disttrain_cli.models.vae import decoder_maker, encoder_maker
 from disttrain_cli.models.weights import load_into, module_layers, source_of
 from disttrain_cli.runtime.checkpoints import checkpoint
@@ -98,7 +99,7 @@ def export(
     if published is not None and is_all(published, run.file.model):
         with _whole_folder(to, made=False) as temporary:
             progress("writing", 0, 1)
-            written = _write_published(run, published, temporary, read, dtype)
+            written = _write_published(run, published, opened.names(), temporary, read, dtype)
         progress("writing", 1, 1)
         return Exported(
             path=str(to),
@@ -117,6 +118,7 @@ def export(
         for done, (name, module) in enumerate(configs.items()):
             progress(f"writing {name}", done, len(configs))
             layers = [layer for layer in module_layers(run, name) if layer.weights_of == "module"]
+            untie(layers, opened.names())
             exported += layers
             config = module.config
             if module.kind == "llm":  # where generate() begins and ends
@@ -157,18 +159,22 @@ def generating(folder: Path) -> str:
 def _write_published(
     run: Run,
     published: PublishedFolder,
+    stored: Container[str],
     folder: Path,
     read: Callable[[PipelineLayer], dict[str, Tensor]],
     dtype: torch.dtype,
 ) -> Written:
     modules = run.file.model.modules
-    untied = {"tie_word_embeddings": False}  # the head and the embedding are trained on their own
+    layers = {name: module_layers(run, name) for name in published.family.modules}
+    for of_module in layers.values():
+        untie(of_module, stored)
+    tied = {name: any(layer.tied for layer in of_module) for name, of_module in layers.items()}
     return write_whole(
         folder,
         published,
-        {name: module_layers(run, name) for name in published.family.modules},
+        layers,
         {
-            name: spec.config | (untied if spec.kind == "llm" else {})
+            name: spec.config | ({"tie_word_embeddings": tied[name]} if spec.kind == "llm" else {})
             for name, spec in modules.items()
         },
         read,

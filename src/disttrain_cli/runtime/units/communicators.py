@@ -29,7 +29,7 @@ Ways = dict[tuple[int, int], dist.ProcessGroup]
 class Communicator:
     """Ranks that share one communicator."""
 
-    kind: Literal["data parallel", "tensor parallel", "messages"]
+    kind: Literal["data parallel", "tensor parallel", "tied weights", "messages"]
     name: str
     ranks: tuple[int, ...]
     # of messages: numbers of the stage that sends and of the one that receives
@@ -61,6 +61,15 @@ def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
                 f"TP group of {name_of(stage)}, replica {replica}",
                 tuple(stage.tp_group(replica)),
             )
+    for stage in graph.stages:
+        if stage.twin is not None and stage.number < stage.twin:
+            other = graph.stages[stage.twin]
+            for one, two in zip(stage.ranks, other.ranks, strict=True):
+                yield Communicator(
+                    "tied weights",
+                    f"tied weights of {name_of(stage)} and {name_of(other)}, ranks {one} and {two}",
+                    (one, two),
+                )
     if messages:
         for sender in sorted(graph.stages, key=lambda stage: stage.depth % 2):
             for taker in (graph.stages[number] for number in sender.after):

@@ -38,6 +38,8 @@ class UnitGrid(PipelineParallelGrid):
     """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
 
     tp: Group | None = None  # the TP group, where there is more than one rank in it
+    # this rank and the one with the other copy of a tied weight, where there is one
+    twins: dist.ProcessGroup | None = None
     # all that this rank is in, by name, in the order in which they are made
     groups: dict[str, dist.ProcessGroup]
     ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
@@ -77,5 +79,7 @@ class UnitGrid(PipelineParallelGrid):
             self.dp_group, self.dp_proc_group = list(one.ranks), group
         elif one.kind == "tensor parallel":
             self.tp = Group(group, coords.unit.tp, coords.tp_rank, coords.unit.tp_overlap)
+        elif one.kind == "tied weights":
+            self.twins = group
         elif one.way is not None:
             self.ways[one.way] = group

@@ -2,7 +2,8 @@
 
 A job hangs when no rank has made progress for `train.hang_s`. Every rank tells what it does
 (`pulse`); what it waits for follows from the operation and the plan: a transfer waits for the
-neighbouring stage, a reduction for the other ranks of its group. The ranks that are waited for and
+neighbouring stage, a reduction for the other ranks of its group and for the one with the other copy
+of a tied weight. The ranks that are waited for and
 do not wait themselves are the cause; where there are none, the ranks wait for each other in a
 circle.
 """
@@ -68,7 +69,9 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
     if state.operation in TOGETHER:
         group: Sequence[int] = list(states)
     elif state.operation == "reduce":
-        group = stage.ranks
+        twins = () if stage.twin is None else stages[stage.twin].ranks
+        place = stage.ranks.index(state.rank)
+        group = [*stage.ranks, *twins[place : place + 1]]
     elif state.operation not in COMPUTE:
         return []
     else:  # the ranks that share its layers
