@@ -19,19 +19,23 @@ def saved(run, by=0.0):
     return trained(run, by=by, start=lambda layers: load_into(layers, run))
 
 
-@pytest.mark.parametrize(("tower", "precision"), [("clip", "fp32"), ("siglip", "bf16")])
+@pytest.mark.parametrize(
+    ("tower", "precision", "tied"),
+    [("clip", "fp32", False), ("siglip", "bf16", False), ("clip", "fp32", True)],
+)
 def test_with_no_step_taken_the_folder_is_the_one_that_the_run_started_from(
-    tmp_path, tower, precision
+    tmp_path, tower, precision, tied
 ):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    model = write_llava(tmp_path / "llava", tower).to(dtype)
+    fields = {"text": {"tie_word_embeddings": True}, "tie_word_embeddings": True} if tied else {}
+    model = write_llava(tmp_path / "llava", tower, **fields).to(dtype)
     run = run_of(tmp_path / "llava", precision=precision)
     saved(run)
     exported = export(run, tmp_path / "out")
     assert exported.modules["llava"].loads_with == "transformers.AutoModelForImageTextToText"
     assert exported.generates_with == generating(tmp_path / "out")
     given, found = (load_file(tmp_path / name / "model.safetensors") for name in ("llava", "out"))
-    assert found.keys() == given.keys()
+    assert found.keys() == given.keys() and any("lm_head" in name for name in found) is not tied
     assert all(torch.equal(found[name], given[name].to(dtype)) for name in given)
     described, original = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "llava")
