@@ -14,7 +14,7 @@ from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.solve import check_profile, cluster_of, solve, with_own_prediction
-from disttrain_cli.planning.units import units_of
+from disttrain_cli.planning.units import group, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
@@ -102,6 +102,14 @@ def test_tp_groups_hide_their_messages_where_it_helps(tmp_path: Path) -> None:
         "\n".join(line for line in written.read_text().splitlines() if "tp_overlap" not in line)
     )
     assert not any(unit.tp_overlap for unit in read_plan(old).plan.units)
+
+
+def test_part_of_a_node_has_the_tp_degrees_of_the_whole() -> None:
+    run = synthetic.run_file(batch=64, gpus=8)
+    profile = synthetic.paper_9b(run)
+    for gpus in (5, 7, 8):
+        units = group(profile, cluster_of(run, profile, gpus), "disaggregated")
+        assert [unit.tps for unit in units] == [[1, 2, 4, 8]] * 3
 
 
 def test_one_gpu_gets_one_unit() -> None:

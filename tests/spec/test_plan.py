@@ -32,3 +32,10 @@ def test_delays_are_given_for_every_stage(delays: list[int | None], refused: str
     else:
         with pytest.raises(ValueError, match=refused):
             UnitPlan(**known, weight_delay=delays)
+
+
+def test_messages_of_one_rank_do_not_travel_behind_products() -> None:
+    known = {"name": "llm", "modules": ["llm"], "layers_per_stage": [3], "tp_overlap": True}
+    assert UnitPlan(**known, tp=2, gpus=2).tp_overlap
+    with pytest.raises(ValueError, match="tp_overlap needs a TP group"):
+        UnitPlan(**known, tp=1, gpus=1)

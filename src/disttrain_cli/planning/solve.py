@@ -68,7 +68,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
     cpu, recompute = profile.device.kind == "cpu", run.train.activation_checkpointing
     return Cluster(
         gpus=count,
-        gpus_per_node=min(run.cluster.gpus_per_node, count),
+        gpus_per_node=run.cluster.gpus_per_node,
         memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
         zero_stage=0 if run.train.zero_stage == 0 else 1,
         batch=run.train.global_batch_size,

@@ -63,6 +63,8 @@ class UnitPlan(Strict):
             )
         if min(self.layers_per_stage) < 1:
             raise ValueError("layers_per_stage must give every stage at least one layer")
+        if self.tp_overlap and self.tp == 1:
+            raise ValueError("tp_overlap needs a TP group: tp is 1, which sends nothing")
         if self.weight_delay is not None:
             if len(self.weight_delay) != self.pp or any((d or 0) < 0 for d in self.weight_delay):
                 raise ValueError(
