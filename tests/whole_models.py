@@ -110,6 +110,72 @@ def write_llava(
     return model
 
 
+#: By family: the tower's and the LLM's configuration.
+QWEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        {"window_size": 16, "fullatt_block_indexes": [1, 3]},
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]}},
+    ),
+    "qwen3_vl": (
+        {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+}
+QWEN_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "depth": 4,
+    "num_heads": 4,
+    "intermediate_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+}
+
+
+def qwen_processor(least: int = 256, most: int = 4096) -> Any:
+    """The image processor of tiny Qwen-VL models."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": least, "longest_edge": most}
+    return Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2)
+
+
+def write_qwen(folder: Path, family: str, flat: bool = False, **fields: Any) -> Any:
+    """A Qwen-VL folder; returns its model. `flat`: with the LLM's fields at the top of config.json,
+    as published folders of Qwen2.5-VL have them."""
+    import transformers
+
+    prefix = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
+    tower, text = QWEN[family]
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=QWEN_TOWER | tower,
+        text_config=TEXT | {"num_hidden_layers": 3} | text,
+        image_token_id=IMAGE,
+        video_token_id=270,
+        vision_start_token_id=271,
+        vision_end_token_id=272,
+        **fields,
+    )
+    model = spread(getattr(transformers, f"{prefix}ForConditionalGeneration")(config))
+    model.save_pretrained(folder)
+    qwen_processor().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    if flat:
+        path = folder / "config.json"
+        whole = json.loads(path.read_text())
+        inner = whole.pop("text_config")
+        whole["vision_config"]["model_type"] = family
+        path.write_text(json.dumps(inner | whole))
+    return model
+
+
 def run_of(folder: Path, model: dict[str, Any] | None = None, **fields: Any) -> Run:
     """A run file beside `folder` that names it, read."""
     content = {

@@ -3,7 +3,8 @@ images and tokens."""
 
 import io
 import json
-from itertools import count
+from functools import partial
+from itertools import count, groupby
 
 import numpy as np
 import pytest
@@ -12,14 +13,22 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from disttrain_cli.data.decoding import decode_image
+from disttrain_cli.data.positions import grid_positions, sample_positions
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import build_layers, describe, layer_table
-from disttrain_cli.models.probe import probe_batch
+from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.weights import load_into, starting_weights
 from disttrain_cli.spec.runfile.published import is_all, joins_as
 from tests.batches import changed
 from tests.models.conftest import VIT
-from tests.whole_models import IMAGE, image_processor, run_of, write_llava
+from tests.whole_models import (
+    IMAGE,
+    image_processor,
+    qwen_processor,
+    run_of,
+    write_llava,
+    write_qwen,
+)
 
 
 def picture(width, height, seed=0):
@@ -49,49 +58,83 @@ def loss_of(layers, batch):
     return state["loss/text"]
 
 
-@pytest.mark.parametrize(
-    ("tower", "llm", "layer"),
-    [
-        ("clip", "llama", -2),
-        ("clip", "mistral", -1),
-        ("siglip", "qwen2", -1),
-        ("siglip", "llama", -3),
-    ],
-)
-def test_llavas_loss_is_its_librarys_on_the_same_images(tmp_path, tower, llm, layer):
-    model = write_llava(tmp_path / "llava", tower, llm, vision_feature_layer=layer)
-    run = run_of(tmp_path / "llava")
-    inputs, layers = describe(run), loaded(run)
-    head = inputs.image
-    files = [picture(50, 40), picture(33, 90, seed=1)]
-    grids = [head.grid(*image.size) for _, image in files]
-    assert grids == [(4, 4), (4, 4)] and head.tokens(50, 40) == 16
-    theirs = image_processor(tower)([image for _, image in files], return_tensors="pt")
-    bytes_ = np.stack([decode_image(file, (4, 4), head) for file, _ in files])
-    scale, shift = torch.tensor(head.affine).T[..., None, None]
-    ours = torch.from_numpy(bytes_) * scale - shift
-    torch.testing.assert_close(ours, theirs["pixel_values"], atol=1e-5, rtol=0)
+LENGTH, BEFORE = 64, 3  # tokens of a sequence, and of the text before its image
+FAMILIES = {
+    "clip and llama": (partial(write_llava, vision_feature_layer=-2), image_processor()),
+    "clip and mistral": (
+        partial(write_llava, llm="mistral", vision_feature_layer=-1),
+        image_processor(),
+    ),
+    "siglip and qwen2": (
+        partial(write_llava, tower="siglip", llm="qwen2", vision_feature_layer=-1),
+        image_processor("siglip"),
+    ),
+    "siglip and llama": (
+        partial(write_llava, tower="siglip", vision_feature_layer=-3),
+        image_processor("siglip"),
+    ),
+    "qwen2_5_vl": (partial(write_qwen, family="qwen2_5_vl", flat=True), qwen_processor()),
+    "qwen3_vl": (partial(write_qwen, family="qwen3_vl"), qwen_processor()),
+}
 
-    batch = probe_batch(inputs, image=grids, documents=[[64]])
-    batch = changed(batch, "image", values={0: [ours]})
-    ids = batch.token_ids.clone().flatten()
-    ids[batch.of("image").rows] = IMAGE
-    text = torch.arange(64)[None] >= 32
-    labels = torch.where(text, ids, -100)
-    following = torch.cat([labels[:, 1:], torch.full((1, 1), -100)], dim=1)
-    batch = type(batch)(
-        **{
-            **vars(batch),
-            "token_ids": ids[None],
-            "labels": following,
-            "label_tokens": float((following != -100).sum()),
-            "cache": {},
-        }
+
+def sequences(inputs, files):
+    """A batch of sequences of one image file each, with texts before and after."""
+    head = inputs.image
+    seen = sorted((head.grid(*image.size), number) for number, (_, image) in enumerate(files))
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 260, (len(files), LENGTH), generator=draws)
+    positions, rows, values = {}, [], []
+    scale, shift = torch.tensor(head.affine).T[..., None, None]
+    for grid, number in seen:
+        tokens = grid[0] * grid[1] // head.merge**2
+        ids[number, BEFORE : BEFORE + tokens] = IMAGE
+        rows.append(torch.arange(tokens) + number * LENGTH + BEFORE)
+        places = [(BEFORE, grid_positions(head.frames(grid)))]
+        positions[number] = torch.from_numpy(sample_positions(inputs.positions, LENGTH, places))
+        pixels = torch.from_numpy(decode_image(files[number][0], grid, head))
+        values.append((pixels * scale - shift)[None])
+    labels = torch.where(ids == IMAGE, -100, ids)[:, 1:]
+    return Batch(
+        {"image": Items([grid for grid, _ in seen], {0: _runs(values)}, torch.cat(rows))},
+        token_ids=ids,
+        positions=torch.stack([positions[number] for number in range(len(files))], dim=-2),
+        sample_lengths=[LENGTH] * len(files),
+        labels=torch.nn.functional.pad(labels, (0, 1), value=-100),
+        label_tokens=float((labels != -100).sum()),
     )
-    with torch.no_grad():
-        expected = model(input_ids=ids[None], labels=labels, **theirs)
-    torch.testing.assert_close(loss_of(layers, batch), expected.loss, atol=1e-4, rtol=0)
+
+
+def _runs(values):
+    """Images [1, C, H, W] of equal size, which are adjacent, as one tensor."""
+    return [torch.cat(list(run)) for _, run in groupby(values, key=lambda one: one.shape)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_the_librarys_own_on_the_same_images(tmp_path, family):
+    """Through the processor's own preprocessing, one sequence at a time."""
+    write, processor = FAMILIES[family]
+    model = write(tmp_path / "whole")
+    run = run_of(tmp_path / "whole", data={"sequence_length": LENGTH})
     assert is_all(run.published, run.file.model)
+    inputs, layers = describe(run), loaded(run)
+    files = [picture(50, 40), picture(33, 90, seed=1)]
+    batch, total = sequences(inputs, files), torch.zeros(())
+    for ids, labels, (_, image) in zip(batch.token_ids, batch.labels, files, strict=True):
+        given = {"input_ids": ids[None], **processor([image], return_tensors="pt")}
+        if "image_grid_thw" in given:
+            given["mm_token_type_ids"] = (ids == IMAGE).int()[None]
+        with torch.no_grad():
+            logits = model(**given).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    expected = total / batch.label_tokens
+    torch.testing.assert_close(loss_of(layers, batch), expected, atol=1e-4, rtol=0)
+    blind = changed(batch, "image", values={0: [torch.zeros_like(v) for v in _pixels(batch)]})
+    assert abs(loss_of(layers, blind) - expected) > 1e-3  # the images matter
+
+
+def _pixels(batch):
+    return batch.of("image").values[0]
 
 
 def test_a_folder_saved_by_an_older_library_is_read_too(tmp_path):
@@ -136,6 +179,13 @@ def test_a_module_beside_the_folder_takes_the_place_of_its_own_and_the_projector
         made["vision.projector"].mlp[0].weight, before["vision.projector"].mlp[0].weight
     )
     assert not torch.equal(made["llm.head"].lm_head.weight, before["llm.head"].lm_head.weight)
+
+
+def test_a_second_tower_that_would_resize_otherwise_is_refused(tmp_path):
+    write_llava(tmp_path / "llava")
+    other = {"kind": "encoder", "architecture": "vit", "config": {**VIT, "patch_size": 8}}
+    with pytest.raises(SpecError, match="resized by crop as its folder says"):
+        describe(run_of(tmp_path / "llava", {"modules": {"second": other}}))
 
 
 def test_a_module_beside_the_folder_adjusts_its_own(tmp_path):

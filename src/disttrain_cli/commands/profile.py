@@ -189,7 +189,13 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         f"Images   {data.images:,} to read ({images.mean:.1f} per sequence, p95 {images.p95:.0f}, "
         f"max {images.max:.0f}), {data.targets:,} to generate"
     )
-    if profile.inputs.image and data.scaled_down is not None:
+    processor = profile.inputs.image and profile.inputs.image.processor
+    if processor and processor.fixed_px:
+        height, width = processor.fixed_px
+        console.say(
+            f"         all of {width} × {height} pixels, as the model's processor makes them"
+        )
+    elif profile.inputs.image and data.scaled_down is not None:
         console.say(
             f"         {data.scaled_down:,} scaled down to the budget of"
             f" {profile.inputs.image.max_pixels:,} pixels (data.max_image_pixels)"

@@ -303,8 +303,6 @@ ARCHITECTURES = with_plugins("disttrain.architectures", _OWN)
 _ALIASES: dict[str, tuple[str, str | None]] = {
     "clip": ("clip_vision_model", "vision_config"),
     "siglip": ("siglip_vision_model", "vision_config"),
-    "qwen2_5_vl": ("qwen2_5_vl_vision", "vision_config"),
-    "qwen3_vl": ("qwen3_vl_vision", "vision_config"),
     "UNet2DConditionModel": ("unet2d_condition", None),
     "PixArtTransformer2DModel": ("pixart", None),
 }

@@ -121,10 +121,8 @@ def write_whole(
         there = {saved.get(rename(name), rename(name)): name for name in weights.names}
         unread = [_Stored(weights, there[name], name) for name in there if name not in known]
         total = _write_weights(folder, "model", [*layered, *unread], dtype, most_bytes)
-    fields = {name: value for name, value in published.config.items() if name != "torch_dtype"}
-    for name, others in changed.items():
-        section = family.modules[name].section
-        fields[section] = {**fields[section], **others}
+    fields = published.with_sections(changed)
+    fields.pop("torch_dtype", None)
     fields |= {
         "architectures": [type(model).__name__],
         "dtype": str(dtype).removeprefix("torch."),

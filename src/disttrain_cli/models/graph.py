@@ -56,9 +56,10 @@ def describe(run: Run) -> ModelInputs:
         if entry.inputs is not None:
             heads.append(entry.inputs(run, module))
     eyes = [head for head in heads if isinstance(head, ImageInput)]
-    if len({(eye.patch_px, eye.merge, eye.channels) for eye in eyes}) > 1:
+    if len({(eye.patch_px, eye.merge, eye.channels, eye.processor) for eye in eyes}) > 1:
         given = ", ".join(
             f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels"
+            + (f", resized by {eye.processor.resize} as its folder says" if eye.processor else "")
             for eye in eyes
         )
         raise SpecError(

@@ -160,7 +160,7 @@ def whole_config(published: PublishedFolder) -> Any:
 
     made = published_class(published.model_type).config_class
     try:
-        return made.from_dict(dict(published.config))
+        return made.from_dict(copy.deepcopy(dict(published.config)))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SpecError(
             f"{published.file} does not fit {published.model_type}",

@@ -8,13 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    WithJsonSchema,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, WithJsonSchema, model_validator
 
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import ImageProcessor
@@ -153,14 +147,11 @@ class ImageInput(Head):
     processor: Annotated[
         ImageProcessor | None,
         WithJsonSchema({"anyOf": [ImageProcessor.model_json_schema(), {"type": "null"}]}),
-    ] = Field(None, description="The published model's own rule of resizing, where it has one.")
-
-    @model_serializer(mode="wrap")
-    def _without_none(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `processor` where there is none, so that fingerprints stay those of versions
-        that had no such field."""
-        fields: dict[str, Any] = handler(self)
-        return {k: v for k, v in fields.items() if k != "processor" or v is not None}
+    ] = Field(
+        None,
+        exclude_if=lambda given: given is None,  # so that fingerprints without one stay
+        description="The published model's own rule of resizing, where it has one.",
+    )
 
     @model_validator(mode="after")
     def _values_per_channel(self) -> ImageInput:

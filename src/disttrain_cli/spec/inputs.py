@@ -83,15 +83,15 @@ class ModelInputs(Strict):
         if (
             len(
                 {
-                    (head.patch_px, head.merge, head.channels, head.max_pixels)
+                    (head.patch_px, head.merge, head.channels, head.max_pixels, head.processor)
                     for head in self.images
                 }
             )
             > 1
         ):
             raise ValueError(
-                "image encoders must have equal patch_px, merge, channels and max_pixels: their"
-                " tokens are added one by one"
+                "image encoders must have equal patch_px, merge, channels, max_pixels and"
+                " processor: their tokens are added one by one"
             )
         return self
 

@@ -3,6 +3,7 @@ transformers loads and generates with."""
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.outputs.export import export, generating
 from tests.runtime.outputs.test_export import trained
-from tests.whole_models import IMAGE, run_of, write_llava
+from tests.whole_models import IMAGE, run_of, write_llava, write_qwen
 
 
 def saved(run, by=0.0):
@@ -19,30 +20,56 @@ def saved(run, by=0.0):
     return trained(run, by=by, start=lambda layers: load_into(layers, run))
 
 
+WRITE = {
+    "clip": partial(write_llava, tower="clip"),
+    "siglip": partial(write_llava, tower="siglip"),
+    "qwen2_5_vl": partial(write_qwen, family="qwen2_5_vl", flat=True),
+    "qwen3_vl": partial(write_qwen, family="qwen3_vl"),
+    "tied clip": partial(write_llava, text={"tie_word_embeddings": True}, tie_word_embeddings=True),
+    "tied qwen3_vl": partial(write_qwen, family="qwen3_vl", tie_word_embeddings=True),
+}
+
+
+def question(family, dtype):
+    """Arguments of `generate` for a question about an image."""
+    if "qwen" not in family:
+        ids, more = [1, *[IMAGE] * 16, 40, 50, 60], {}
+        pixels = torch.randn(1, 3, 32, 32)
+    else:
+        ids, pixels = [5, *[IMAGE] * 6, 40, 50, 60], torch.randn(24, 96)
+        more = {
+            "image_grid_thw": torch.tensor([[1, 4, 6]]),
+            "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).int(),
+        }
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    return {"input_ids": torch.tensor([ids]), "pixel_values": pixels.to(dtype)} | more | options
+
+
 @pytest.mark.parametrize(
-    ("tower", "precision", "tied"),
-    [("clip", "fp32", False), ("siglip", "bf16", False), ("clip", "fp32", True)],
+    ("family", "precision"),
+    [(family, "bf16" if family in ("siglip", "qwen3_vl") else "fp32") for family in WRITE],
 )
 def test_with_no_step_taken_the_folder_is_the_one_that_the_run_started_from(
-    tmp_path, tower, precision, tied
+    tmp_path, family, precision
 ):
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    fields = {"text": {"tie_word_embeddings": True}, "tie_word_embeddings": True} if tied else {}
-    model = write_llava(tmp_path / "llava", tower, **fields).to(dtype)
-    run = run_of(tmp_path / "llava", precision=precision)
+    model = WRITE[family](tmp_path / "given").to(dtype)
+    run = run_of(tmp_path / "given", precision=precision)
     saved(run)
     exported = export(run, tmp_path / "out")
-    assert exported.modules["llava"].loads_with == "transformers.AutoModelForImageTextToText"
+    (module,) = exported.modules.values()
+    assert module.loads_with == "transformers.AutoModelForImageTextToText"
     assert exported.generates_with == generating(tmp_path / "out")
-    given, found = (load_file(tmp_path / name / "model.safetensors") for name in ("llava", "out"))
-    assert found.keys() == given.keys() and any("lm_head" in name for name in found) is not tied
+    given, found = (load_file(tmp_path / name / "model.safetensors") for name in ("given", "out"))
+    assert found.keys() == given.keys()
+    assert any("lm_head" in name for name in found) is not family.startswith("tied")
     assert all(torch.equal(found[name], given[name].to(dtype)) for name in given)
     described, original = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "llava")
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "given")
     )
     assert described == original | {"dtype": str(dtype).removeprefix("torch.")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        path.name for path in (tmp_path / "llava").iterdir()
+        path.name for path in (tmp_path / "given").iterdir()
     }
     from transformers import AutoModelForImageTextToText
 
@@ -50,10 +77,8 @@ def test_with_no_step_taken_the_folder_is_the_one_that_the_run_started_from(
         tmp_path / "out", output_loading_info=True, dtype=dtype
     )
     assert not said["missing_keys"] and not said["unexpected_keys"]
-    pixels = torch.randn(1, 3, 32, 32).to(dtype)
-    ids = torch.tensor([[1, *[IMAGE] * 16, 40, 50, 60]])
-    options = {"input_ids": ids, "pixel_values": pixels, "max_new_tokens": 4, "do_sample": False}
-    assert again.generate(**options).tolist() == model.generate(**options).tolist()
+    asked = question(family, dtype)
+    assert again.generate(**asked).tolist() == model.generate(**asked).tolist()
 
 
 def test_what_was_trained_is_in_it_and_what_nothing_reads_is_the_folders(tmp_path):

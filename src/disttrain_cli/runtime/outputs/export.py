@@ -173,13 +173,18 @@ def _write_published(
         folder,
         published,
         layers,
-        {
-            name: spec.config | ({"tie_word_embeddings": tied[name]} if spec.kind == "llm" else {})
-            for name, spec in modules.items()
-        },
+        {name: spec.config | _tie(published, name, tied[name]) for name, spec in modules.items()},
         read,
         dtype,
     )
+
+
+def _tie(published: PublishedFolder, name: str, tied: bool) -> dict[str, bool]:
+    """What to say of an LLM's head where it is not as in the published model."""
+    module = published.family.modules[name]
+    if module.kind != "llm" or published.section(module)["tie_word_embeddings"] == tied:
+        return {}
+    return {"tie_word_embeddings": tied}
 
 
 def _checkpoint(run: Run, step: int | None) -> Path:

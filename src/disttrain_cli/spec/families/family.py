@@ -20,6 +20,7 @@ class Module:
 
     Attributes:
         section: field of the whole `config.json` that describes it.
+        flat: where the section is missing, its fields stand at the top of the whole `config.json`.
         architecture: its name here; None: the section's own `model_type`, or `default`.
         names: prefixes of names in the module's own published class → in the whole model's class.
         joint: prefixes of paths in its projector that no published tower has ("mlp.0") → in the
@@ -31,6 +32,7 @@ class Module:
     names: Mapping[str, str]
     architecture: str | None = None
     default: str = ""
+    flat: bool = False
     joint: Mapping[str, str] = field(default_factory=dict)
 
     def name_in_whole(self, name: str) -> str:

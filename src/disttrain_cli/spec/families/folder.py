@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,21 @@ class PublishedFolder:
         """Its `config.json`."""
         return self.path / CONFIG
 
+    @property
+    def _sections(self) -> set[str]:
+        return {module.section for module in self.family.modules.values()}
+
+    def with_sections(self, changed: Mapping[str, Fields]) -> dict[str, Any]:
+        """Its `config.json` with other fields of some modules."""
+        fields = dict(self.config)
+        for name, others in changed.items():
+            module = self.family.modules[name]
+            if module.flat and fields.get(module.section) is None:
+                fields |= others
+            else:
+                fields[module.section] = {**fields[module.section], **others}
+        return fields
+
     def section(self, module: Module) -> dict[str, Any]:
         """Fields of a module's own configuration.
 
@@ -48,6 +64,10 @@ class PublishedFolder:
             SpecError: the whole model's has no such part.
         """
         fields = self.config.get(module.section)
+        if fields is None and module.flat:
+            fields = {
+                name: value for name, value in self.config.items() if name not in self._sections
+            }
         if not isinstance(fields, dict):
             raise SpecError(
                 f"{self.file} is of a whole {self.model_type} model, of which {module.section} is"
@@ -55,8 +75,11 @@ class PublishedFolder:
                 f"given: {fields!r}",
                 AGAIN,
             )
-        tied = self.config.get("tie_word_embeddings") or fields.get("tie_word_embeddings")
-        return {**fields, **({"tie_word_embeddings": bool(tied)} if module.kind == "llm" else {})}
+        made = {**fields, **({"model_type": module.architecture} if module.architecture else {})}
+        if module.kind == "llm":
+            tied = self.config.get("tie_word_embeddings") or fields.get("tie_word_embeddings")
+            made["tie_word_embeddings"] = bool(tied)
+        return made
 
     def architecture(self, module: Module) -> str:
         """A module's architecture by name."""

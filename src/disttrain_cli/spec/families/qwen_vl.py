@@ -1,0 +1,61 @@
+"""Qwen2.5-VL and Qwen3-VL (dense): a tower that merges its patches to the LLM's width itself, and a
+decoder with M-RoPE.
+
+Images keep the ratio of their sides within a budget of pixels. Published folders of Qwen2.5-VL have
+the LLM's fields at the top of config.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.families.family import Family, Fields, Module
+from disttrain_cli.spec.families.processors import budget
+from disttrain_cli.spec.image_processor import ImageProcessor
+
+#: Pixels of the class's own processor, where the folder's says nothing.
+LEAST, MOST = 56 * 56, 28 * 28 * 1280
+
+
+def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
+    return {"vision": {"projector": "none"}}
+
+
+def _processor(path: Path, fields: Fields) -> ImageProcessor:
+    kind = str(fields.get("image_processor_type", "Qwen2VLImageProcessor"))
+    if not kind.startswith("Qwen2VLImageProcessor"):
+        raise SpecError(
+            f"{path}: image_processor_type {kind!r} is not this family's",
+            "allowed: Qwen2VLImageProcessor, Qwen2VLImageProcessorFast",
+            "Download the folder again.",
+        )
+    return budget(path, fields, LEAST, MOST)
+
+
+def _family(published: str, model_type: str) -> Family:
+    return Family(
+        published=published,
+        modules={
+            "vision": Module(
+                "encoder",
+                "vision_config",
+                architecture=f"{model_type}_vision",
+                names={"": "model.visual."},
+            ),
+            "llm": Module(
+                "llm",
+                "text_config",
+                architecture=f"{model_type}_text",
+                names={"model": "model.language_model", "lm_head": "lm_head"},
+                flat=True,
+            ),
+        },
+        joins=_joins,
+        processor=_processor,
+    )
+
+
+QWEN2_5_VL = _family("transformers:Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl")
+QWEN3_VL = _family("transformers:Qwen3VLForConditionalGeneration", "qwen3_vl")
