@@ -36,7 +36,7 @@ from disttrain_cli.data.index_checks import (
     states_of,
 )
 from disttrain_cli.data.index_file import Indexed, Stored, read_stored, writing_index
-from disttrain_cli.data.index_rows import counts_of, digest, flat, shard_rows
+from disttrain_cli.data.index_rows import counts_of, digest, flat, shard_rows, specials_of
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped, read_shard
 from disttrain_cli.data.sources.files import content_of
@@ -97,6 +97,9 @@ class Index:
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
+    #: [N] whether a chat template wrote a sample: it has no BOS and EOS but the template's; None =
+    #: there is no such sample
+    templated: NDArray[np.bool_] | None = None
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
@@ -109,17 +112,25 @@ class Index:
         return total[self.segment_start[1:]] - total[self.segment_start[:-1]]
 
     @cached_property
+    def specials(self) -> Ints:
+        """[N] BOS and EOS of each sample: both, or none where `templated`."""
+        of_all = np.full(len(self), SAMPLE_SPECIALS, dtype=np.int64)
+        return of_all if self.templated is None else np.where(self.templated, 0, of_all)
+
+    @cached_property
     def lengths(self) -> Ints:
         """[N] tokens of each sample, BOS and EOS included."""
-        return self.per_sample(self.tokens) + SAMPLE_SPECIALS
+        return self.per_sample(self.tokens) + self.specials
 
     @cached_property
     def end_trained(self) -> NDArray[np.bool_]:
-        """[N] whether a sample's EOS is a label: not where its last text is not trained, or its
-        document goes on."""
+        """[N] whether a sample's EOS is a label: not where its last text is not trained, its
+        document goes on, or it has none."""
         goes_on = np.zeros(len(self), dtype=bool)
         if self.pieces is not None:
             goes_on[:-1] = self.pieces[1:, 0] > 0  # the next sample does not begin its document
+        if self.templated is not None:
+            goes_on |= self.templated
         texts = np.flatnonzero(self.kinds == TEXT)
         if not len(texts):
             return np.ones(len(self), dtype=bool)
@@ -248,7 +259,7 @@ def _build(
             else:
                 label = shard_label(run, shard)
                 rows, left_out, unread = shard_rows(
-                    read_shard(shard, label), label, inputs, tokenizer
+                    read_shard(shard, label, tokenizer.chat), label, inputs, tokenizer
                 )
                 indexed = Indexed(*state, len(rows), digest(rows), unread, content_of(shard.path))
             files.append(indexed)
@@ -308,6 +319,7 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         sizes=flat(rows, "sizes"),
         grids=_grids(inputs, kinds, widths, heights),
         pieces=_pieces(start, kinds, widths, heights),
+        templated=_templated(start, kinds, heights),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
         scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
@@ -365,6 +377,12 @@ def _pieces(segment_start: Ints, kinds: Ints, widths: Ints, heights: Ints) -> In
         return None
     first = segment_start[:-1]
     return np.where(texts[first, None], np.stack([widths, heights], axis=1)[first], 0)
+
+
+def _templated(segment_start: Ints, kinds: Ints, heights: Ints) -> NDArray[np.bool_] | None:
+    """`Index.templated`."""
+    templated = specials_of(kinds, heights, segment_start) == 0
+    return templated if templated.any() else None
 
 
 def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Ints:

@@ -128,7 +128,8 @@ def shard_label(run: Run, shard: Shard) -> str:
 
 def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, Any]:
     """What an index depends on besides the shards."""
-    return {
+    chat = {"chat template": tokenizer.chat.fingerprint} if tokenizer.chat else {}
+    return chat | {
         "model inputs": inputs.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
         "data.sources": [source.model_dump(mode="json") for source in run.file.data.sources],
@@ -142,7 +143,15 @@ def states_of(shards: list[tuple[int, Shard]]) -> list[State]:
 
 def check_same(stored: Stored, now: dict[str, Any]) -> None:
     """MismatchError where an index was made for another model, tokenizer or list of sources."""
-    changed = [name for name in now if stored.inputs.get(name) != now[name]]
+    # an index of before chat templates were applied holds where there is no conversation
+    old = "chat template" not in stored.inputs and not any(
+        indexed.name.lower().endswith((".json", ".jsonl")) for indexed in stored.files
+    )
+    changed = [
+        name
+        for name in now
+        if stored.inputs.get(name) != now[name] and not (old and name == "chat template")
+    ]
     if changed:
         raise MismatchError(
             f"The sample index {stored.path} was made for another run file",

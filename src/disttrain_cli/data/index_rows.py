@@ -19,7 +19,16 @@ from disttrain_cli.data.index_file import schema
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Sample, Segment, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import COLUMNS, ITEMS, KINDS, SAMPLE_SPECIALS, TARGET, TEXT, UNREAD
+from disttrain_cli.spec.index import (
+    COLUMNS,
+    ITEMS,
+    KINDS,
+    SAMPLE_SPECIALS,
+    TARGET,
+    TEMPLATED,
+    TEXT,
+    UNREAD,
+)
 from disttrain_cli.spec.inputs import ModelInputs
 
 if TYPE_CHECKING:
@@ -83,6 +92,13 @@ def flat(rows: pa.Table, name: str) -> Ints:
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.int64)
 
 
+def specials_of(kinds: Ints, heights: Ints, start: Ints) -> Ints:
+    """[N] BOS and EOS of each sample, of segments from `start` [N + 1]: none where a chat template
+    wrote it."""
+    templated = starts_of(((kinds == TEXT) & (heights == TEMPLATED)).astype(np.int64))[start]
+    return np.where(np.diff(templated) > 0, 0, SAMPLE_SPECIALS)
+
+
 def counts_of(rows: pa.Table) -> Ints:
     """Segments of each sample."""
     import pyarrow.compute as pc
@@ -112,7 +128,7 @@ def _batch(
     per_sample = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in per_sample], dtype=np.int64)
     kinds, locations, _, widths, heights, trained, ended = (
-        zip(*(s for segments in per_sample for s in segments), strict=True)
+        zip(*(s[:7] for segments in per_sample for s in segments), strict=True)
         if counts.any()
         else [()] * 7
     )
@@ -129,7 +145,7 @@ def _batch(
         columns[name] = np.array(values, np.int64)
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
-    lengths = np.diff(total) + SAMPLE_SPECIALS
+    lengths = np.diff(total) + specials_of(columns["kinds"], columns["heights"], starts_of(counts))
     misfits = [_misfit(segments, inputs) for segments in per_sample]
     fits = np.array([reason is None for reason in misfits], dtype=bool)
     keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
@@ -180,16 +196,14 @@ def _in_pieces(
     """(samples, of which those longer than `most` tokens are in pieces where they are documents;
     tokens of all texts).
     """
-    counted = iter(
-        tokenizer.count(
-            [one.text for sample in samples for one in sample.segments if one.kind == TEXT]
-        )
-    )
+    every = [one for sample in samples for one in sample.segments if one.kind == TEXT]
+    of_texts = iter(tokenizer.count([one.text for one in every if one.ids is None]))
+    counted = iter([next(of_texts) if one.ids is None else len(one.ids) for one in every])
     parts, tokens = list[Sample](), list[int]()
     for sample in samples:
         texts = [next(counted) for one in sample.segments if one.kind == TEXT]
         first = sample.segments[0] if len(sample.segments) == 1 else None
-        if first is not None and first.trained and texts and texts[0] > most:
+        if first is not None and first.trained and first.ids is None and texts[:1] > [most]:
             for piece in pieces(first.text, most, tokenizer):
                 part = first._replace(width_px=piece.first, height_px=piece.characters)
                 parts.append(Sample(sample.key, [part]))

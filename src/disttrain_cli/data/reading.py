@@ -64,7 +64,9 @@ class ShardReader:
             raise self._changed(sample, error) from None
         except OSError as error:
             raise self._unreadable(sample, error) from None
-        ids = [self._tokenizer.encode(text) for text in texts]
+        ids = [
+            self._tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts
+        ]
         for token_ids, ended in zip(ids, self._index.ended[segments].tolist(), strict=False):
             token_ids += [self._tokenizer.eos] * ended
         if [len(token_ids) for token_ids in ids] != self._index.tokens[segments].tolist():
@@ -87,7 +89,7 @@ class ShardReader:
         shard = int(self._index.shard[sample])
         with self._lock:
             opened = self._open.pop(shard, None) or open_shard(
-                self._index.shards[shard], self._row_groups
+                self._index.shards[shard], self._row_groups, self._tokenizer.chat
             )
             self._open[shard] = opened
             if len(self._open) > OPEN_SHARDS:

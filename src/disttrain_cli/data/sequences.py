@@ -1,10 +1,11 @@
 """Token arrays of packed sequences: ids, labels, positions, and the places of images and
 conditioning tokens.
 
-A sample is BOS, its segments in order, EOS. Images and audio clips are rows of IMAGE placeholders
-(an encoder's output replaces both), images to be generated rows of CONTEXT placeholders. A label is
-the next token of the same sample, only where that is a token of a trained text, or EOS of a sample
-whose last text is trained (or that has none): `Index.label_tokens` counts them.
+A sample is BOS, its segments in order, EOS; one that a chat template wrote, its segments alone.
+Images and audio clips are rows of IMAGE placeholders (an encoder's output replaces both), images to
+be generated rows of CONTEXT placeholders. A label is the next token of the same sample, only where
+that is a token of a trained text, or EOS of a sample whose last text is trained (or that has none):
+`Index.label_tokens` counts them.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class SequencePlan:
         self.grids = index.grids[segments]
         self.trained = index.trained[segments]
         self.end_trained = index.end_trained[self.samples]
+        self.specials = index.specials[self.samples]
         # Besides the segments before it, a segment lies behind the specials of earlier samples and
         # its own BOS.
-        samples_before = np.repeat(np.arange(len(self.samples)), counts)
-        self.segment_at = starts_of(self.tokens)[:-1] + SAMPLE_SPECIALS * samples_before + 1
+        begins = self.specials // SAMPLE_SPECIALS
+        before = starts_of(self.specials)[:-1] + begins
+        self.segment_at = starts_of(self.tokens)[:-1] + np.repeat(before, counts)
 
     def rows(self, kind: int) -> list[Ints]:
         """Places of the tokens of each item of a kind."""
@@ -92,11 +95,12 @@ class SequencePlan:
         """(ids, labels), each [L]."""
         ids = np.full(self.length, tokenizer.pad, dtype=np.int64)
         trained = np.zeros(self.length, dtype=bool)
-        ends = self.sample_at + self.sample_tokens - 1
-        ids[self.sample_at], ids[ends], trained[ends] = (
+        own = self.specials > 0
+        ends = (self.sample_at + self.sample_tokens - 1)[own]
+        ids[self.sample_at[own]], ids[ends], trained[ends] = (
             tokenizer.bos,
             tokenizer.eos,
-            self.end_trained,
+            self.end_trained[own],
         )
         for item, kind in KINDS.items():
             for index in self.rows(kind):

@@ -12,11 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.data.chat import Chat
+from disttrain_cli.data.chat_templates import FILES as TEMPLATES
+from disttrain_cli.data.chat_templates import image_token, read_chat_template
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
-#: All that is read of a tokenizer; the later of the last two says which tokens begin, end and pad
-#: a text.
+#: All that is read of a tokenizer, but its chat template; the later of the last two says which
+#: tokens begin, end and pad a text.
 FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 CHOICES = (
     "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
@@ -33,6 +36,7 @@ class Tokenizer(Protocol):
     eos: int
     image: int  # placeholder for one row of an image that is read
     context: int  # placeholder for one row that conditions an image to be generated
+    chat: Chat | None  # writes conversations, where the tokenizer says how
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without special ones."""
@@ -53,6 +57,7 @@ class ByteTokenizer:
     fingerprint = "bytes"
     pad, bos, eos, image, context = range(256, 261)
     vocabulary = 261
+    chat: Chat | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
@@ -74,7 +79,7 @@ class FolderTokenizer:
 
     Which of its tokens begin, end and pad a text is said by tokenizer_config.json or
     special_tokens_map.json. `image` is the id of an image's placeholder, where the model has one of
-    its own.
+    its own; else, with a chat template, it is the tokenizer's, where that has one.
     """
 
     def __init__(self, folder: Path, image: int | None = None) -> None:
@@ -88,6 +93,8 @@ class FolderTokenizer:
                 if (folder / file).is_file()
                 for name, token in json.loads((folder / file).read_text(encoding="utf-8")).items()
             }
+            template = read_chat_template(folder, named)
+            placeholder = image_token(folder, named, rules, image) if template else None
         except Exception as error:  # the library raises plain Exceptions for a bad file
             raise SpecError(
                 f"Cannot read the tokenizer {folder} (data.tokenizer)", str(error), CHOICES
@@ -100,8 +107,9 @@ class FolderTokenizer:
             self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos")
         )
         self.vocabulary = max(self.vocabulary, (image or 0) + 1)
-        self.image = self._special(None) if image is None else image
+        self.image = self._special(placeholder) if image is None else image
         self.context = self._special(None)
+        self.chat = Chat(template, rules, placeholder) if template else None
         content = hashlib.sha256()
         for path in (folder / name for name in FILES):
             if path.is_file():
@@ -162,7 +170,7 @@ def _fetched(name: str, folder: Path) -> Path:
     """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not
     there yet.
 
-    Only `FILES` are fetched, and nothing in them is executed.
+    Only `FILES` and its chat template are fetched, and nothing in them is executed.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
@@ -176,7 +184,9 @@ def _fetched(name: str, folder: Path) -> Path:
         ):  # what is there is taken: all ranks tokenize alike, without a network
             try:
                 path = Path(
-                    snapshot_download(name, allow_patterns=list(FILES), local_files_only=local)
+                    snapshot_download(
+                        name, allow_patterns=[*FILES, *TEMPLATES], local_files_only=local
+                    )
                 )
             except Exception:  # its errors have no common base
                 if not local:

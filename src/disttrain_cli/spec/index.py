@@ -15,7 +15,8 @@ place); the rows of a shard are one row group:
   - ended: a text that EOS follows inside the sample, one of its `tokens`.
   - widths, int32: pixels from the image's header; duration of a clip in ms, rounded up; of a text
     0, or the character at which it begins where it is a piece of a document (`data.documents`).
-  - heights, int32: the same; samples per second of a clip; characters of a piece.
+  - heights, int32: the same; samples per second of a clip; characters of a piece; -1 of a text that
+    a chat template wrote: its sample has no BOS and EOS but the template's.
   - offsets, sizes, int64: where the segment lies in the shard, two numbers whose meaning is the
     form's own. Tars: byte offset and length of the member's content (text: of the json / txt).
     Conversations: of the record in the JSON; of an image its number in the record and the length of
@@ -31,7 +32,9 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.inputs import HEADS
 
 TEXT = 0
-SAMPLE_SPECIALS = 2  # every sample starts with BOS and ends with EOS
+#: Every sample starts with BOS and ends with EOS, but those that a chat template wrote.
+SAMPLE_SPECIALS = 2
+TEMPLATED = -1  # `heights` of a text that a chat template wrote
 INDEX_VERSION = 4
 COLUMNS = (
     "sample",

@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from disttrain_cli.data.sources.files import is_file, is_url, join, list_files, shown_url
 from disttrain_cli.data.sources.llava import LlavaShard, read_llava
 from disttrain_cli.data.sources.samples import (
+    ChatForm,
     Location,
     OpenShard,
     Part,
@@ -35,6 +36,7 @@ from disttrain_cli.data.sources.tars import TarShard, read_tar
 from disttrain_cli.errors import DataError
 
 __all__ = [
+    "ChatForm",
     "Location",
     "OpenShard",
     "Part",
@@ -146,27 +148,31 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
     ]
 
 
-def read_shard(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+def read_shard(
+    shard: Shard, label: str, chat: ChatForm | None = None
+) -> Iterator[Sample | Skipped]:
     """Samples of a shard in order, and what is left out; messages name the shard `label`.
+
+    `chat` writes conversations; None = as where the tokenizer has no chat template.
 
     Raises:
         DataError: a URL cannot be read, or the columns of a table do not tell images and texts.
     """
     readers = {"tar": read_tar, "llava": read_llava, "parquet": read_parquet, "arrow": read_arrow}
-    return readers[shard.form](shard, label)
+    return readers[shard.form](shard, label, chat)
 
 
-def open_shard(shard: Shard, cache: RowGroups) -> OpenShard:
-    """A shard to read samples again; raises OSError, DataError or pyarrow's errors where it cannot
-    be read."""
+def open_shard(shard: Shard, cache: RowGroups, chat: ChatForm | None = None) -> OpenShard:
+    """A shard to read samples again, its conversations written by `chat`; raises OSError, DataError
+    or pyarrow's errors where it cannot be read."""
     if shard.form == "parquet":
-        return ParquetShard(shard, cache)
-    kinds: dict[str, Callable[[Shard], OpenShard]] = {
+        return ParquetShard(shard, cache, chat)
+    kinds: dict[str, Callable[[Shard, ChatForm | None], OpenShard]] = {
         "tar": TarShard,
         "llava": LlavaShard,
         "arrow": ArrowShard,
     }
-    return kinds[shard.form](shard)
+    return kinds[shard.form](shard, chat)
 
 
 def shown(path: str) -> str:

@@ -1,12 +1,12 @@
-"""What a record of a JSON says: turns of a conversation, a document, or a caption, with the images
-it names.
+"""What a record says: turns of a conversation, a document, or a caption, with the images it names.
 
 Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role,
-content}` (chat templates), whose content may be a list of parts `{type: text, text}` and `{type:
-image, image: NAME}`. `<image>` in a text marks where one of the record's images stands. They are
-written as `USER: … ASSISTANT: …EOS` behind what the system says; only what stands behind
-`ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The
-last EOS is the sample's own.
+content}` (OpenAI, chat templates), whose content may be a list of parts `{type: text, text}`,
+`{type: image, image: NAME}` and `{type: image_url, image_url: {url: NAME}}`. `<image>` in a text
+marks where one of the record's images stands. A chat template writes them (`data.chat`); where the
+tokenizer has none, they are `USER: … ASSISTANT: …EOS` behind what the system says, and only what
+stands behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485,
+section 4.2). The last EOS is the sample's own.
 
 Without turns all of `text` is trained: a document, or, as `caption` too, that of the record's
 images.
@@ -14,62 +14,76 @@ images.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from disttrain_cli.data.sources.samples import Part, clean
+from disttrain_cli.data.sources.samples import ChatForm, Part, Turn, clean
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 MARK = "<image>"
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
-ROLES = {"system": "", "human": USER, "gpt": ASSISTANT, "user": USER, "assistant": ASSISTANT}
+ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
+BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
+SAID = {"from", "role", "value", "content"}  # keys of a turn that are read without a template
 TURNS = ("conversations", "messages")
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 
 
-class Turn(NamedTuple):
-    """What one side says."""
-
-    role: str  # what it is written behind
-    said: str  # with a mark for each image
-    images: list[str]  # that the turn itself names
-
-
-def conversation(record: Any) -> list[Part]:
+def conversation(
+    record: Any, chat: ChatForm | None = None, beside: Sequence[str] = ()
+) -> list[Part]:
     """Texts and images (by name) of a record, in order; index and loader both read it by this
     function.
 
-    Raises ValueError with the reason.
+    `chat` writes its turns, if it has any; `beside`: images that lie beside it, which are meant
+    where it names none. Raises ValueError with the reason.
     """
-    names, turns = image_names(record), _turns(record)
+    names, turns = image_names(record) or list(beside), _turns(record)
     if not turns:
         return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
+    if (marks := sum(turn.said.count(MARK) for turn in turns)) != len(names):
+        raise ValueError(f"{marks} marks {MARK} for {len(names)} images")
+    if chat is None:
+        return _plain(turns, names)
+    if record.get("tools") or any(turn.others.get("tool_calls") for turn in turns):
+        raise ValueError("`tools` and `tool_calls` are not read")
+    return chat.parts(turns, names)
+
+
+def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
+    """Turns as they are written where the tokenizer does not say how."""
     parts: list[Part] = []
-    marks, before, answers = (
-        0,
-        "",
-        True,
-    )  # `before`: a text that is not trained and not in `parts` yet
+    images = iter(names)
+    before, answers = "", True  # `before`: a text that is not trained and not in `parts` yet
     for turn in turns:
         if answers and parts and parts[-1].kind == TEXT:
             parts[-1] = parts[-1]._replace(ended=True)
         before += "" if answers else " "
-        answers = turn.role == ASSISTANT
-        before += turn.role
-        for index, piece in enumerate(clean(turn.said).split(MARK)):
+        answers = turn.role == "assistant"
+        before += BEFORE[turn.role]
+        for index, piece in enumerate(turn.said.split(MARK)):
             if index:
                 before = _text(parts, before, trained=False)
-                marks += 1
-                if marks <= len(names):
-                    parts.append(Part(IMAGE, names[marks - 1]))
+                parts.append(Part(IMAGE, next(images)))
             if answers:
                 before = _text(parts, before, trained=False)
                 _text(parts, piece if index else " " + piece, trained=True)
             else:
                 before += piece
     _text(parts, before, trained=False)
-    if marks != len(names):
-        raise ValueError(f"{marks} marks {MARK} for {len(names)} images")
     return parts
+
+
+def texts_of(record: Any, chat: ChatForm | None = None) -> list[str | tuple[int, ...]]:
+    """Texts of a record whose images are known to be there, in order."""
+    marks = sum(turn.said.count(MARK) for turn in _turns(record))
+    parts = conversation(record, chat, beside=[""] * marks)
+    return [part.text for part in parts if part.kind == TEXT]
+
+
+def has_turns(record: Any) -> bool:
+    """Whether a record is a conversation."""
+    return isinstance(record, dict) and any(record.get(name) is not None for name in TURNS)
 
 
 def image_names(record: Any) -> list[str]:
@@ -101,25 +115,39 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
 def _turn(turn: Any, where: str) -> Turn:
     given = turn if isinstance(turn, dict) else {}
     who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
+    role = ROLES.get(who, who) if isinstance(who, str) else None
     parts = said if isinstance(said, list) else [{"type": "text", "text": said}]
     images: list[str] = []
     texts: list[str] = []
     for part in parts:
         match part:
             case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "image", **others}:
+                texts.append(clean(text))
+            case {"type": "image" | "image_url"}:
                 texts.append(MARK)
-                images += [name for name in (others.get("image"),) if isinstance(name, str)]
+                images += _named(part)
+            case {"type": str(kind)} if kind not in ("text", "image"):
+                raise ValueError(f"{where} has a part of the type {kind!r}, which is not read")
             case _:
                 texts = []
                 break
-    if not isinstance(who, str) or who not in ROLES or (parts and not texts):
+    if role not in BEFORE or (parts and not texts):
+        known = "system, human, gpt, user, assistant"
+        if isinstance(who, str) and role not in BEFORE:
+            raise ValueError(f"{where} is of {who!r}, which is not read; known: {known}")
         raise ValueError(
-            f"{where} must have `from` or `role` ({', '.join(ROLES)}), and `value` or `content` (a"
-            " text, or a list of texts and images)"
+            f"{where} must have `from` or `role` ({known}), and `value` or `content` (a text, or a"
+            " list of texts and images)"
         )
-    return Turn(ROLES[who], "".join(texts), images)
+    others = {key: given[key] for key in given.keys() - SAID if given[key] is not None}
+    return Turn(role, texts, images, isinstance(said, list), others)
+
+
+def _named(part: dict[str, Any]) -> list[str]:
+    """The name of an image that a part of a turn has, unless the record has it."""
+    url = part.get("image_url")
+    given = [part.get("image"), url.get("url") if isinstance(url, dict) else url, part.get("url")]
+    return [name for name in given if isinstance(name, str)][:1]
 
 
 def _document(record: dict[str, Any], caption: bool) -> str:

@@ -1,31 +1,37 @@
 """Which columns of a Parquet or Arrow file hold images, sounds and texts, and what a row of them
 says.
 
-Three forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) or of
-sounds (the same, by its name), or one of each, and one of texts; where there are several of a type,
-the usual names decide. Interleaved (OBELICS): lists `images` and `texts` of equal length, at each
-position exactly one of the two is not null. Texts alone: a column of texts where no other is named
-for images or sounds. The location of a segment is its row in the file and its position in the row.
+Four forms. Conversations: a column `messages` or `conversations` of lists of turns, where no text
+has a usual name, with the images of a column of them or of lists of them. Pairs: one column of
+images (binary, or Hugging Face's struct {bytes, path}) or of sounds (the same, by its name), or one
+of each, and one of texts; where there are several of a type, the usual names decide. Interleaved
+(OBELICS): lists `images` and `texts` of equal length, at each position exactly one of the two is
+not null. Texts alone: a column of texts where no other is named for images or sounds. The location
+of a segment is its row in the file and its position in the row.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
+from disttrain_cli.data.sources.chats import TURNS, conversation, texts_of
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
+    ChatForm,
     Location,
     Sample,
     Segment,
     Skipped,
+    shown_name,
+    text_segment,
 )
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import KINDS, TEXT
+from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,13 +54,20 @@ class Columns(NamedTuple):
     """Names of the columns that are read."""
 
     files: dict[str, str]  # by type of file (`data.modalities.MEDIA`)
-    text: str
+    text: str  # or turns
     interleaved: bool
+    conversations: bool = False
+    system: str = ""  # what the system says in conversations
 
     @property
     def names(self) -> list[str]:
         """All of them."""
-        return [*self.files.values(), self.text]
+        return [*self.files.values(), *self.of_texts]
+
+    @property
+    def of_texts(self) -> list[str]:
+        """Those without files."""
+        return [self.text, self.system] if self.system else [self.text]
 
 
 def find_columns(schema: pa.Schema, label: str) -> Columns:
@@ -75,6 +88,10 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
                 "Download them first, e.g. with img2dataset, and write their bytes into `images`.",
             )
     lists = [name for name, kind in kinds.items() if kind == "list of image"]
+    usual = any(kind == "text" and name.lower() in TEXT_NAMES for name, kind in kinds.items())
+    turns = [name for name in TURNS if name in kinds and _holds_turns(schema.field(name).type)]
+    if turns and not usual:
+        return _of_conversations(turns[0], kinds, label, schema)
     if lists and "image" not in kinds.values():
         raise _refused(
             label,
@@ -94,21 +111,33 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
     if not texts_alone and (binary or not files):
         others = kinds if not files else binary
         files = {"image": _one(others, "image", MEDIA["image"].columns, label, schema), **files}
-    usual = any(kind == "text" and name.lower() in TEXT_NAMES for name, kind in kinds.items())
     spoken = "audio" in files and not usual
     text = _one(kinds, "text", SPOKEN_NAMES if spoken else TEXT_NAMES, label, schema)
     return Columns(files, text, interleaved=False)
 
 
+def _of_conversations(turns: str, kinds: dict[str, str], label: str, schema: pa.Schema) -> Columns:
+    kind = "list of image" if "list of image" in kinds.values() else "image"
+    files = {}
+    if kind in kinds.values():
+        files["image"] = _one(kinds, kind, (*MEDIA["image"].columns, "images"), label, schema)
+    system = "system" if kinds.get("system") == "text" else ""
+    return Columns(files, turns, interleaved=False, conversations=True, system=system)
+
+
 def read_rows(
-    batch: pa.RecordBatch, columns: Columns, first: int, label: str
+    batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Skipped]:
     """Samples of consecutive rows, of which the first is row `first` of the file."""
-    rows = _interleaved(batch, columns) if columns.interleaved else _pairs(batch, columns)
+    read: Callable[[int, Any], Iterable[Segment]] = _segments
+    if columns.conversations:
+        rows, read = _turns(batch, columns), partial(_said, chat)
+    else:
+        rows = _interleaved(batch, columns) if columns.interleaved else _pairs(batch, columns)
     for row, cells in enumerate(rows, first):
         key = f"row {row}"
         try:
-            yield Sample(key, list(_segments(row, cells)))
+            yield Sample(key, list(read(row, cells)))
         except ValueError as error:
             yield Skipped(label, key, str(error))
 
@@ -123,9 +152,49 @@ def file_at(column: pa.Array, location: Location) -> bytes:
     return bytes(data)
 
 
-def texts_at(column: pa.Array) -> list[str]:
-    """All texts of a column's only row."""
-    return [str(text, "utf-8") for text in _views(_flat(column)[0]) if text is not None]
+def texts_at(
+    columns: Columns, cells: list[pa.Array], chat: ChatForm | None = None
+) -> list[str | tuple[int, ...]]:
+    """All texts of the only row of the columns `of_texts`."""
+    if columns.conversations:
+        return texts_of(_record(columns, [cell[0].as_py() for cell in cells]), chat)
+    return [str(text, "utf-8") for text in _views(_flat(cells[0])[0]) if text is not None]
+
+
+def _record(columns: Columns, cells: list[Any]) -> dict[str, Any]:
+    """A conversation as a JSON has it, of the cells of `of_texts`."""
+    return {TURNS[0]: cells[0], "system": cells[1] if columns.system else None}
+
+
+def _turns(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, list[Any]]]:
+    """(record, its images) of each row."""
+    texts = zip(*(batch.column(name).to_pylist() for name in columns.of_texts), strict=True)
+    if columns.files:
+        values, counts = _flat(batch.column(columns.files["image"]))
+        files = iter(_views(values))
+    else:
+        files, counts = iter(()), [0] * len(batch)
+    for cells, count in zip(texts, counts, strict=True):
+        images = [next(files) for _ in range(count or 0)]
+        yield _record(columns, list(cells)), images
+
+
+def _said(chat: ChatForm | None, row: int, cells: tuple[Any, list[Any]]) -> Iterator[Segment]:
+    """Segments of a conversation; ValueError with the reason."""
+    record, images = cells
+    present = [str(number) for number, image in enumerate(images) if image is not None]
+    for part in conversation({**record, "images": present or None}, chat):
+        if part.kind == TEXT:
+            yield text_segment(part, Location(row, 0))
+        elif part.value in present:
+            image = images[int(part.value)]
+            sizes = MEDIA["image"].read_sizes(partial(_part, image), len(image))
+            yield Segment(IMAGE, Location(row, int(part.value)), "", *sizes)
+        else:
+            raise ValueError(
+                f"the image {shown_name(part.value)} is in no column: images are binary or {{bytes,"
+                " path}"
+            )
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
@@ -231,6 +300,17 @@ def _views(values: pa.Array) -> list[memoryview | None]:
         cell if valid else None
         for cell, valid in zip(cells, values.is_valid().to_pylist(), strict=True)
     ]
+
+
+def _holds_turns(type_: pa.DataType) -> bool:
+    """Whether a column's type is that of lists of turns."""
+    import pyarrow.types as types
+
+    if not (types.is_list(type_) or types.is_large_list(type_)):
+        return False
+    inside = type_.value_type
+    names = {field.name for field in inside} if types.is_struct(inside) else set()
+    return {"from", "value"} <= names or {"role", "content"} <= names
 
 
 def _kind(type_: pa.DataType) -> str:

@@ -50,6 +50,19 @@ class File(Protocol):
         """The file as an object to read from its beginning; seeking back is slow."""
 
 
+class HeldFile:
+    """A file whose bytes are in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size = data, len(data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self._data[offset : offset + size]
+
+    def stream(self) -> BinaryIO:
+        return io.BytesIO(self._data)
+
+
 class LocalFile:
     """A file of this machine; it is closed when nobody holds it any more."""
 

@@ -6,11 +6,12 @@ name.
 
 The location of a text is its record in the JSON (byte offset, length); that of an image is its
 number among the images of the record, and the length of its file. A name that leads out of the
-folder of images is a bad sample.
+folder of images is a bad sample; one that is a data URI holds the image itself.
 """
 
 from __future__ import annotations
 
+import base64
 import errno
 import functools
 import json
@@ -20,15 +21,19 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import conversation, image_names
-from disttrain_cli.data.sources.files import File, LocalFile, is_url, join, open_file
+from disttrain_cli.data.sources.chats import conversation, image_names, texts_of
+from disttrain_cli.data.sources.files import File, HeldFile, LocalFile, is_url, join, open_file
 from disttrain_cli.data.sources.samples import (
+    DATA,
     MAX_TEXT_BYTES,
+    ChatForm,
     Location,
     Sample,
     Segment,
     Shard,
     Skipped,
+    shown_name,
+    text_segment,
 )
 from disttrain_cli.spec.index import IMAGE, TEXT
 
@@ -50,21 +55,23 @@ class Record(NamedTuple):
 class LlavaShard:
     """An open JSON with its folder of images."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._file, self._folder = open_file(shard.path), shard.images
+    def __init__(self, shard: Shard, chat: ChatForm | None = None) -> None:
+        self._file, self._folder, self._chat = open_file(shard.path), shard.images, chat
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
         name = image_names(self._record(record))[location.offset]
         file = open_image(self._folder, name)
         if file.size != location.size:
-            raise ValueError(f"{name} has {file.size} bytes, {location.size} when it was indexed")
+            raise ValueError(
+                f"{shown_name(name)} has {file.size} bytes, {location.size} when it was indexed"
+            )
         data = file.read(0, location.size)
         if len(data) < location.size:
-            raise ValueError(f"{name} is cut")
+            raise ValueError(f"{shown_name(name)} is cut")
         return data
 
-    def texts(self, record: Location) -> list[str]:
-        return [part.value for part in conversation(self._record(record)) if part.kind == TEXT]
+    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+        return texts_of(self._record(record), self._chat)
 
     def _record(self, location: Location) -> Any:
         data = self._file.read(*location)
@@ -73,7 +80,9 @@ class LlavaShard:
         return json.loads(data)
 
 
-def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+def read_llava(
+    shard: Shard, label: str, chat: ChatForm | None = None
+) -> Iterator[Sample | Skipped]:
     """Samples of one JSON, in its order. Of images only headers are read; a list is read in
     pieces."""
     try:
@@ -98,7 +107,7 @@ def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
                         f"a record of {record.location.size} bytes, at most {MAX_TEXT_BYTES} are"
                         " read"
                     )
-                yield Sample(key, _segments(record, shard.images))
+                yield Sample(key, _segments(record, shard.images, chat))
             except ValueError as error:
                 yield Skipped(label, key, str(error))
     except (OSError, ValueError, RecursionError) as error:
@@ -106,7 +115,10 @@ def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
 
 
 def open_image(folder: str, name: str) -> File:
-    """Open an image below `folder`; ValueError where there is none, or the name leads elsewhere."""
+    """Open an image below `folder`, or one that its name holds itself (`data:`); ValueError where
+    there is none, or the name leads elsewhere."""
+    if name.startswith(DATA):
+        return HeldFile(_held(name))
     if name.startswith(("/", "\\")) or is_url(name) or "\0" in name or LEADS_UP.search(name):
         raise ValueError(f"the image {name} leads out of the folder of images")
     path = join(folder, name)
@@ -128,6 +140,17 @@ def open_image(folder: str, name: str) -> File:
         raise ValueError(f"the image {name} cannot be opened: {error.strerror or error}") from None
 
 
+def _held(uri: str) -> bytes:
+    """The bytes of an image that a data URI holds."""
+    head, _, content = uri.partition(",")
+    if not head.endswith(";base64"):
+        raise ValueError("an image in a data URI must be in base64")
+    try:
+        return base64.b64decode(content, validate=True)
+    except ValueError:
+        raise ValueError("an image in a data URI is not valid base64") from None
+
+
 @functools.lru_cache(maxsize=4096)
 def _below(path: str, folder: str) -> bool:
     """Whether a path stays in a folder when links are followed."""
@@ -135,19 +158,17 @@ def _below(path: str, folder: str) -> bool:
     return os.path.commonpath([os.path.realpath(path), real]) == real
 
 
-def _segments(record: Record, folder: str) -> list[Segment]:
+def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:
     segments, images = [], 0
-    for part in conversation(record.value):
+    for part in conversation(record.value, chat):
         if part.kind == TEXT:
-            segments.append(
-                Segment(TEXT, record.location, part.value, trained=part.trained, ended=part.ended)
-            )
+            segments.append(text_segment(part, record.location))
             continue
         file = open_image(folder, part.value)
         try:
             sizes = MEDIA["image"].read_sizes(file.read, file.size)
         except ValueError as error:
-            raise ValueError(f"{part.value}: {error}") from None
+            raise ValueError(f"{shown_name(part.value)}: {error}") from None
         segments.append(Segment(IMAGE, Location(images, file.size), "", *sizes))
         images += 1
     return segments

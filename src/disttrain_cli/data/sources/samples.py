@@ -4,9 +4,13 @@ out, by name."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from disttrain_cli.spec.index import TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
+DATA = "data:"  # begins a name that holds the image itself
 MOST_SHOWN = 200  # characters of a name in a message
 
 
@@ -31,7 +35,7 @@ class Segment(NamedTuple):
 
     A file that is no image has the two numbers of its type (`data.modalities.Media`) in the place
     of width and height; a piece of a document (`data.documents`) its first character, and how many
-    it has.
+    it has; a text of a chat template `TEMPLATED` in that of the height, and its tokens.
     """
 
     kind: int
@@ -41,6 +45,7 @@ class Segment(NamedTuple):
     height_px: int = 0
     trained: bool = False
     ended: bool = False
+    ids: tuple[int, ...] | None = None
 
 
 class Sample(NamedTuple):
@@ -51,12 +56,42 @@ class Sample(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A segment as a sample's json says it: a text, or the name of a file."""
+    """A segment as a sample's json says it: a text, its tokens (`ids`) where a chat template wrote
+    it, or the name of a file."""
 
     kind: int
     value: str
     trained: bool = True
     ended: bool = False
+    ids: tuple[int, ...] | None = None
+
+    @property
+    def text(self) -> str | tuple[int, ...]:
+        """What it says, or the tokens of that."""
+        return self.value if self.ids is None else self.ids
+
+
+class Turn(NamedTuple):
+    """What one side of a conversation says."""
+
+    role: str  # system, user, assistant
+    texts: list[str]  # to be read as one, with a mark for each image
+    images: list[str]  # that the turn itself names
+    listed: bool = False  # whether it was given as a list of parts
+    others: Mapping[str, Any] = {}  # what else its record says, for a chat template
+
+    @property
+    def said(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+
+class ChatForm(Protocol):
+    """How conversations are written where the tokenizer says it (`data.chat`)."""
+
+    def parts(self, turns: list[Turn], names: list[str]) -> list[Part]:
+        """Texts and images (of these names) in order; ValueError with the reason where it cannot
+        be written."""
 
 
 class Shard(NamedTuple):
@@ -79,13 +114,31 @@ class OpenShard(Protocol):
     def file(self, media: str, location: Location, record: Location) -> bytes:
         """The file at `location`, of a type (`data.modalities.Media`)."""
 
-    def texts(self, record: Location) -> list[str]:
-        """All texts of a sample, in order."""
+    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+        """All texts of a sample, in order; of a chat template their tokens."""
+
+
+def text_segment(part: Part, location: Location) -> Segment:
+    """The segment of a text."""
+    return Segment(
+        TEXT,
+        location,
+        part.value,
+        height_px=0 if part.ids is None else TEMPLATED,
+        trained=part.trained,
+        ended=part.ended,
+        ids=part.ids,
+    )
 
 
 def clean(text: str) -> str:
     """JSON may escape half a character, which no tokenizer takes."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def shown_name(name: str) -> str:
+    """How messages name an image, which may be in its name itself."""
+    return DATA + "…" if name.startswith(DATA) else name
 
 
 def printable(name: str, most: int | float = MOST_SHOWN) -> str:

@@ -23,7 +23,7 @@ from disttrain_cli.data.sources.columns import (
     texts_at,
 )
 from disttrain_cli.data.sources.files import is_url, open_file
-from disttrain_cli.data.sources.samples import Location, Sample, Shard, Skipped
+from disttrain_cli.data.sources.samples import ChatForm, Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class RowGroups:
 class ParquetShard:
     """An open Parquet file."""
 
-    def __init__(self, shard: Shard, cache: RowGroups) -> None:
-        self._path, self._cache = shard.path, cache
+    def __init__(self, shard: Shard, cache: RowGroups, chat: ChatForm | None = None) -> None:
+        self._path, self._cache, self._chat = shard.path, cache, chat
         self._file = _open_parquet(shard.path)
         self._columns = find_columns(self._file.schema_arrow, shard.name)
         groups = range(self._file.num_row_groups)
@@ -72,8 +72,9 @@ class ParquetShard:
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return file_at(self._row(self._columns.files.get(media), location.offset), location)
 
-    def texts(self, record: Location) -> list[str]:
-        return texts_at(self._row(self._columns.text, record.offset))
+    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+        cells = [self._row(name, record.offset) for name in self._columns.of_texts]
+        return texts_at(self._columns, cells, self._chat)
 
     def _row(self, column: str | None, row: int) -> pa.Array:
         if column is None:
@@ -97,8 +98,9 @@ class ParquetShard:
 class ArrowShard:
     """An open Arrow file."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, chat: ChatForm | None = None) -> None:
         self._batches: list[pa.RecordBatch] = []
+        self._chat = chat
         for batch in _arrow_batches(shard.path):
             if isinstance(batch, str):
                 break
@@ -110,8 +112,11 @@ class ArrowShard:
         name = self._columns.files.get(media) if self._columns else None
         return file_at(self._row(name, location.offset), location)
 
-    def texts(self, record: Location) -> list[str]:
-        return texts_at(self._row(self._columns.text if self._columns else None, record.offset))
+    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+        if self._columns is None:
+            raise ValueError("the shard has no rows")
+        cells = [self._row(name, record.offset) for name in self._columns.of_texts]
+        return texts_at(self._columns, cells, self._chat)
 
     def _row(self, name: str | None, row: int) -> pa.Array:
         number = bisect_right(self._ends, row)
@@ -123,7 +128,9 @@ class ArrowShard:
         return self._batches[number].column(name).slice(row - first, 1)
 
 
-def read_parquet(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+def read_parquet(
+    shard: Shard, label: str, chat: ChatForm | None = None
+) -> Iterator[Sample | Skipped]:
     """Samples of one Parquet file, some rows at a time; a damaged row group is left out.
 
     Raises:
@@ -141,13 +148,15 @@ def read_parquet(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
         row, first = first, first + file.metadata.row_group(group).num_rows
         try:
             for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns.names):
-                yield from read_rows(batch, columns, row, label)
+                yield from read_rows(batch, columns, row, label, chat)
                 row += len(batch)
         except (pa.ArrowException, OSError) as error:
             yield Skipped(label, f"rows {row} to {first - 1}", f"damaged Parquet: {error}")
 
 
-def read_arrow(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+def read_arrow(
+    shard: Shard, label: str, chat: ChatForm | None = None
+) -> Iterator[Sample | Skipped]:
     """Samples of one Arrow file; of a damaged one those before the damage.
 
     Raises:
@@ -159,7 +168,7 @@ def read_arrow(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
             yield Skipped(label, "", batch)
             return
         columns = columns or find_columns(batch.schema, label)
-        yield from read_rows(batch, columns, row, label)
+        yield from read_rows(batch, columns, row, label, chat)
         row += len(batch)
 
 

@@ -1,24 +1,28 @@
-"""Tar shards, two forms: pictures or sounds with captions, as img2dataset writes them, and
-interleaved samples.
+"""Tar shards, three forms: pictures or sounds with captions, as img2dataset writes them,
+interleaved samples, and conversations.
 
 img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; `KEY.flac` with its
 transcript (or caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss:
-false` = not trained), and of image and sound files anywhere in the same tar. Places are the byte
-offset and length of a member's content. Names inside a tar are only ever looked up among the names
-of that tar; nothing is extracted.
+false` = not trained), and of image and sound files anywhere in the same tar. Conversations:
+`KEY.json` as `chats` reads it, with images of the same tar, or KEY.jpg where it names none. Places
+are the byte offset and length of a member's content. Names inside a tar are only ever looked up
+among the names of that tar; nothing is extracted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
+from disttrain_cli.data.sources.chats import conversation, has_turns, texts_of
 from disttrain_cli.data.sources.files import File, LocalFile, open_file
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
+    ChatForm,
     Location,
     Part,
     Sample,
@@ -26,6 +30,8 @@ from disttrain_cli.data.sources.samples import (
     Shard,
     Skipped,
     clean,
+    shown_name,
+    text_segment,
 )
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
@@ -49,19 +55,21 @@ class Member(NamedTuple):
 class TarShard:
     """An open tar."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._file = open_file(shard.path)
+    def __init__(self, shard: Shard, chat: ChatForm | None = None) -> None:
+        self._file, self._chat = open_file(shard.path), chat
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return self._read(location)
 
-    def texts(self, record: Location) -> list[str]:
-        parts = parse_parts(self._read(record))
-        return (
-            [parts]
-            if isinstance(parts, str)
-            else [part.value for part in parts if part.kind == TEXT]
-        )
+    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+        data = self._read(record)
+        with contextlib.suppress(ValueError, RecursionError):
+            if has_turns(value := json.loads(data)):
+                return texts_of(value, self._chat)
+        parts = parse_parts(data)
+        if isinstance(parts, str):
+            return [parts]
+        return [part.value for part in parts if part.kind == TEXT]
 
     def _read(self, location: Location) -> bytes:
         data = self._file.read(*location)
@@ -70,7 +78,7 @@ class TarShard:
         return data
 
 
-def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator[Sample | Skipped]:
     """Samples of one tar, in the order of their json, txt, image or sound members; it is read once,
     from end to end.
 
@@ -106,7 +114,7 @@ def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
         try:
             if key in twice:
                 raise ValueError("a file of this sample is in the shard twice")
-            yield Sample(key, _segments(group, by_name))
+            yield Sample(key, _segments(group, by_name, chat))
         except ValueError as error:
             yield Skipped(label, key, str(error))
     if damage:
@@ -184,9 +192,11 @@ def _content(file: File, stream: BinaryIO, name: str, location: Location) -> byt
         return f"{name}: {error}"
 
 
-def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segment]:
-    """Segments of one sample: interleaved where its json says so, else an image or clip with its
-    caption."""
+def _segments(
+    group: dict[str, Member], by_name: dict[str, Member], chat: ChatForm | None
+) -> list[Segment]:
+    """Segments of one sample: a conversation or interleaved where its json says so, else an image
+    or clip with its caption."""
     media = [
         (name, group[suffix])
         for name, medium in MEDIA.items()
@@ -199,7 +209,14 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
         raise ValueError(f"{_a(what)} without a caption (KEY.txt or KEY.json)")
     if not isinstance(described.content, bytes):
         raise ValueError(described.content)
-    parts = parse_parts(described.content) if "txt" in group else _parse_json(described.content)
+    parts: list[Part] | str
+    if "txt" in group:
+        parts = parse_parts(described.content)
+    elif has_turns(value := _json(described.content)):
+        images = [member.name for name, member in media if name == "image"]
+        parts = conversation(value, chat, images)
+    else:
+        parts = _parse_json(described.content)
     if isinstance(parts, str):
         if not media:
             raise ValueError(
@@ -216,7 +233,7 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
         ]
     return [
         (
-            Segment(TEXT, described.location, part.value, trained=part.trained)
+            text_segment(part, described.location)
             if part.kind == TEXT
             else _file(part.kind, _media(part), _find(part, described.name, by_name))
         )
@@ -224,16 +241,23 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
     ]
 
 
-def _parse_json(data: bytes) -> list[Part] | str:
+def _json(data: bytes) -> Any:
     try:
-        value = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
+
+
+def _parse_json(data: bytes) -> list[Part] | str:
+    value = _json(data)
     if isinstance(value, dict) and "segments" in value:
         return _parts(value["segments"])
     caption = value.get("caption") if isinstance(value, dict) else None
     if not isinstance(caption, str):
-        raise ValueError("the JSON has neither `segments` nor a `caption` text")
+        raise ValueError(
+            "the JSON has neither `segments`, a conversation (`messages`, `conversations`) nor a"
+            " `caption` text"
+        )
     return clean(caption)
 
 
@@ -272,7 +296,9 @@ def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
     folder, slash, _ = beside.rpartition("/")
     member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
     if member is None:
-        raise ValueError(f"the {MEDIA[_media(part)].what} {part.value} is missing from the shard")
+        raise ValueError(
+            f"the {MEDIA[_media(part)].what} {shown_name(part.value)} is missing from the shard"
+        )
     return member
 
 

@@ -1,0 +1,237 @@
+"""Conversations as the tokenizer's chat template writes them, in tokens, with what of them is
+trained.
+
+The whole conversation is rendered once and tokenized as a whole, so that its tokens are those of
+transformers' `apply_chat_template`. Each image stands as one placeholder in the text, which becomes
+a segment of its own. Trained is what lies between the template's `{% generation %}` marks. Where it
+has none, each answer is found by rendering the conversation again with a character in its place
+that nothing else has: trained is what follows the header (what `add_generation_prompt` adds), up to
+the special token that ends the turn. That holds where a template leaves out the thinking of earlier
+turns or moves the system's words; where an answer is not found in what was rendered, the
+conversation is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.chat_templates import ChatTemplate, Message
+from disttrain_cli.data.sources.chats import MARK
+from disttrain_cli.data.sources.samples import Part, Turn
+from disttrain_cli.spec.index import IMAGE, TEXT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Rules
+
+ABSENT = range(0xE000, 0xF8FF)  # characters of private use, one of which no text has
+ASKED = "What?"  # said by a user where the template itself is looked at
+IMAGE_ROW = -1  # among token ids: where an image stands
+
+
+class Written(NamedTuple):
+    """A conversation in tokens."""
+
+    ids: NDArray[np.int64]  # [N]; `IMAGE_ROW` where an image stands
+    trained: NDArray[np.bool_]  # [N]
+
+
+class Chat:
+    """What writes conversations; safe to use from several threads."""
+
+    def __init__(self, template: ChatTemplate, rules: Rules, image: str | None) -> None:
+        """`image`: the tokenizer's own placeholder of an image, if it has one."""
+        self._template, self._rules, self._image = template, rules, image
+        self._mark = image or MARK
+        self.fingerprint = template.fingerprint
+
+    def parts(self, turns: list[Turn], names: list[str]) -> list[Part]:
+        """Texts and images (of these names) in order.
+
+        Raises:
+            ValueError: with the reason why it cannot be written.
+        """
+        ids, trained = self.written(turns)
+        images, parts = iter(names), list[Part]()
+        for (is_image, is_trained), group in groupby(
+            zip(ids.tolist(), trained.tolist(), strict=True),
+            key=lambda one: (one[0] == IMAGE_ROW, one[1]),
+        ):
+            own = tuple(id_ for id_, _ in group)
+            if is_image:
+                parts += [Part(IMAGE, next(images)) for _ in own]
+            else:
+                parts.append(Part(TEXT, "", is_trained, ids=own))
+        if parts and parts[0].kind == TEXT and parts[0].trained:
+            raise ValueError("the chat template begins with the answer: nothing leads to it")
+        return parts
+
+    def written(self, turns: list[Turn], prompt: bool = False) -> Written:
+        """A conversation; with `prompt` up to where an assistant's answer begins.
+
+        Raises:
+            ValueError: with the reason why it cannot be written.
+        """
+        if any(self._image and self._image in turn.said.replace(MARK, "") for turn in turns):
+            raise ValueError(f"a text contains {self._image}, which stands for an image")
+        messages = [self._message(turn) for turn in turns]
+        text, spans = self._template.render_marked(messages, prompt)
+        marks = sum(turn.said.count(MARK) for turn in turns)
+        if text.count(self._mark) != marks:
+            raise ValueError(
+                f"the chat template writes {self._mark} {text.count(self._mark)} times for"
+                f" {marks} images"
+            )
+        ids, begins, ends = self._tokens(text)
+        trained = np.zeros(len(ids), dtype=bool)
+        for first, end in spans if self._template.marks else self._answers(messages, text):
+            trained |= (begins < end) & (ends > first) & (ids != IMAGE_ROW)
+        return Written(ids, trained)
+
+    def _answers(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
+        """(first, last + 1) character of every answer with its end in what was rendered."""
+        spans: list[tuple[int, int]] = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                spans.append(self._answer(messages, number, text, spans[-1][1] if spans else 0))
+        return spans
+
+    def _answer(
+        self, messages: list[Message], number: int, text: str, begin: int
+    ) -> tuple[int, int]:
+        """The same of the answer that is message `number`; answers before it end at `begin`."""
+        absent = _absent(text)
+        content = messages[number]["content"]
+        replaced = absent if isinstance(content, str) else [{"type": "text", "text": absent}]
+        other = self._template.render(
+            [
+                *messages[:number],
+                {**messages[number], "content": replaced},
+                *messages[number + 1 :],
+            ]
+        )
+        before, found, after = other.partition(absent)
+        header = before.rfind(self._header, begin) if self._header else -1
+        first = header + len(self._header)
+        if header < 0 or self._specials.search(before, first):
+            first = len(before)
+        end = len(text) - len(after)
+        if (
+            not found
+            or absent in after
+            or not begin <= first <= end
+            or not text.startswith(before[:first])
+            or not text.endswith(after)
+        ):
+            raise ValueError(
+                f"the chat template leaves out or rewrites what the assistant says in turn"
+                f" {number + 1}"
+            )
+        closing = (ending for ending in self._endings if after.startswith(ending))
+        return first, end + len(next(closing, ""))
+
+    def _message(self, turn: Turn) -> Message:
+        """A turn as the template takes it: its content as parts where it knows such, or as a
+        text."""
+        pictured = MARK in turn.said
+        listed = self._takes_images if pictured else turn.listed and self._takes_parts
+        if not listed and (pictured or self._takes_texts):
+            content: Any = turn.said.replace(MARK, self._mark)
+        else:
+            content = [part for text in turn.texts for part in _content(text)]
+        return {**turn.others, "role": turn.role, "content": content}
+
+    def _tokens(self, text: str) -> tuple[NDArray[np.int64], ...]:
+        """(ids, first character, last + 1) of each token, [N]."""
+        pieces = [text] if self._image else text.split(self._mark)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        at = 0
+        for number, piece in enumerate(pieces):
+            if number:
+                ids.append(IMAGE_ROW)
+                offsets.append((at - len(self._mark), at))
+            encoding = self._rules.encode(piece, add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(first + at, end + at) for first, end in encoding.offsets]
+            at += len(piece) + len(self._mark)
+        array, places = np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2)
+        if self._image:
+            array[array == self._rules.token_to_id(self._image)] = IMAGE_ROW
+        return array, places[:, 0], places[:, 1]
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """Any special token, in a text."""
+        added = self._rules.get_added_tokens_decoder().values()
+        texts = sorted((one.content for one in added if one.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @cached_property
+    def _header(self) -> str:
+        """What stands before an answer: what the template adds where one may follow."""
+        asked = [self._asked(ASKED)]
+        without, prompted = self._tried(asked), self._tried(asked, prompt=True)
+        return prompted[len(without) :] if prompted.startswith(without) else ""
+
+    @cached_property
+    def _endings(self) -> list[str]:
+        """What may stand behind an answer, up to a special token; the longest first.
+
+        It is what follows the last answer of a conversation, of which less may follow others.
+        """
+        absent = chr(ABSENT[0])
+        answer = self._asked(absent) | {"role": "assistant"}
+        after = self._tried([self._asked(ASKED), answer]).rpartition(absent)[2]
+        return [after[: match.end()] for match in self._specials.finditer(after)][::-1]
+
+    @cached_property
+    def _takes_texts(self) -> bool:
+        return ASKED in self._tried([{"role": "user", "content": ASKED}]) or not self._takes_parts
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        said = self._tried([{"role": "user", "content": _content(ASKED)}])
+        return ASKED in said and "'type'" not in said
+
+    @cached_property
+    def _takes_images(self) -> bool:
+        """Whether the template itself writes the placeholder of an image."""
+        said = self._tried([{"role": "user", "content": _content(MARK + ASKED)}])
+        return self._takes_parts and said.count(self._mark) == 1
+
+    def _asked(self, text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text if self._takes_texts else _content(text)}
+
+    def _tried(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """A rendering, or nothing where the template does not take such messages."""
+        try:
+            return self._template.render(list(messages), prompt)
+        except ValueError:
+            return ""
+
+
+def _content(text: str) -> list[dict[str, str]]:
+    """A text with marks as parts of a turn; the line break behind a mark, or before the last, is
+    the mark's."""
+    if text != MARK:
+        text = text.replace(MARK + "\n", MARK)
+        text = text.removesuffix("\n" + MARK) + MARK if text.endswith("\n" + MARK) else text
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(MARK)):
+        if number:
+            parts.append({"type": "image"})
+        if piece or MARK not in text:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _absent(text: str) -> str:
+    """A character that a text does not have."""
+    return next(character for character in map(chr, ABSENT) if character not in text)

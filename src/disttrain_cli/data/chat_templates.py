@@ -1,0 +1,185 @@
+"""A tokenizer's chat template: found in its folder, and rendered as transformers renders it.
+
+As `transformers.utils.chat_template_utils` (5.x): jinja2 in a sandbox whose objects cannot be
+changed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and
+`{% generation %}` around what an assistant writes. One thing differs: the clock of `strftime_now`
+stands still, as a sample must have the same tokens on every day and rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.data.sources.chats import MARK
+from disttrain_cli.errors import SpecError
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer as Rules
+
+FILE, LEGACY_FILE, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+FILES = (FILE, LEGACY_FILE)  # that hold a template and nothing else
+#: Placeholders of Qwen-VL, InternVL, Gemma 3, Llama 3.2 and Pixtral, LLaVA and SmolVLM.
+IMAGE_TOKENS = ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "<|image|>", "[IMG]", MARK)
+NOW = datetime(2024, 7, 26)  # what Llama's templates write where there is no clock
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Message = Mapping[str, Any]  # `role` and `content`, with whatever else the record says
+
+
+class ChatTemplate:
+    """A template with the special tokens that it may name; safe to use from several threads."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        self._source, self._tokens = source, dict(tokens)
+        self.marks = MARKS.search(source) is not None  # it says what an assistant writes
+        content = json.dumps([source, sorted(self._tokens.items())])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        # of the rendering under way: what is written, and the places of its marks
+        self._blocks: list[str] = []
+        self._spans: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def render(self, messages: list[Message], prompt: bool = False) -> str:
+        """The conversation as one text; with `prompt` an assistant's answer may follow.
+
+        Raises:
+            ValueError: the template does not take such a conversation, with its own words.
+        """
+        return self.render_marked(messages, prompt)[0]
+
+    def render_marked(
+        self, messages: list[Message], prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(text, (first, last + 1) character of each of its parts between marks)."""
+        values = {"tools": None, "documents": None, "add_generation_prompt": prompt}
+        with self._lock:
+            self._blocks.clear()
+            self._spans.clear()
+            try:
+                for block in self._template.generate(messages=messages, **self._tokens, **values):
+                    self._blocks.append(block)
+            except SpecError:
+                raise
+            except Exception as error:  # a template is anyone's program
+                raise ValueError(f"the chat template does not take it: {error}") from None
+            return "".join(self._blocks), list(self._spans)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        import jinja2
+
+        try:
+            return _environment(self._note).from_string(self._source)
+        except jinja2.TemplateError as error:
+            raise SpecError(
+                "Cannot read the chat template of the tokenizer (data.tokenizer)",
+                str(error),
+                f"Correct {FILE}, or the `chat_template` of {CONFIG}, in the tokenizer's folder.",
+            ) from None
+
+    def _note(self, text: str) -> None:
+        """Note the place of a part between marks, which follows what is written."""
+        first = sum(map(len, self._blocks))
+        self._spans.append((first, first + len(text)))
+
+
+def read_chat_template(folder: Path, named: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template of a tokenizer's folder, if it has one.
+
+    Args:
+        folder: that may hold chat_template.jinja or chat_template.json.
+        named: what tokenizer_config.json and special_tokens_map.json say, a `chat_template` too.
+    """
+    source: Any = named.get("chat_template")
+    if (folder / LEGACY_FILE).is_file():
+        source = json.loads((folder / LEGACY_FILE).read_text(encoding="utf-8"))["chat_template"]
+    if (folder / FILE).is_file():
+        source = (folder / FILE).read_text(encoding="utf-8")
+    if isinstance(source, list):  # several by name, as transformers chooses among them
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    return ChatTemplate(source, special_tokens(named)) if isinstance(source, str) else None
+
+
+def image_token(
+    folder: Path, named: Mapping[str, Any], rules: Rules, given: int | None = None
+) -> str | None:
+    """The placeholder of an image: that of the id `given`, else what a tokenizer's folder names, or
+    a usual one that it has."""
+    if given is not None:
+        return rules.id_to_token(given)
+    path, told = folder / "config.json", special_tokens(named).get("image_token")
+    model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    number = model.get("image_token_id", model.get("image_token_index"))
+    by_number = rules.id_to_token(number) if isinstance(number, int) else None
+    candidates = (by_number, told, *IMAGE_TOKENS)
+    return next((one for one in candidates if one and rules.token_to_id(one) is not None), None)
+
+
+def special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of a tokenizer's special tokens, by the names under which templates know them."""
+    extra = named.get("extra_special_tokens")
+    given = {**named, **extra} if isinstance(extra, dict) else named
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in given.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _environment(note: Callable[[str], None]) -> jinja2.Environment:
+    """That of transformers; `note` is told of every part between marks."""
+    import jinja2
+    from jinja2 import ext, nodes, parser, runtime, sandbox
+
+    class Generation(ext.Extension):
+        """`{% generation %}…{% endgeneration %}`: written as it stands, its place noted."""
+
+        def __init__(self, environment: jinja2.Environment) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: parser.Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+        def _note(self, caller: runtime.Macro) -> str:
+            text = str(caller())
+            note(text)
+            return text
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = NOW.strftime
+    return environment
