@@ -73,7 +73,7 @@ def read(
         (turns("a", "b", system=5), "system must have"),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "video"}]}]},
-            "messages[0] must have",
+            "messages[0] has a part of the type 'video', which is not read",
         ),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -85,7 +85,7 @@ def read(
         ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
         (
             {"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]},
-            "(system, human, gpt, user, assistant)",
+            "conversations[0] is of 'tool', which is not read",
         ),
         (
             {"id": "x", "conversations": [{"from": ["gpt"], "value": "be nice"}]},
