@@ -292,9 +292,9 @@ class Read:
         self.names: list[str] = []
         real = room.read_shard
 
-        def spy(shard: Shard, label: str) -> object:
+        def spy(shard: Shard, label: str, chat: object) -> object:
             self.names.append(shard.name)
-            return real(shard, label)
+            return real(shard, label, chat)
 
         monkeypatch.setattr(room, "read_shard", spy)
 

@@ -163,7 +163,7 @@ def texts_at(
 
 def _record(columns: Columns, cells: list[Any]) -> dict[str, Any]:
     """A conversation as a JSON has it, of the cells of `of_texts`."""
-    return {TURNS[0]: cells[0], "system": cells[1] if columns.system else None}
+    return {columns.text: cells[0], "system": cells[1] if columns.system else None}
 
 
 def _turns(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, list[Any]]]:
