@@ -125,11 +125,12 @@ def profile(
         )
     opened = open_run(run)
     not_over(out, opened.path, opened.dir.index)
+    from disttrain_cli.models.adapters import check_adapters
     from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
 
-    for sentence in starting_weights(opened):
+    for sentence in starting_weights(opened) + check_adapters(opened, opened.file.model.order):
         note(sentence)
     if reindex:
         _reindex(opened, progress)

@@ -97,7 +97,7 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
     for name, parameter in layer.named_parameters():
         parameter.__dict__.update(marks[name])
     join(layer, Group(dist.group.WORLD, tp, 0) if tp > 1 else None)
-    layer.requires_grad_(not layer.frozen)
+    layer.ask_for_gradients()
     batch = _on_device(on_host)
     shapes = _shapes(table, place, inputs, on_host, tp)
     result: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ REFINER: dict[str, Any] = {
 }
 
 
+#: Adapters of every module, on all that can have some and on a few.
+LORA: dict[str, dict[str, Any]] = {
+    "image_encoder": {"r": 3, "target_modules": ["q_proj", "o_proj", "fc1"]},
+    "llm": {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"},
+    "image_generator": {
+        "r": 2,
+        "use_rslora": True,
+        "target_modules": ["to_q", "to_out.0", "ff.net.0.proj", "ff.net.2", "time_emb_proj"],
+    },
+}
+
+
 def write_run(
     folder: Path,
     data: Path,
@@ -101,15 +114,17 @@ def write_run(
     modules: tuple[str, ...] = tuple(MODEL["modules"]),
     held_out: float = 0.0,
     tied: bool = False,
+    lora: Mapping[str, dict[str, Any]] = {},
     **train: Any,
 ) -> Run:
-    """A run file in `folder` over the sample data in `data`; `train` overrides its training
-    section."""
+    """A run file in `folder` over the sample data in `data`, with `lora` of modules; `train`
+    overrides its training section."""
     known = MODEL["modules"] | {"refiner": REFINER}
     if tied:
         llm = known["llm"]
         known = known | {"llm": llm | {"config": llm["config"] | {"tie_word_embeddings": True}}}
-    model = MODEL | {"modules": {key: known[key] for key in modules}}
+    adapted = {name: {"lora": spec} for name, spec in lora.items()}
+    model = MODEL | {"modules": {key: known[key] | adapted.get(key, {}) for key in modules}}
     content = {
         "name": name,
         "model": model,

@@ -23,11 +23,13 @@ EPILOG = """Examples:
 $ disttrain export --to my-model
 $ disttrain export demo/disttrain.yaml --to my-model --checkpoint 100
 $ disttrain export --to my-model --ema
+$ disttrain export --to my-model --merge
 
 Each module becomes a folder that transformers or diffusers load with from_pretrained;
 projectors.safetensors holds what joins them, and README.md says how. A run of a whole published
-model (model.folder) becomes one folder like it, for AutoModelForImageTextToText. Nothing that
-exists is written over.
+model (model.folder) becomes one folder like it, for AutoModelForImageTextToText. Of a module with
+lora the adapters are written, which peft's PeftModel.from_pretrained loads. Nothing that exists is
+written over.
 """
 
 
@@ -44,6 +46,12 @@ def run(
             "--ema", help="Moving averages instead of the last weights, where a module has them."
         ),
     ] = False,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Whole weights with the adapters added, instead of the adapters."
+        ),
+    ] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -53,7 +61,7 @@ def run(
     from disttrain_cli.runtime.outputs.export import export
 
     with console.progress() as progress:
-        exported = export(opened, to, step=checkpoint, ema=ema, progress=progress)
+        exported = export(opened, to, step=checkpoint, ema=ema, merge=merge, progress=progress)
     console.result(exported, exported.path)
     console.table(
         f"Step {exported.step} in {short_path(to)}",
@@ -61,7 +69,7 @@ def run(
         [
             [
                 module.folder,
-                module.loads_with,
+                module.loads_with + (", peft" if module.base else ""),
                 f"{module.parameters:,}",
                 "yes" if module.averaged else "–",
             ]

@@ -1,6 +1,7 @@
 """What a backward has to do in every layer, given what is trained.
 
-A trained layer makes gradients of its weights and inputs. A frozen one makes those of its inputs
+A trained layer makes gradients of its weights (of a module with lora, of its adapters) and inputs.
+A frozen one makes those of its inputs
 only while something before it trains (it *passes* gradients on), and has no backward at all
 otherwise (it is *still*): it then keeps no activations either. Nothing is before an encoder:
 encoders stand side by side; only these and the LLM are before a generator.
@@ -11,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import LayerCost, Profile
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
 Backward = Literal["trained", "passes", "still"]
+
+
+def _trainable(cost: LayerCost) -> bool:
+    """Whether there is anything to be trained: of a module with lora, layers without adapters have
+    nothing."""
+    return any(shard.trained_parameters != 0 for shard in cost.tp.values())
 
 
 def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list[Backward]]:
@@ -29,11 +36,11 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
     for name, module in profile.modules.items():
         states: list[Backward] = []
         before = ahead and module.kind != "encoder"  # whether something before the layer trains
-        for index in range(len(module.layers)):
+        for index, kind in enumerate(module.layers):
             owner = PROJECTORS if index in module.projector else name
             if index in module.frozen:
                 states.append("still")
-            elif trained is None or owner in trained:
+            elif (trained is None or owner in trained) and _trainable(module.costs[kind]):
                 states.append("trained")
                 before = True
                 ahead = ahead or module.kind != "generator"

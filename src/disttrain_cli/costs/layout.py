@@ -85,7 +85,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         if alike not in known:
             known[alike] = list(_costs(profile, stage, kinds))
         parameters = [
-            shard_of(profile.modules[name], kind, unit.tp).parameters
+            shard_of(profile.modules[name], kind, unit.tp).trainable
             for name, kind, what in kinds
             if what == "trained"
         ]

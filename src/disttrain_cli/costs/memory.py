@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, StageMemory
-from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
+from disttrain_cli.spec.profile import LayerCost, LayerShard, Polynomial, Profile
 from disttrain_cli.spec.stage_graph import neighbours, stage_graph
 from disttrain_cli.spec.work import Work
 
@@ -259,26 +259,29 @@ def state_bytes(
     group.
 
     The first array is what every replica keeps, the second what the replicas of a unit share
-    (divided by DP). A frozen layer has weights only.
+    (divided by DP). A frozen weight has no more than itself.
     """
     kept, shared = bytes_per_parameter(profile.precision, zero_stage)
     weight = WEIGHT_BYTES[profile.precision]
     trains = np.array(
         [does == "trained" for name in modules for does in backwards(profile, trained)[name]]
     )
-    count = parameters(profile, modules, tp)
-    return count * np.where(trains, kept, weight), count * np.where(trains, shared, 0.0)
+    count, shards = parameters(profile, modules, tp), _shards(profile, modules, tp)
+    trainable = np.array([float(shard.trainable) for shard in shards]) * trains
+    return count * weight + trainable * (kept - weight), trainable * shared
 
 
 def parameters(profile: Profile, modules: Sequence[str], tp: int) -> Floats:
     """Parameters of every layer of a unit [L] on one rank of a TP group."""
-    return np.array(
-        [
-            float(profile.modules[name].costs[kind].tp[str(tp)].parameters)
-            for name in modules
-            for kind in profile.modules[name].layers
-        ]
-    )
+    return np.array([float(shard.parameters) for shard in _shards(profile, modules, tp)])
+
+
+def _shards(profile: Profile, modules: Sequence[str], tp: int) -> list[LayerShard]:
+    return [
+        profile.modules[name].costs[kind].tp[str(tp)]
+        for name in modules
+        for kind in profile.modules[name].layers
+    ]
 
 
 def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:

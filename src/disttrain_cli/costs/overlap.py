@@ -154,7 +154,7 @@ def _layers(
         else:
             last = [shard.weight_ms] if does == "trained" else []
         rows[name, kind, does] = (
-            shard.parameters if does == "trained" else 0,
+            shard.trainable if does == "trained" else 0,
             _ms(forward_parts(shard, stage.unit.tp_overlap), work),
             _ms(last, work),
         )

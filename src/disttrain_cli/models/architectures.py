@@ -38,6 +38,7 @@ from disttrain_cli.models.configs.checks import (
 )
 from disttrain_cli.models.configs.generators import read_noise, read_pixart, read_unet, with_folder
 from disttrain_cli.models.configs.images import CLIP, HALVES, Normal, image_input
+from disttrain_cli.models.configs.lora import read_lora
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
@@ -361,7 +362,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
     except SpecError as error:
         raise _with_vae(run, name, spec, fields, error) from None
     noise = read_noise(name, spec, _scheduler(run, spec)) if entry.kind == "generator" else None
-    return ModuleConfig(name, entry.kind, architecture, config, own_vae, noise)
+    return ModuleConfig(
+        name, entry.kind, architecture, config, own_vae, noise, read_lora(run, name)
+    )
 
 
 def _with_vae(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.layer import ADAPTER, PipelineLayer
+from disttrain_cli.models.lora import Lora, adapt, draw
 from disttrain_cli.models.tensor_parallel import shard
 
 
@@ -20,17 +21,21 @@ class LayerMaker:
 
     `std` is the deviation of normal weights (biases zero, norms one), or None for each class's own
     defaults. `drawn_as` names a layer whose normal weights these are a copy of (a head's, of the
-    embedding), if not its own.
+    embedding), if not its own. `lora` are the adapters of its module, if it has some.
     """
 
     construct: Callable[[], PipelineLayer]
     std: float | None
     drawn_as: str | None = None
+    lora: Lora | None = None
 
     def on_meta(self) -> PipelineLayer:
         """The layer without memory for its weights."""
         with torch.device("meta"):
-            return self.construct()
+            layer = self.construct()
+            if self.lora is not None:
+                adapt(layer, self.lora)
+        return layer
 
     def build(
         self,
@@ -55,6 +60,7 @@ class LayerMaker:
             digest = hashlib.sha256(f"{seed}/{self.drawn_as or layer.name}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             _initialise(layer, self.std)
+        draw(layer, seed)
         if tp_rank is not None:
             shard(layer, tp, tp_rank)
         return layer.to(device=device, dtype=dtype)
@@ -62,7 +68,9 @@ class LayerMaker:
 
 @torch.no_grad()
 def _initialise(layer: nn.Module, std: float | None) -> None:
-    for part in layer.modules():
+    for path, part in layer.named_modules():
+        if path.endswith(ADAPTER):
+            continue
         if std is None and hasattr(part, "reset_parameters"):
             part.reset_parameters()
             continue

@@ -83,7 +83,7 @@ def write_model(
     total = _write_weights(
         folder, stem, [_Part(layer, read, saved) for layer in layers], dtype, most_bytes
     )
-    return Written(folder.name, _import_path(published_class(architecture)), total)
+    return Written(folder.name, import_path(published_class(architecture)), total)
 
 
 def write_whole(
@@ -178,7 +178,7 @@ class _Part:
             named |= {
                 module.joint_in_whole(path): tensor
                 for path, tensor in tensors.items()
-                if layer.published_name(path) is None
+                if layer.published_path(path) is None
             }
         return {self._saved.get(name, name): tensor for name, tensor in named.items()}
 
@@ -227,7 +227,7 @@ def _write_weights(
         tensors = {
             path: tensor.to(dtype) for part in in_file for path, tensor in part.tensors().items()
         }
-        _save(tensors, folder / name)
+        save_tensors(tensors, folder / name)
         file_of |= dict.fromkeys(tensors, name)
         total += sum(tensor.numel() for tensor in tensors.values())
     if len(files) > 1:
@@ -242,16 +242,16 @@ def _write_weights(
 def write_own(
     path: Path, layers: Sequence[PipelineLayer], read: Read, dtype: torch.dtype
 ) -> dict[str, list[int]]:
-    """Write the parameters that no published model has (projectors), as LAYER.PARAMETER; returns
-    their shapes."""
+    """Write the parameters that no published model and no adapter has (projectors), as
+    LAYER.PARAMETER; returns their shapes."""
     tensors = {}
     for layer in layers:
-        names = [name for name, _ in layer.named_parameters() if layer.published_name(name) is None]
+        names = [name for name, _ in layer.named_parameters() if layer.published_path(name) is None]
         if names:
             values = read(layer)
             tensors.update({f"{layer.name}.{name}": values[name].to(dtype) for name in names})
     if tensors:
-        _save(tensors, path)
+        save_tensors(tensors, path)
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
@@ -280,7 +280,7 @@ def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype, tie
     return "model"
 
 
-def _import_path(made: type) -> str:
+def import_path(made: type) -> str:
     """Where a class can be imported from: the library itself if it exports the class, else its
     module."""
     library = import_module(made.__module__.partition(".")[0])
@@ -320,7 +320,8 @@ def _files(
     yield in_file
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file."""
     from safetensors.torch import save_file
 
     save_file(

@@ -7,7 +7,7 @@ before layer i is crossed by `live_tensors(table, i)`.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.configs.checks import wrong
 from disttrain_cli.models.configs.decoders import positions_of, windows_of
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name, features_name
+from disttrain_cli.models.lora import check_targets
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
@@ -39,7 +40,7 @@ class LayerInfo:
     needs: tuple[str, ...]
     loss: str | None
     parameters: int  # those that are another layer's are counted there
-    owners: frozenset[str]  # of its parameters (`PipelineLayer.owner_of`)
+    owners: frozenset[str]  # of what can be trained of it (`PipelineLayer.owner_of`)
     frozen: bool = False
     # `PipelineLayer.tied`
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -92,6 +93,9 @@ def layer_table(run: Run) -> list[LayerInfo]:
     """
     key = _remember_makers(run)
     if key not in _tables:
+        for lora in {maker.lora for maker in _makers[key]}:
+            if lora is not None:
+                check_targets(lora, [one.on_meta() for one in _makers[key] if one.lora == lora])
         _tables[key] = [_info(maker.on_meta()) for maker in _makers[key]]
     return _tables[key]
 
@@ -159,7 +163,9 @@ def _remember_makers(run: Run) -> str:
         n: c.config if isinstance(c.config, dict) else c.config.to_dict()
         for n, c in configs.items()
     }
-    of_folders = {name: [module.vae, str(module.noise)] for name, module in configs.items()}
+    of_folders = {
+        name: [module.vae, str(module.noise), str(module.lora)] for name, module in configs.items()
+    }
     key = fingerprint(
         {
             "configs": plain,
@@ -200,7 +206,10 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
             loss_weights=model.loss_weights,
             index=positions[name],
         )
-        makers += ARCHITECTURES[module.architecture].make(joined)
+        makers += [
+            replace(maker, lora=module.lora)
+            for maker in ARCHITECTURES[module.architecture].make(joined)
+        ]
     return makers
 
 
@@ -237,7 +246,9 @@ def _info(layer: PipelineLayer) -> LayerInfo:
         layer.needs,
         layer.loss,
         sum(p.numel() for path, p in layer.named_parameters() if path not in layer.tied),
-        frozenset(layer.owner_of(path) for path, _ in layer.named_parameters()),
+        frozenset(
+            layer.owner_of(path) for path, _ in layer.named_parameters() if layer.trains(path)
+        ),
         layer.frozen,
         layer.tied,
     )

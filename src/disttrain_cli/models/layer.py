@@ -123,6 +123,15 @@ def features_name(level: int) -> str:
 LOSS_PREFIX = "loss/"
 
 
+#: An adapter's two matrices, as peft names them: B (A x) beside a linear layer.
+ADAPTER = ("lora_A", "lora_B")
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter is of an adapter."""
+    return any(part in ADAPTER for part in path.split("."))
+
+
 class PipelineLayer(nn.Module):
     """The smallest piece that can be placed on a stage.
 
@@ -142,6 +151,7 @@ class PipelineLayer(nn.Module):
     needs: tuple[str, ...] = ()
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
+    adapted: bool = False  # of its module's weights only adapters are ever trained (`lora`)
     # whether this run trains any of its weights; set when a stage is put together, as is the next
     trained: bool = True
     passes: bool = True  # whether gradients of its inputs are asked for
@@ -182,11 +192,25 @@ class PipelineLayer(nn.Module):
 
     def published_name(self, path: str) -> str | None:
         """What the published model calls a parameter; None where the parameter is ours alone
-        (projectors)."""
+        (projectors) or an adapter's."""
+        return None if is_adapter(path) else self.published_path(path)
+
+    def published_path(self, path: str) -> str | None:
+        """Where a part or a parameter of it is in the published model."""
         for name, theirs in self.published.items():
             if path == name or path.startswith(f"{name}."):
                 return theirs + path[len(name) :]
         return None
+
+    def trains(self, path: str) -> bool:
+        """Whether a parameter is trained where its owner is."""
+        own = self.adapted and self.owner_of(path) == self.module
+        return not self.frozen and (not own or is_adapter(path))
+
+    def ask_for_gradients(self, wanted: bool = True) -> None:
+        """Have all parameters that can be trained ask for gradients, and no others; or none."""
+        for path, parameter in self.named_parameters():
+            parameter.requires_grad_(wanted and self.trains(path))
 
     def owner_of(self, path: str) -> str:
         """Under which name a parameter is trained and its learning rate is given: its module's, or
@@ -197,7 +221,7 @@ class PipelineLayer(nn.Module):
         """
         return (
             PROJECTORS
-            if self.kind == "projector" and self.published_name(path) is None
+            if self.kind == "projector" and self.published_path(path) is None
             else self.module
         )
 

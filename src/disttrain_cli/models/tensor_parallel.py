@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.division import Shard, WithoutBias, piece, shard_of
 from disttrain_cli.models.group import Group
-from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.overlapped import ColumnLinear, RowLinear
 from disttrain_cli.models.parallel import copy, reduce
 
@@ -55,10 +55,10 @@ def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
     division = layer.division
     owners = {owner for owner, _ in parts(layer, (*division.column, *division.thirds))}
     for ends, halves in ((division.column, 1), (division.fused, 2), (division.thirds, 3)):
-        for _, linear in parts(layer, ends):
+        for linear in _with_adapter(layer, ends, "lora_B"):
             _narrow(linear, Shard(0, halves, tp, rank))
             linear.out_features //= tp
-    for _, linear in parts(layer, division.row):
+    for linear in _with_adapter(layer, division.row, "lora_A"):
         _narrow(linear, Shard(1, 1, tp, rank))
         linear.in_features //= tp
     # diffusers' and Whisper's; the others follow the shapes of their linears
@@ -88,15 +88,18 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
     if group is None:
         return
     layer.group = group = group if layer.row_by_row else replace(group, overlap=False)
-    biases = []
-    for _, linear in parts(layer, layer.division.row):
-        biases.append(linear.bias)
+    division, own = layer.division, set[int]()  # whole weights whose gradients are not all alike
+    for _, linear in parts(layer, division.row):
+        own.add(id(linear.bias))
         if group.rank:
             linear.__class__ = WithoutBias
+    for ends in (division.column, division.fused, division.thirds, division.row):
+        for _, linear in parts(layer, ends):
+            own.update(id(getattr(linear, n).weight) for n in ADAPTER if hasattr(linear, n))
     for parameter in layer.parameters():
         partial = shard_of(parameter) is None
         parameter.__dict__["partial_gradient"] = partial
-        alike = partial and not layer.by_rows and not any(parameter is bias for bias in biases)
+        alike = partial and not layer.by_rows and id(parameter) not in own
         if alike and parameter.requires_grad:
             parameter.register_hook(lambda gradient: gradient / group.size)
     if not layer.by_rows:
@@ -123,6 +126,14 @@ def _heads(owner: nn.Module, linear: nn.Module) -> int:
     if hasattr(owner, "head_dim"):
         return int(linear.out_features) // int(owner.head_dim)
     return int(getattr(owner, "heads", 0))
+
+
+def _with_adapter(layer: PipelineLayer, ends: tuple[str, ...], matrix: str) -> Iterator[Any]:
+    """Linears whose path ends in one of `ends`, and one matrix of their adapters (`lora`)."""
+    for _, linear in parts(layer, ends):
+        yield linear
+        if hasattr(linear, matrix):
+            yield getattr(linear, matrix)
 
 
 def _narrow(part: nn.Module, shard: Shard) -> None:

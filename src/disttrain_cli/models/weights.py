@@ -93,9 +93,9 @@ def load_into(
         published = [layer for layer in layers_of_part if layer.published]
         source = (sources or source_of)(run, module, part)
         if published and source is not None:
-            notes += _load(published, run, module, part, source, fill or _fill)
+            notes += _load(published, run, module, part, source, fill or fill_parameter)
         if source is not None and source.joint:
-            _load_joint(layers_of_part, source, fill or _fill)
+            _load_joint(layers_of_part, source, fill or fill_parameter)
     return notes
 
 
@@ -252,7 +252,7 @@ def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> 
         (layer, path, parameter)
         for layer in layers
         for path, parameter in layer.named_parameters()
-        if layer.published_name(path) is None
+        if layer.published_path(path) is None
     ]
     files = weight_files(source.folder) if ours else []
     if not files:
@@ -343,7 +343,7 @@ def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> T
     return torch.cat([tensor, tensor.new_full((rows, *shape[1:]), math.nan)]) if rows else tensor
 
 
-def _fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
+def fill_parameter(layer: PipelineLayer, path: str, whole: Tensor) -> None:
     """Set a layer's parameter, or its part of it."""
     parameter = layer.get_parameter(path)
     put(parameter, piece(whole, shard_of(parameter)), layer, path)

@@ -94,7 +94,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
             for frozen, times in series.items():
                 for layer in layers.values():
-                    layer.requires_grad_(not frozen and not layer.frozen)
+                    layer.ask_for_gradients(not frozen)
                 times[tp] = _series(inputs, table, module, layers, tp, device, precision)
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()

@@ -51,6 +51,7 @@ class Part:
 
     flops: LayerFlops
     shard_parameters: dict[int, int]  # by TP size
+    trained_parameters: dict[int, int | None]  # by TP size; None: all of them
     running: dict[int, Running]  # by TP size
     hidden: dict[int, Hidden]  # by TP size at which its messages may travel behind products
 
@@ -88,11 +89,19 @@ def known_parts(
                 tp: sum(weight.numel() for weight in layers[kind].parameters())
                 for tp, layers in shards.items()
             },
+            {tp: _trained_parameters(layers[kind]) for tp, layers in shards.items()},
             {tp: kinds[kind] for tp, kinds in running.items()},
             {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
         )
         for kind in shards[1]
     }
+
+
+def _trained_parameters(layer: PipelineLayer) -> int | None:
+    """Where the layer's module has adapters, how many of its numbers are trained."""
+    if not layer.adapted:
+        return None
+    return sum(weight.numel() for path, weight in layer.named_parameters() if layer.trains(path))
 
 
 def module_profile(
@@ -216,6 +225,7 @@ def _shard(
     share, measured = (1.0 / tp, 1) if divided else (1.0, tp)
     return LayerShard(
         parameters=known.shard_parameters[tp],
+        trained_parameters=known.trained_parameters[tp],
         forward_ms=_time(works, forward_ms, messages["forward"]),
         backward_ms=_time(works, backward_ms, messages["backward"]),
         weight_ms=combine((later, fit(works, backward_ms)), (-later, fit(input_works, input_ms))),

@@ -128,7 +128,7 @@ def _overlapping(running: Running, run: Run, index: int, probes: Probes, tp: int
     def held(overlap: bool = True, symmetric: bool = False) -> list[list[Footprint]]:
         layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
         join(layer, Noted(size=tp, overlap=overlap, symmetric=symmetric))
-        layer.requires_grad_(not layer.frozen)
+        layer.ask_for_gradients()
 
         def ran(**how: bool) -> list[Footprint]:
             return [
@@ -155,7 +155,7 @@ def _most(ran: list[list[Footprint]]) -> list[list[int]]:
 
 def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:
     whole = _running_whole(layer, index, probes, tp)
-    layer.requires_grad_(not layer.frozen)
+    layer.ask_for_gradients()
     split(layer)
     later = [
         footprint(layer, probes.state(layer, index, batch, tp), batch, deferring=True)
@@ -172,7 +172,7 @@ def _running_whole(layer: PipelineLayer, index: int, probes: Probes, tp: int) ->
     """As it runs with backwards in one part."""
 
     def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
-        layer.requires_grad_(not frozen and not layer.frozen)
+        layer.ask_for_gradients(not frozen)
         return [
             footprint(layer, probes.state(layer, index, batch, tp), batch, recompute)
             for batch in probes.batches

@@ -134,7 +134,7 @@ def joined_shard(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -
 
 
 def _freeze(layer: PipelineLayer, frozen: bool) -> None:
-    layer.requires_grad_(not frozen and not layer.frozen)
+    layer.ask_for_gradients(not frozen)
 
 
 def _through(works: Sequence[Work], values: np.typing.NDArray[np.float64]) -> Polynomial:

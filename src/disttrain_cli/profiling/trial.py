@@ -89,7 +89,7 @@ class Bench:
     def _freeze(self, frozen: bool) -> None:
         """Whether the weights ask for gradients; those of layers that are never trained do not."""
         for layer in self._layers:
-            layer.requires_grad_(not (frozen or layer.frozen))
+            layer.ask_for_gradients(not frozen)
 
     def _inputs_of(self, sizes: Sizes) -> tuple[dict[str, Tensor], Batch]:
         """State and batch of a draw, on the device; the numbers in them do not matter."""

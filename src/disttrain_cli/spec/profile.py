@@ -50,6 +50,14 @@ class LayerShard(Strict):
     costs nothing."""
 
     parameters: int = Field(description="Parameters that one rank of the TP group holds.")
+    trained_parameters: int | None = Field(
+        None,
+        exclude_if=lambda count: count is None,
+        description=(
+            "Those of them that are trained where the layer is: its adapters'; None: all, as the"
+            " module has no lora."
+        ),
+    )
     forward_ms: Polynomial
     backward_ms: Polynomial = Field(description="Gradients of weights and inputs.")
     backward_input_ms: Polynomial = Field(
@@ -138,6 +146,11 @@ class LayerShard(Strict):
     frozen_fit_error_pct: float = Field(
         0.0, description="The same of the gradients of inputs only."
     )
+
+    @property
+    def trainable(self) -> int:
+        """Parameters of one rank that are trained where the layer is."""
+        return self.parameters if self.trained_parameters is None else self.trained_parameters
 
 
 class LayerCost(Strict):

@@ -34,7 +34,8 @@ GENERATORS = {
 }
 
 
-def written_run(folder, architecture="unet2d_condition", tied=False, **train):
+def written_run(folder, architecture="unet2d_condition", tied=False, changes=None, **train):
+    """A run of every kind of module; `changes` are fields of modules by name."""
     generator = {
         **MODULES["image_generator"],
         "architecture": architecture,
@@ -44,6 +45,7 @@ def written_run(folder, architecture="unet2d_condition", tied=False, **train):
     if tied:
         config = modules["llm"]["config"] | {"tie_word_embeddings": True}
         modules["llm"] = modules["llm"] | {"config": config}
+    modules |= {name: modules[name] | change for name, change in (changes or {}).items()}
     content = {
         "name": "tiny",
         "model": {"modules": modules},
@@ -72,7 +74,7 @@ def trained(run, step=1, averaged=(), ties=True, by=0.02, start=lambda layers: N
             for path, parameter in layer.named_parameters():
                 if path in layer.tied:
                     continue
-                if not layer.frozen:
+                if parameter.requires_grad:
                     parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
                 tensors[f"weight/{layer.name}/{path}"] = parameter.detach()
                 if layer.module in averaged:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models.lora import Lora
 from disttrain_cli.models.noise import Noise
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
@@ -26,6 +27,7 @@ class ModuleConfig:
     config: Any
     vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
     noise: Noise | None = None  # how the generator's images become noise
+    lora: Lora | None = None  # its adapters
 
 
 def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:

@@ -113,6 +113,7 @@ def check(run: Run, folder: Path) -> list[str]:
 
     taken, given = modules_in(run, folder), given_layers(run, folder)
     _check_latents(run, folder, taken)
+    _check_adapted(run, folder, taken)
     layers = [
         layer
         for index, info in enumerate(layer_table(run))
@@ -138,6 +139,36 @@ def check(run: Run, folder: Path) -> list[str]:
     return [*notes, *([f"Not used of {folder}: {', '.join(unused)}."] if unused else [])]
 
 
+def adapted_in(folder: Path) -> set[str]:
+    """Names of the modules of which an origin has adapters."""
+    from disttrain_cli.models.configs.lora import CONFIG
+    from disttrain_cli.models.layer import is_adapter
+
+    if not _is_checkpoint(folder):
+        return {path.parent.name for path in folder.glob(f"*/{CONFIG}")}
+    described = parse_json(folder / TENSORS, "list of weights", _another(folder))
+    keys = (key.split("/", 2) for key in described["tensors"])
+    return {key[1].partition(".")[0] for key in keys if len(key) == 3 and is_adapter(key[2])}
+
+
+def _check_adapted(run: Run, folder: Path, modules: list[str]) -> None:
+    """SpecError where an origin has adapters of a module that has none here, or others."""
+    from disttrain_cli.models.adapters import check_alike
+    from disttrain_cli.models.architectures import read_configs
+
+    for name in sorted(adapted_in(folder).intersection(modules)):
+        lora = read_configs(run)[name].lora
+        if lora is None:
+            raise SpecError(
+                f"{folder} has adapters of {name}, which has none here",
+                f"model.modules.{name}.lora is not given",
+                "Give it the lora that it had; or export with --merge, and start from what that"
+                " wrote.",
+            )
+        if not _is_checkpoint(folder):
+            check_alike(lora, folder / name, "--from")
+
+
 def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
     """SpecError where a generator goes on from an origin, but its latents are of a VAE with random
     weights of this run."""
@@ -161,6 +192,7 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
         SpecError: an origin, the newest checkpoint, or the folder of a module does not fit the
         model.
     """
+    from disttrain_cli.models.adapters import check_adapters
     from disttrain_cli.models.graph import layer_table
     from disttrain_cli.models.tying import shared_names
     from disttrain_cli.models.weights import starting_weights
@@ -168,6 +200,8 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
     newest = latest(run.dir.checkpoints) if resume else None
     if newest is None:
         notes, given = ([], []) if folder is None else (check(run, folder), modules_in(run, folder))
+        adapted = set() if folder is None else adapted_in(folder)
+        notes += check_adapters(run, [one for one in run.file.model.order if one not in adapted])
     else:
         check_tied(newest, shared_names(layer_table(run)))
         fresh, given = newly_trained(newest, run.file.model.trained_names), run.file.model.order
@@ -189,13 +223,15 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
     Raises:
         SpecError: it is damaged, or lacks a tensor of the model.
     """
+    from disttrain_cli.models.adapters import load_adapters
     from disttrain_cli.models.tying import stored_name
     from disttrain_cli.models.weights import put
     from disttrain_cli.runtime.checkpoints.checkpoint import load_weights
     from disttrain_cli.runtime.checkpoints.owning import WEIGHT, wanted
 
-    given = given_layers(run, folder)
+    given, adapted = given_layers(run, folder), adapted_in(folder)
     pieces = {key: one for key, one in wanted(engine).items() if key.split("/", 2)[1] in given}
+    layers = [layer for layer in engine.module.layers if layer.name in given]
 
     def fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
         one = pieces[f"{WEIGHT}/{stored_name(layer, path)}"]
@@ -207,13 +243,14 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
 
     if _is_checkpoint(folder):
         try:
-            load_weights(folder, pieces)
+            load_weights(
+                folder, {key: one for key, one in pieces.items() if not _is_new(key, adapted)}
+            )
         except SpecError as error:
             raise SpecError(error.what, error.why, _another(folder)) from None
     else:
-        _from_export(
-            folder, run, [layer for layer in engine.module.layers if layer.name in given], fill
-        )
+        _from_export(folder, run, layers, fill)
+    load_adapters([layer for layer in layers if layer.module not in adapted], run, fill)
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -244,6 +281,7 @@ def _modules(run: Run, folder: Path) -> set[str]:
 def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
     """SpecError where a checkpoint's list of tensors is damaged, or is not of these layers."""
     from disttrain_cli.models.division import whole_shape
+    from disttrain_cli.models.layer import is_adapter
     from disttrain_cli.runtime.checkpoints.owning import WEIGHT, named_parameters
     from disttrain_cli.runtime.checkpoints.storage import damaged, misfits, read_metadata
 
@@ -258,14 +296,36 @@ def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
             f"The checkpoint {folder} is damaged", "\n".join(problems), _another(folder)
         )
     stored = read_metadata(folder).state_dict_metadata
-    _compare(
-        folder,
-        {
-            f"{WEIGHT}/{name}": whole_shape(parameter)
-            for name, parameter in named_parameters(layers)
-        },
-        {key: tuple(one.size) for key, one in stored.items()},
-    )
+    adapted = adapted_in(folder)
+    expected = {
+        key: whole_shape(parameter)
+        for name, parameter in named_parameters(layers)
+        if not _is_new(key := f"{WEIGHT}/{name}", adapted)
+    }
+    _compare(folder, expected, {key: tuple(one.size) for key, one in stored.items()})
+    names = {layer.name for layer in layers}
+    unknown = [
+        key
+        for key in stored
+        if key.startswith(f"{WEIGHT}/")
+        and key.split("/", 2)[1] in names
+        and is_adapter(key)
+        and key not in expected
+    ]
+    if unknown:
+        raise SpecError(
+            f"{folder} has adapters of layers that have none here",
+            ", ".join(unknown[:SHOWN]),
+            "Give lora.target_modules as they were there.",
+        )
+
+
+def _is_new(key: str, adapted: set[str]) -> bool:
+    """Whether a weight is of an adapter of a module that had none in an origin."""
+    from disttrain_cli.models.layer import is_adapter
+
+    _, layer, path = key.split("/", 2)
+    return is_adapter(path) and layer.partition(".")[0] not in adapted
 
 
 def _compare(
@@ -291,13 +351,18 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
     Raises:
         SpecError: weights are missing or damaged, or a tensor has another shape.
     """
+    from disttrain_cli.models.adapters import fill_adapters
     from disttrain_cli.models.architectures import read_configs
     from disttrain_cli.models.division import whole_shape
     from disttrain_cli.models.published import Weights, weight_files
     from disttrain_cli.models.weights import Source, load_into, published_as
 
+    adapted = adapted_in(folder)
+
     def source(run: Run, module: str, part: str) -> Source:
         of_part = folder / (module if part == "module" else f"{module}_vae")
+        if part == "module" and module in adapted:
+            of_part = base_of(folder, module)
         if not weight_files(of_part):
             raise SpecError(
                 f"There are no weights of {of_part.name} in {folder}", "", _another(folder)
@@ -311,7 +376,7 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
         (layer, path, parameter)
         for layer in layers
         for path, parameter in layer.named_parameters()
-        if layer.published_name(path) is None
+        if layer.published_path(path) is None
     ]
     if ours:
         with Weights([folder / JOINTS] if (folder / JOINTS).exists() else []) as weights:
@@ -322,7 +387,31 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
             )
             for layer, path, _ in ours:
                 fill(layer, path, weights.read(f"{layer.name}.{path}"))
+    for module in adapted:
+        mine = [layer for layer in layers if layer.module == module]
+        if mine:
+            fill_adapters(mine, run, module, folder / module, "--from", fill)
+            notes.append(f"{module}: adapters from {folder / module}.")
     return notes
+
+
+def base_of(folder: Path, module: str) -> Path:
+    """The folder of the model that an exported adapter belongs to: in the export itself, or where
+    it says."""
+    from disttrain_cli.models.configs.lora import BASE, CONFIG
+
+    beside = folder / f"{module}_base"
+    if beside.exists():
+        return beside
+    described = parse_json(folder / module / CONFIG, "adapter configuration", _another(folder))
+    base = described.get(BASE) if isinstance(described, dict) else None
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise SpecError(
+            f"The model that the adapter in {folder / module} belongs to is not there",
+            f"{BASE}: {base}",
+            f"Correct it in {folder / module / CONFIG}.",
+        )
+    return Path(base)
 
 
 def _another(folder: Path) -> str:

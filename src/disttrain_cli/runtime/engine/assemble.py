@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain_cli.models.adapters import load_adapters
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
@@ -88,7 +89,8 @@ def _build_engine(
     tie(layers, table)
     apart = any(copy_of(parameter) for layer in layers for parameter in layer.parameters())
     assert apart == (grid.twins is not None), "the graph knows of tied weights"
-    for note in load_into([layer for layer in layers if layer.name not in given], run):
+    own = [layer for layer in layers if layer.name not in given]
+    for note in load_into(own, run) + load_adapters(own, run):
         print(note, flush=True)
     group = agreed(grid.tp, device)
     for layer in layers:

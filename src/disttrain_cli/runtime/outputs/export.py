@@ -2,6 +2,8 @@
 
 OUT/MODULE/                config.json and safetensors, tokenizer and preprocessor files where
 the run had them OUT/MODULE_vae/            the generator's VAE, as given
+OUT/MODULE/                of a module with lora: adapter_config.json, adapter_model.safetensors
+OUT/MODULE_base/           what these belong to, where no folder of the run file holds it
 OUT/projectors.safetensors parameters of ours alone, as LAYER.PARAMETER OUT/model.json,
 README.md  how the parts are joined
 
@@ -16,8 +18,9 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,20 @@ from torch import Tensor
 
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models.adapters import unchanged_base, write_adapter
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs import ModuleConfig
-from disttrain_cli.models.export import Written, copy_beside, write_model, write_own, write_whole
+from disttrain_cli.models.export import (
+    Read,
+    Written,
+    copy_beside,
+    write_model,
+    write_own,
+    write_whole,
+)
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.lora import merged
 from disttrain_cli.models.tying import untie
 from disttrain_cli.models.vae import decoder_maker, encoder_maker
 from disttrain_cli.models.weights import load_into, module_layers, source_of
@@ -51,6 +63,7 @@ class ExportedModule(BaseModel):
     loads_with: str
     parameters: int
     averaged: bool = False
+    base: str | None = None  # folder of the model that an adapter belongs to
 
 
 class Exported(BaseModel):
@@ -65,13 +78,21 @@ class Exported(BaseModel):
 
 
 def export(
-    run: Run, to: Path, *, step: int | None = None, ema: bool = False, progress: Progress = silent
+    run: Run,
+    to: Path,
+    *,
+    step: int | None = None,
+    ema: bool = False,
+    merge: bool = False,
+    progress: Progress = silent,
 ) -> Exported:
     """Write a checkpoint's modules into the new folder `to`, whole or not at all; a run of a whole
     published model becomes one like it.
 
     Weights have the precision that was trained in (`train.precision`). With `ema` those of modules
-    that have moving averages are these. At most one weight file's tensors are in memory.
+    that have moving averages are these. Of modules with lora the adapters are written, or with
+    `merge` the whole weights with the adapters added. At most one weight file's tensors are in
+    memory.
 
     Raises:
         SpecError: there is no such checkpoint, it is damaged or without averages, or `to` exists.
@@ -95,11 +116,14 @@ def export(
         tensors = opened.read([layer.name], (group,))
         return {key.split("/", 2)[2]: tensor for key, tensor in tensors.items()}
 
+    configs = read_configs(run)
+    whole = _with_adapters(configs, read)
     published = run.published
-    if published is not None and is_all(published, run.file.model):
+    apart = not merge and any(module.lora for module in configs.values())
+    if published is not None and is_all(published, run.file.model) and not apart:
         with _whole_folder(to, made=False) as temporary:
             progress("writing", 0, 1)
-            written = _write_published(run, published, opened.names(), temporary, read, dtype)
+            written = _write_published(run, published, opened.names(), temporary, whole, dtype)
         progress("writing", 1, 1)
         return Exported(
             path=str(to),
@@ -113,7 +137,7 @@ def export(
             projectors=None,
             generates_with=generating(to),
         )
-    configs, modules, exported, tokenizer = read_configs(run), {}, [], read_tokenizer(run)
+    modules, exported, tokenizer = dict[str, ExportedModule](), [], read_tokenizer(run)
     with _whole_folder(to) as temporary:
         for done, (name, module) in enumerate(configs.items()):
             progress(f"writing {name}", done, len(configs))
@@ -124,11 +148,18 @@ def export(
             if module.kind == "llm":  # where generate() begins and ends
                 config = copy.deepcopy(config)
                 config.bos_token_id, config.eos_token_id = tokenizer.bos, tokenizer.eos
-            written = write_model(
-                temporary / name, module.architecture, config, layers, read, dtype
-            )
-            modules[name] = ExportedModule(**vars(written), averaged=name in averaged)
-            _write_beside(run, module, temporary / name)
+            module = replace(module, config=config)
+            known = (module, layers, read, dtype)
+            base: str | None = None
+            if module.lora is None or merge:
+                written = _write_module(run, temporary / name, module, layers, whole, dtype)
+            elif folder_of := unchanged_base(run, layers, read, dtype):
+                written, base = write_adapter(temporary / name, *known, folder_of), str(folder_of)
+            else:
+                base = f"{name}_base"
+                _write_module(run, temporary / base, *known)
+                written = write_adapter(temporary / name, *known, to.resolve() / base)
+            modules[name] = ExportedModule(**vars(written), averaged=name in averaged, base=base)
             if module.vae is not None:
                 modules[f"{name}_vae"] = ExportedModule(
                     **vars(_write_vae(run, module, temporary / f"{name}_vae"))
@@ -161,7 +192,7 @@ def _write_published(
     published: PublishedFolder,
     stored: Container[str],
     folder: Path,
-    read: Callable[[PipelineLayer], dict[str, Tensor]],
+    read: Read,
     dtype: torch.dtype,
 ) -> Written:
     modules = run.file.model.modules
@@ -236,6 +267,29 @@ def _whole_folder(to: Path, made: bool = True) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _with_adapters(configs: Mapping[str, ModuleConfig], read: Read) -> Read:
+    """The same weights, with what a module's adapters add."""
+
+    def whole(layer: PipelineLayer) -> Mapping[str, Tensor]:
+        lora, tensors = configs[layer.module].lora, read(layer)
+        return tensors if lora is None else merged(layer, lora, tensors)
+
+    return whole
+
+
+def _write_module(
+    run: Run,
+    folder: Path,
+    module: ModuleConfig,
+    layers: Sequence[PipelineLayer],
+    read: Read,
+    dtype: torch.dtype,
+) -> Written:
+    written = write_model(folder, module.architecture, module.config, layers, read, dtype)
+    _write_beside(run, module, folder)
+    return written
 
 
 def _write_beside(run: Run, module: ModuleConfig, folder: Path) -> None:
@@ -318,16 +372,13 @@ def _write_joints(
             {"version": 1, "modules": described, "joints": joints, "tokens": tokens}, indent=2
         )
     )
-    loads = "\n".join(
-        f'{name} = {module.loads_with.rpartition(".")[2]}.from_pretrained("{module.folder}")'
-        for name, module in modules.items()
-    )
+    loads = "\n".join(f"{name} = {_loading(module)}" for name, module in modules.items())
     imports = "\n".join(
         sorted(
             {
-                f"from {module.loads_with.rpartition('.')[0]} import "
-                f"{module.loads_with.rpartition('.')[2]}"
+                f"from {made.rpartition('.')[0]} import {made.rpartition('.')[2]}"
                 for module in modules.values()
+                for made in (module.loads_with, *(("peft.PeftModel",) if module.base else ()))
             }
         )
     )
@@ -341,3 +392,11 @@ def _write_joints(
             **tokens,
         )
     )
+
+
+def _loading(module: ExportedModule) -> str:
+    """The expression that loads a module."""
+    made = f"{module.loads_with.rpartition('.')[2]}.from_pretrained"
+    if module.base is None:
+        return f'{made}("{module.folder}")'
+    return f'PeftModel.from_pretrained({made}("{module.base}"), "{module.folder}")'

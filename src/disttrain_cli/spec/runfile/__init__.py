@@ -152,7 +152,7 @@ def _weight_files(run: Run) -> dict[str, dict[str, int]]:
     for name, spec in run.file.model.modules.items():
         folders = [
             run.resolve(given)
-            for given in (spec.folder, spec.vae_folder)
+            for given in (spec.folder, spec.vae_folder, spec.lora and spec.lora.folder)
             if given and spec.pretrained
         ]
         files = {

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.runfile.lora import LoraSpec
 
 Kind = Literal["encoder", "llm", "generator"]
 PROJECTORS = "projectors"
@@ -136,6 +137,14 @@ class ModuleSpec(Strict):
             " the vae does not run."
         ),
     )
+    lora: LoraSpec | None = Field(
+        None,
+        exclude_if=lambda lora: lora is None,
+        description=(
+            "Adapters, which are trained in the place of the module's own weights wherever"
+            " `trained` names the module; its projector is one of the projectors still."
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModuleSpec:
@@ -196,7 +205,8 @@ class ModelSpec(Strict):
         None,
         description=(
             "Modules whose weights are trained, and 'projectors' for the layers that join modules; "
-            "all of them if not given. The others are frozen."
+            "all of them if not given. The others are frozen. Of a module with lora its adapters "
+            "are trained, or frozen."
         ),
     )
 

@@ -1,0 +1,173 @@
+"""Low-rank adapters of a layer's linears (LoRA, Hu et al. 2021, arXiv 2106.09685): W x + s · B
+(A x), s = lora_alpha / r, with peft's names.
+
+Over a TP group an adapter is divided as its linear is (`tensor_parallel.shard`). Beside a
+column-parallel one every rank has A and its own outputs of B; beside a row-parallel one its own
+inputs of A, and B, whose product is a partial sum like the linear's own and goes into the same
+message. Nothing is sent that is not sent without adapters but the sums of the gradients of what
+every rank has.
+
+A starts from a uniform distribution (He et al. 2015, arXiv 1502.01852, with a = √5, as peft's), B
+from zero. A is drawn whole, by its own name, so that it does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
+from disttrain_cli.spec.runfile.lora import ALL_LINEAR
+
+#: Parts of models that peft, too, could adapt.
+ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A module's adapters."""
+
+    module: str
+    r: int
+    lora_alpha: int
+    target_modules: tuple[str, ...] | str
+    use_rslora: bool
+    folder: Path | None = None  # they start from
+
+    @property
+    def scale(self) -> float:
+        """By which B (A x) is multiplied."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def matches(self, path: str) -> bool:
+        """Whether a part of the published model is a target, as peft decides it."""
+        return matches(self.target_modules, path)
+
+
+def matches(targets: Collection[str] | str, path: str) -> bool:
+    """Whether a part of a published model is a target: by the end of its name, or by a regular
+    expression of all of it."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, path) is not None
+    return any(path == end or path.endswith(f".{end}") for end in targets)
+
+
+def adapt(layer: PipelineLayer, lora: Lora) -> None:
+    """Give the layer's linears that are targets their adapters, without values yet; of the module's
+    weights these alone are trained from now on."""
+    if layer.weights_of != "module":
+        return
+    for linear in list(targets(layer, lora)):
+        linear.lora_A = nn.Linear(linear.in_features, lora.r, bias=False)
+        linear.lora_B = nn.Linear(lora.r, linear.out_features, bias=False)
+        linear.lora_scale = lora.scale
+        linear.register_forward_hook(_add)
+        layer.row_by_row = False  # its linears do not send themselves (`overlapped`)
+    layer.adapted = True
+    layer.ask_for_gradients()
+
+
+def _add(linear: Any, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
+    return made + linear.lora_B(linear.lora_A(given[0]) * linear.lora_scale)
+
+
+def targets(layer: PipelineLayer, lora: Lora) -> Iterator[Any]:
+    """The layer's linears that are targets.
+
+    Raises:
+        SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts.
+    """
+    for path, part in layer.named_modules():
+        name = layer.published_path(path)
+        if name is None or not isinstance(part, ADAPTABLE):
+            continue
+        adaptable = isinstance(part, nn.Linear) and path not in layer.division.vocabulary
+        wanted = adaptable if lora.target_modules == ALL_LINEAR else lora.matches(name)
+        if wanted and not adaptable:
+            raise SpecError(
+                f"model.modules.{lora.module}.lora.target_modules: {name} cannot have an adapter",
+                "adapters are of linear layers, and of an LLM's head there are none",
+                "Name the linear layers alone, or give all-linear.",
+            )
+        if wanted:
+            yield part
+
+
+def adapters(layer: PipelineLayer) -> dict[str, Any]:
+    """The layer's linears with adapters, by path."""
+    return {path: part for path, part in layer.named_modules() if hasattr(part, "lora_A")}
+
+
+@torch.no_grad()
+def draw(layer: PipelineLayer, seed: int) -> None:
+    """Set the adapters' matrices to what they start from, each by the seed and its own name."""
+    for path, linear in adapters(layer).items():
+        digest = hashlib.sha256(f"{seed}/{layer.name}/{path}.lora_A".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        bound = 1.0 / math.sqrt(linear.in_features)
+        linear.lora_A.weight.uniform_(-bound, bound, generator=generator)
+        linear.lora_B.weight.zero_()
+
+
+def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
+    """SpecError where the layers of a module have no target at all, a name fits none, or layers of
+    one kind have other adapters than each other."""
+    of_kind: dict[str, set[str]] = {}
+    for layer in layers:
+        here = set(adapters(layer))
+        if of_kind.setdefault(layer.kind, here) != here:
+            raise SpecError(
+                f"model.modules.{lora.module}.lora.target_modules: {layer.name} has other adapters"
+                f" than the layers before it",
+                f"it has {', '.join(sorted(here)) or 'none'}; they have"
+                f" {', '.join(sorted(of_kind[layer.kind])) or 'none'}",
+                "Layers of one kind must have the same adapters: name them without numbers.",
+            )
+    names = {
+        name
+        for layer in layers
+        for path in adapters(layer)
+        if (name := layer.published_path(path)) is not None
+    }
+    given = lora.target_modules
+    missing = (
+        [given] * (not names)
+        if isinstance(given, str)
+        else [end for end in given if not any(matches((end,), name) for name in names)]
+    )
+    if missing:
+        there = dict.fromkeys(
+            name.rpartition(".")[2]
+            for layer in layers
+            for path, part in layer.named_modules()
+            if isinstance(part, nn.Linear)
+            and path not in layer.division.vocabulary
+            and not path.endswith(("lora_A", "lora_B"))
+            and (name := layer.published_path(path)) is not None
+        )
+        raise SpecError(
+            f"model.modules.{lora.module}.lora.target_modules: no layer is called"
+            f" {', '.join(missing)}",
+            f"linear layers of {lora.module}: {', '.join(there)}",
+            "Name some of these.",
+        )
+
+
+def merged(layer: PipelineLayer, lora: Lora, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's whole tensors by path with adapters added to their linears' weights, in fp32:
+    W + s · B A; without the adapters."""
+    found = {path: tensor for path, tensor in tensors.items() if not is_adapter(path)}
+    for path in adapters(layer):
+        a, b = (tensors[f"{path}.{name}.weight"].float() for name in ADAPTER)
+        weight = found[f"{path}.weight"]
+        found[f"{path}.weight"] = (weight.float() + lora.scale * b @ a).to(weight.dtype)
+    return found

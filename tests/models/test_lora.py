@@ -1,0 +1,236 @@
+"""Adapters against peft's own on the same models of transformers, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.adapters import stored_name
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.division import piece, shard_of
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.layer import is_adapter
+from disttrain_cli.models.lora import adapters, merged
+from disttrain_cli.models.probe import probe_batch
+from disttrain_cli.models.published import published_class
+from tests.models.test_towers import GRIDS, tower
+
+__all__ = ["tower"]  # a fixture
+
+LLM = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+CASES = {
+    "llama": ("llama", LLM),
+    "some, rank-stabilized": (
+        "llama",
+        {"r": 3, "use_rslora": True, "target_modules": ["q_proj", "mlp.down_proj"]},
+    ),
+    "qwen3, by a regular expression": ("qwen3", {"target_modules": r".*\.(v|o)_proj"}),
+}
+
+
+def with_adapters(run, module, layers):
+    """peft's model around transformers' own, with the weights and adapters of our layers."""
+    from peft import LoraConfig, get_peft_model
+
+    known, spec = read_configs(run)[module], run.file.model.modules[module].lora
+    config = copy.deepcopy(known.config)
+    config._attn_implementation = "sdpa"
+    whole = published_class(known.architecture)(config).eval()
+    own = {
+        name: tensor
+        for layer in layers
+        for name, tensor in layer.to_published(dict(layer.named_parameters())).items()
+    }
+    missing, unknown = whole.load_state_dict(own, strict=False)
+    assert not unknown and all(name.startswith(("head.", "pooler.")) for name in missing), missing
+    model = get_peft_model(whole, LoraConfig(**spec.model_dump(exclude_none=True)))
+    theirs = {
+        name.replace(".default.", "."): tensor
+        for name, tensor in model.named_parameters()
+        if "lora_" in name
+    }
+    ours = {
+        stored_name(layer, path): parameter
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+        if is_adapter(path)
+    }
+    assert ours.keys() == theirs.keys() and len(ours)
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(ours[name])
+    return model.eval(), ours, theirs
+
+
+def randomised(layers):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return layers
+
+
+def through(layers, batch):
+    state = {}
+    for layer in layers:
+        state.update(layer(state, batch))
+    return state
+
+
+def assert_same_gradients(ours, theirs):
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-5, atol=1e-5)
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_llm_equals_pefts(make_run, name):
+    architecture, lora = CASES[name]
+    run = make_run(
+        image_encoder=None,
+        image_generator=None,
+        llm={"architecture": architecture, "lora": lora},
+    )
+    layers = randomised(build_layers(run, 0, len(layer_table(run))))
+    batch = probe_batch(describe(run), documents=[[48]], length=48)
+    model, ours, theirs = with_adapters(run, "llm", layers)
+    state = through(layers[:-1], batch)
+    found = layers[-1].lm_head(layers[-1].norm(state["hidden"]))
+    expected = model(input_ids=batch.token_ids).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(found)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert_same_gradients(ours, theirs)
+    assert all(
+        (p.grad is None) != is_adapter(path) for la in layers for path, p in la.named_parameters()
+    )
+
+
+TOWER = {
+    "vit": ["q_proj", "fc1", "fc2"],
+    "clip_vision_model": "all-linear",
+    "siglip_vision_model": ["self_attn.out_proj", "v_proj"],
+    "qwen2_5_vl_vision": "all-linear",
+}
+
+
+@pytest.mark.parametrize("architecture", TOWER)
+def test_a_tower_equals_pefts(tower, architecture):
+    """Also of queries, keys and values in one linear; its projector is trained as ever."""
+    run = tower(architecture, lora={"r": 3, "target_modules": TOWER[architecture]})
+    table = layer_table(run)
+    layers = randomised(build_layers(run, 0, sum(info.module == "eye" for info in table)))
+    model, ours, theirs = with_adapters(run, "eye", layers)
+    batch = probe_batch(describe(run), image=GRIDS)
+    state = through(layers, batch)
+    if architecture == "qwen2_5_vl_vision":
+        found = state["image_merged"]
+        expected = model(*_patches(batch)).pooler_output
+    else:
+        found = layers[-1].norm(state["image_hidden"])
+        made = [
+            model(pixels, interpolate_pos_encoding=True).last_hidden_state
+            for pixels in batch.of("image").values[0]
+        ]
+        if architecture == "clip_vision_model":
+            made = [model.base_model.model.post_layernorm(one) for one in made]
+        expected = torch.cat([one.flatten(0, 1) for one in made])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(found)
+    (found * weight).sum().backward(retain_graph=True)
+    (expected * weight).sum().backward()
+    assert_same_gradients(ours, theirs)
+    state["image_embeds"].sum().backward()
+    assert layers[-1].mlp[0].weight.grad is not None
+
+
+def _patches(batch):
+    grids, patches = [], []
+    for image in (image for pixels in batch.of("image").values[0] for image in pixels):
+        rows, columns = image.shape[1] // 4, image.shape[2] // 4
+        cut = image.unflatten(1, (rows // 2, 2, 4)).unflatten(4, (columns // 2, 2, 4))
+        blocks = cut.permute(1, 4, 2, 5, 0, 3, 6)
+        patches.append(
+            blocks.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).flatten(4).flatten(0, 3)
+        )
+        grids.append([1, rows, columns])
+    return torch.cat(patches), torch.tensor(grids)
+
+
+def test_adapters_start_the_same_over_any_group_and_leave_the_rest_as_it_was(make_run):
+    lora = {"target_modules": "all-linear"}
+    vocabulary = {"config": {"vocab_size": 264}}
+    run = make_run(
+        llm={"lora": lora, **vocabulary},
+        image_encoder={"lora": lora},
+        image_generator={"lora": lora},
+    )
+    layers = build_layers(run, 0, len(layer_table(run)))
+    plain = build_layers(make_run(llm=vocabulary), 0, len(layers))
+    shards = [build_layers(run, 0, len(layers), tp=2, tp_rank=rank) for rank in range(2)]
+    kinds = set()
+    for number, (layer, before) in enumerate(zip(layers, plain, strict=True)):
+        base = dict(before.named_parameters())
+        for path, whole in layer.named_parameters():
+            if is_adapter(path):
+                assert (whole.abs().max() == 0) == ("lora_B" in path), path
+                bound = whole.shape[1] ** -0.5
+                assert whole.abs().max() <= bound
+                assert "lora_B" in path or whole.abs().max() > 0.8 * bound
+            else:
+                assert torch.equal(whole, base.pop(path)), path
+            for shard in (one[number].get_parameter(path) for one in shards):
+                assert torch.equal(piece(whole, shard_of(shard)), shard)
+                kinds.add((is_adapter(path), shard_of(shard) is None))
+        assert not base
+    assert len(kinds) == 4
+    drawn = [one.lora_A.weight for layer in layers for one in adapters(layer).values()]
+    assert not any(torch.equal(a, b) for a, b in pairwise(drawn))
+
+
+def test_merged_weights_compute_what_adapters_add(make_run):
+    run = make_run(image_encoder=None, image_generator=None, llm={"lora": LLM})
+    layers = randomised(build_layers(run, 0, 4))
+    batch = probe_batch(describe(run), documents=[[48]], length=48)
+    expected = through(layers, batch)
+    plain = build_layers(make_run(image_encoder=None, image_generator=None), 0, 4)
+    with torch.no_grad():
+        for layer, one in zip(layers, plain, strict=True):
+            one.load_state_dict(
+                merged(layer, read_configs(run)["llm"].lora, dict(layer.named_parameters()))
+            )
+    torch.testing.assert_close(through(plain, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"target_modules": ["q_prj"]}, "no layer is called q_prj.*q_proj, k_proj"),
+        ({"target_modules": ["lm_head"]}, "lm_head cannot have an adapter"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens cannot have an adapter"),
+        ({"target_modules": "(q"}, "no regular expression"),
+        ({"target_modules": r"model\.layers\.1\..*q_proj"}, "llm.block.1 has other adapters"),
+    ],
+)
+def test_targets_that_fit_no_layer_are_refused(make_run, lora, told):
+    with pytest.raises(SpecError) as caught:
+        layer_table(make_run(llm={"lora": lora}))
+    assert re.search(told, str(caught.value), re.DOTALL), caught.value
+
+
+def test_a_module_without_targets_is_refused(make_run):
+    with pytest.raises(ValueError, match="give target_modules"):
+        make_run(llm={"lora": {"r": 4}})
+
+
+def test_files_without_lora_keep_their_fingerprints(make_run):
+    assert "lora" not in make_run().file.model_dump_json()
+    run = make_run(llm={"lora": {"target_modules": ["q_proj"]}})
+    assert run.file.model_fingerprint() != make_run().file.model_fingerprint()

@@ -1,0 +1,270 @@
+"""Adapters out and in: folders that peft loads, merged weights, and runs that start from either."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.adapters import check_adapters, load_adapters
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.layer import is_adapter
+from disttrain_cli.models.probe import probe_batch
+from disttrain_cli.models.published import published_class
+from disttrain_cli.models.weights import load_into
+from disttrain_cli.runtime.checkpoints.origin import check, start_from, starts
+from disttrain_cli.runtime.outputs.export import export
+from disttrain_cli.spec.runfile import read_run
+from tests.runtime.checkpoints.checkpoint_parts import alone
+from tests.runtime.outputs.test_export import check_equal, trained, written_run
+
+LORA = {
+    "image_encoder": {"r": 2, "target_modules": ["q_proj", "fc1"]},
+    "llm": {"r": 4, "lora_alpha": 12, "target_modules": "all-linear"},
+    "image_generator": {"r": 3, "use_rslora": True, "target_modules": ["to_q", "to_out.0"]},
+}
+
+
+def adapted(folder, changes=None, **train):
+    """A run with adapters of all modules but one."""
+    folder.mkdir(exist_ok=True)
+    of = changes or {}
+    return written_run(
+        folder,
+        changes={name: {"lora": lora} | of.get(name, {}) for name, lora in LORA.items()},
+        **train,
+    )
+
+
+def changed(run, change):
+    content = yaml.safe_load(run.path.read_text())
+    change(content["model"]["modules"])
+    run.path.write_text(yaml.safe_dump(content))
+    return read_run(run.path)
+
+
+def outputs(run, layers, models, projectors):
+    batch = probe_batch(
+        describe(run), image=[(4, 4), (4, 4)], audio=2, documents=[[40], [48]], target=2
+    )
+    with torch.no_grad():
+        check_equal(run, {layer.name: layer for layer in layers}, models, projectors, batch)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A trained run with adapters, and both kinds of export."""
+    folder = tmp_path_factory.mktemp("adapted")
+    run = adapted(folder)
+    layers = trained(run)
+    said = export(run, folder / "out"), export(run, folder / "merged", merge=True)
+    return SimpleNamespace(folder=folder, run=run, layers=layers, said=said)
+
+
+def test_the_folders_load_with_peft_and_give_the_same(exported, monkeypatch):
+    from safetensors.torch import load_file
+
+    out = exported.folder / "out"
+    assert {path.name for path in out.iterdir()} == {
+        *("image_encoder", "image_encoder_base", "llm", "llm_base", "audio_encoder"),
+        *("image_generator", "image_generator_base", "image_generator_vae"),
+        *("projectors.safetensors", "model.json", "README.md"),
+    }
+    config = json.loads((out / "llm" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(out / "llm_base")
+    assert config["task_type"] == "CAUSAL_LM" and "q_proj" in config["target_modules"]
+    projectors = load_file(out / "projectors.safetensors")
+    assert not any("lora" in name for name in projectors)
+    monkeypatch.chdir(out)
+    made = {}
+    text = (out / "README.md").read_text()
+    exec(text.split("```python")[1].split("```")[0], made)
+    models = {name: made[name].eval() for name in exported.said[0].modules}
+    assert {type(models[name]).__name__ for name in LORA} == {"PeftModel", "PeftModelForCausalLM"}
+    outputs(exported.run, exported.layers, models, projectors)
+
+
+def test_merged_folders_give_the_same_without_peft(exported):
+    from safetensors.torch import load_file
+
+    merged, configs = exported.folder / "merged", read_configs(exported.run)
+    models = {
+        name: published_class(
+            "vae" if name.endswith("_vae") else configs[name].architecture
+        ).from_pretrained(merged / name)
+        for name in exported.said[1].modules
+    }
+    assert not list(merged.glob("*/adapter*")) and not list(merged.glob("*_base"))
+    outputs(
+        exported.run,
+        exported.layers,
+        {name: model.eval() for name, model in models.items()},
+        load_file(merged / "projectors.safetensors"),
+    )
+
+
+def started(run, origin, folder):
+    layers = build_layers(run, 0, len(layer_table(run)))
+    with alone(folder):
+        start_from(origin, SimpleNamespace(module=SimpleNamespace(layers=layers)), run)
+    return layers
+
+
+def weights(layers):
+    return {f"{layer.name}/{path}": p for layer in layers for path, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_another_phase_starts_from_both(exported, tmp_path, kind):
+    origin = (
+        exported.folder / "out"
+        if kind == "export"
+        else exported.run.dir.checkpoints / "step-000001"
+    )
+    run = adapted(tmp_path, seed=1)
+    said = starts(run, origin, resume=False)
+    assert sum("adapters" in note for note in said) == (3 if kind == "export" else 0)
+    found, expected = weights(started(run, origin, tmp_path)), weights(exported.layers)
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_adapters_come_to_a_model_that_had_none(exported, tmp_path, kind):
+    """Projectors first, then adapters: the usual recipe."""
+    (tmp_path / "before").mkdir()
+    before = written_run(tmp_path / "before")
+    layers = trained(before)
+    origin = before.dir.checkpoints / "step-000001"
+    if kind == "export":
+        export(before, tmp_path / "out")
+        origin = tmp_path / "out"
+    run = adapted(tmp_path / "after", seed=1)
+    assert "llm: its adapters start at random, its own weights stay." in starts(
+        run, origin, resume=False
+    )
+    found, fresh = weights(started(run, origin, tmp_path)), build_layers(run, 0, len(layers))
+    expected = weights(layers)
+    for name, values in weights(fresh).items():
+        assert torch.equal(found[name], values if is_adapter(name) else expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_adapters_are_not_lost_or_exchanged_unseen(exported, tmp_path, kind):
+    origin = (
+        exported.folder / "out"
+        if kind == "export"
+        else exported.run.dir.checkpoints / "step-000001"
+    )
+    with pytest.raises(SpecError, match=r"has adapters of .*, which has none here") as caught:
+        (tmp_path / "none").mkdir()
+        check(written_run(tmp_path / "none"), origin)
+    assert "--merge" in caught.value.next_step
+    run = adapted(
+        tmp_path / "fewer", {"llm": {"lora": LORA["llm"] | {"target_modules": ["q_proj"]}}}
+    )
+    with pytest.raises(SpecError, match=r"adapters of layers that have none here|another model"):
+        check(run, origin)
+    run = adapted(tmp_path / "rank", {"llm": {"lora": LORA["llm"] | {"r": 5}}})
+    with pytest.raises(
+        SpecError, match=r"r: 4 there, 5 in the run file|\[4, 48\] there, \[5, 48\]"
+    ):
+        check(run, origin)
+
+
+def on_folder(exported, tmp_path, **lora):
+    """A run whose LLM starts from a published folder, with adapters."""
+    base = exported.folder / "merged" / "llm"
+    run = adapted(tmp_path, {"llm": {"lora": lora or LORA["llm"]}})
+
+    def change(modules):
+        del modules["llm"]["architecture"], modules["llm"]["config"]
+        modules["llm"]["folder"] = str(base)
+
+    return changed(run, change), base
+
+
+def test_an_adapter_of_an_unchanged_folder_names_it(exported, tmp_path):
+    run, base = on_folder(exported, tmp_path)
+    layers = trained(run, start=lambda layers: load_into(layers, run))
+    said = export(run, tmp_path / "out")
+    assert said.modules["llm"].base == str(base) and not (tmp_path / "out" / "llm_base").exists()
+    config = json.loads((tmp_path / "out" / "llm" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    found = weights(started(run, tmp_path / "out", tmp_path))
+    assert all(torch.equal(found[name], p) for name, p in weights(layers).items())
+
+    # the same adapter, named in the run file
+    again, _ = on_folder(exported, tmp_path / "again", folder=str(tmp_path / "out" / "llm"))
+    assert again.file.model_fingerprint() != run.file.model_fingerprint()
+    assert read_configs(again)["llm"].lora.scale == 3.0
+    assert any("adapters of llm start from" in note for note in check_adapters(again, ["llm"]))
+    others = build_layers(again, 0, len(layer_table(again)))
+    load_into(others, again)
+    assert load_adapters(others, again) == [f"llm: adapters from {tmp_path / 'out' / 'llm'}."]
+    expected = weights(layers)
+    for name, values in weights(others).items():
+        assert not name.startswith("llm") or torch.equal(values, expected[name]), name
+
+
+def test_an_adapter_of_another_model_is_refused_by_name(exported, tmp_path):
+    adapter = exported.folder / "out" / "llm"
+    with pytest.raises(SpecError, match="is of another model than llm") as caught:
+        check_adapters(on_folder(exported, tmp_path, folder=str(adapter))[0], ["llm"])
+    assert "base_model_name_or_path" in str(caught.value)
+
+    def narrower(modules):
+        modules["llm"]["config"] |= {"intermediate_size": 48}
+
+    run = changed(adapted(tmp_path, {"llm": {"lora": {"folder": str(adapter)}}}), narrower)
+    with pytest.raises(
+        SpecError, match=r"gate_proj.lora_B.weight: \[96, 4\] there, \[48, 4\] here"
+    ):
+        check_adapters(run, ["llm"])
+    run = adapted(tmp_path, {"llm": {"lora": {"folder": str(adapter), "r": 5}}})
+    with pytest.raises(SpecError, match="given: 5, there: 4"):
+        layer_table(run)
+    other = tmp_path / "other"
+    other.mkdir()
+    known = json.loads((adapter / "adapter_config.json").read_text())
+    for field, value in (("use_dora", True), ("init_lora_weights", "pissa"), ("bias", "all")):
+        (other / "adapter_config.json").write_text(json.dumps(known | {field: value}))
+        run = adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}})
+        with pytest.raises(SpecError, match=rf"(?s)this kind are not supported.*{field}"):
+            layer_table(run)
+    (other / "adapter_config.json").write_text(json.dumps(known))
+    with pytest.raises(SpecError, match=r"adapter_model.safetensors is damaged"):
+        check_adapters(adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}}), ["llm"])
+
+
+def test_what_peft_writes_is_read(exported, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = exported.folder / "merged" / "llm"
+    model = get_peft_model(
+        published_class("llama").from_pretrained(base),
+        LoraConfig(
+            r=2, lora_alpha=6, target_modules=["v_proj", "up_proj"], init_lora_weights=False
+        ),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    run, _ = on_folder(exported, tmp_path / "run", folder=str(tmp_path / "adapter"))
+    assert read_configs(run)["llm"].lora.r == 2
+    check_adapters(run, ["llm"])
+    layers = build_layers(run, 0, len(layer_table(run)))
+    load_into(layers, run)
+    load_adapters(layers, run)
+    batch = probe_batch(describe(run), documents=[[48]], length=48)
+    state = {}
+    with torch.no_grad():
+        for layer in layers:
+            if layer.module == "llm":
+                state.update(layer(state, batch))
+        head = layers[[layer.name for layer in layers].index("llm.head")]
+        found = head.lm_head(head.norm(state["hidden"]))
+        expected = model.eval()(input_ids=batch.token_ids).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
