@@ -47,6 +47,8 @@ SMALL = {
     "deepstack_visual_indexes": [0],
 }
 EXTRA = {"qwen2_5_vl_text": MROPE, "qwen3_vl_text": MROPE | {"head_dim": 12}}
+LORA = {"r": 3, "lora_alpha": 6, "use_rslora": True, "target_modules": ["v_proj", "mlp.up_proj"]}
+SMALL = {"num_hidden_layers": 1, "depth": 2}
 #: Small configurations of classes, with every kind of dropout that they have.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "encoder": {
@@ -159,6 +161,7 @@ ELSEWHERE = {
     "model.folder": "tests/models/test_whole.py",
     "model.modules.*.folder": "tests/models/test_weights.py",
     "model.modules.*.vae_folder": "tests/models/test_vae.py",
+    "model.modules.*.lora.folder": "tests/runtime/outputs/test_adapters.py",
     "model.modules.*.cached_latents": "tests/runtime/test_latents.py",
     "version": "it has one value",
 }
@@ -232,6 +235,8 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         module |= {"merge": 2, "feature_layer": draw.choice([None, -1])}
     elif kind == "encoder":
         module |= {"projector": draw.choice(["mlp", "none"])}
+    if architecture.startswith("qwen") and kind == "llm":
+        module["lora"] = dict(LORA)
     if kind == "generator":
         noise = draw_section(draw, NoiseSpec, "model.modules.*.noise.", {}, {})
         module |= {

@@ -90,8 +90,22 @@ VAE = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-#: Classes of models that no preset has.
+#: Classes of models that no preset has, and adapters.
 OTHERS: dict[str, dict[str, Any]] = {
+    "adapters": {
+        "eye": {
+            "kind": "encoder",
+            "architecture": "clip_vision_model",
+            "config": IMAGE,
+            "lora": {"r": 16, "target_modules": ["q_proj", "v_proj", "fc2"]},
+        },
+        "llm": {
+            "kind": "llm",
+            "architecture": "llama",
+            "config": TEXT,
+            "lora": {"r": 64, "target_modules": "all-linear"},
+        },
+    },
     "siglip, mistral, pixart": {
         "eye": {"kind": "encoder", "architecture": "siglip_vision_model", "config": IMAGE},
         "llm": {
@@ -191,7 +205,7 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
     table, inputs = layer_table(run), describe(run)
     layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
     join(layer, Group(None, tp, 0) if tp > 1 else None)
-    layer.requires_grad_(not layer.frozen)
+    layer.ask_for_gradients()
     batch = probe_batch(inputs, device="meta", **sizes)
     found = layer_operators(
         layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch
@@ -269,7 +283,8 @@ def test_what_layers_keep_and_run_is_what_they_are_priced_at(tmp_path: Path) -> 
                     "llm.block.0",
                     "llm.head",
                     "image_generator.down.0",
-                )
+                ),
+                "adapters": ("llm.block.0",),
             },
         )
     )
