@@ -28,7 +28,7 @@ from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import damaged, encoded, image, interleaved, text, write_tar
 from tests.runtime.equivalence_worker import SLOTWISE, orders_of, reference
-from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.factory import LORA, plan_of, unit, write_run
 
 STEPS = 3
 POLICIES = ("paper", "best")  # beside none, which the others use
@@ -137,10 +137,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         write_run(folder / policy, folder / "data", name=policy, ordering=policy)
         for policy in POLICIES
     ]
-    for each in (run, zero, bf16, tied, tied_zero, tied_bf16, *ordered):
+    lora = write_run(folder / "lora", folder / "data", name="lora", lora=LORA, zero_stage=1)
+    for each in (run, zero, bf16, lora, tied, tied_zero, tied_bf16, *ordered):
         build_index(each, describe(each), silent)
     cases = [(name, run, *layout) for name, layout in _layouts(run).items()]
     cases += [(f"zero1-{name}", zero, *_layouts(zero)[name]) for name in ZERO]
+    cases += [("lora", lora, *_layouts(lora)["1-tp2dp2-1"])]
     cases += [("faulty", run, *_layouts(run)["3-2-1"])]
     cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in BF16]
     cases += [(f"{each.file.name}-3-2-1", each, *_layouts(each)["3-2-1"]) for each in ordered]
@@ -210,6 +212,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "parameters": parameters,
         "tied history": tied_history,
         "tied parameters": tied_parameters,
+        "lora": reference(lora, STEPS)[:2],
         "orders": orders,
         "members": members,
     }
@@ -288,6 +291,14 @@ def test_tied_weights_equal_a_single_process(runs: dict[str, Any], name: str) ->
 def test_tied_weights_in_bf16_follow_the_reference(runs: dict[str, Any], name: str) -> None:
     history, _ = _trained(runs, name)
     assert torch.allclose(torch.tensor(history), torch.tensor(runs["tied history"]), rtol=0.05)
+
+
+def test_adapters_equal_single_process(runs: dict[str, Any]) -> None:
+    """Of every module; `test_lora` has other layouts."""
+    (history, weights), (expected, parameters) = _trained(runs, "lora"), runs["lora"]
+    assert torch.allclose(torch.tensor(history), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    for key, values in parameters.items():
+        assert torch.allclose(weights[f"weight/{key}"], values, rtol=1e-5, atol=1e-5), key
 
 
 @pytest.mark.parametrize("name", BF16)

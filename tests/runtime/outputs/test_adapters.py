@@ -10,10 +10,11 @@ import torch
 import yaml
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.adapters import check_adapters, load_adapters
+from disttrain_cli.models.adapters import check_adapters, load_adapters, stored_name
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import is_adapter
+from disttrain_cli.models.lora import adapters
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weights import load_into
@@ -22,6 +23,7 @@ from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import read_run
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.outputs.test_export import check_equal, trained, written_run
+from tests.whole_models import run_of, write_llava
 
 LORA = {
     "image_encoder": {"r": 2, "target_modules": ["q_proj", "fc1"]},
@@ -239,6 +241,31 @@ def test_an_adapter_of_another_model_is_refused_by_name(exported, tmp_path):
     (other / "adapter_config.json").write_text(json.dumps(known))
     with pytest.raises(SpecError, match=r"adapter_model.safetensors is damaged"):
         check_adapters(adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}}), ["llm"])
+
+
+def test_adapters_of_a_whole_published_folder(tmp_path):
+    """Merged they become one folder like it; else every module is written, and its base."""
+    from transformers import AutoModelForImageTextToText
+
+    given = write_llava(tmp_path / "llava")
+    lora = {"r": 2, "target_modules": "all-linear"}
+    run = run_of(tmp_path / "llava", {"modules": {"llm": {"lora": lora}, "vision": {"lora": lora}}})
+    layers = trained(run, by=0.1, start=lambda layers: load_into(layers, run))
+    said = export(run, tmp_path / "merged", merge=True)
+    assert said.generates_with is not None
+    found = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").state_dict()
+    changed = {
+        name for name, tensor in given.state_dict().items() if not torch.equal(tensor, found[name])
+    }
+    pairs = {
+        name for layer in layers for name in layer.to_published(dict(layer.named_parameters()))
+    }
+    adapted_linears = {stored_name(la, path) for la in layers for path in adapters(la)}
+    assert len(changed) == len(adapted_linears) + 4 and len(pairs) > len(adapted_linears)
+    assert {m.base for m in export(run, tmp_path / "parts").modules.values()} == {
+        "llm_base",
+        "vision_base",
+    }
 
 
 def test_what_peft_writes_is_read(exported, tmp_path):
