@@ -8,7 +8,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import describe
 from disttrain_cli.spec.runfile import RunFile, read_run
-from tests.whole_models import rewritten, run_of
+from tests.whole_models import QWEN, QWEN_TOWER, TEXT, rewritten, run_of
 
 LLAVA = {
     "model_type": "llava",
@@ -96,6 +96,9 @@ def test_a_run_file_without_a_folder_keeps_its_fingerprint():
         ("preprocessor", {"resample": 9}, "resample"),
         ("preprocessor", {"size": 48, "crop_size": 48}, "does not fit the tower"),
         ("preprocessor", {"image_std": [0, 0, 0]}, "image_std does not fit"),
+        ("preprocessor", {"crop_size": {"height": "x", "width": 32}}, "crop_size.height"),
+        ("preprocessor", {"crop_size": [32, 32]}, "crop_size"),
+        ("config", {"model_type": ["llava"]}, "no family that is known"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(folder, file, fields, said):
@@ -119,3 +122,53 @@ def test_a_folder_that_is_not_there_or_without_a_processor_is_refused(folder):
 def test_the_pixels_of_an_image_must_allow_the_one_size(folder):
     with pytest.raises(SpecError, match="max_image_pixels"):
         describe(run_of(folder, data={"max_image_pixels": 900}))
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    """A Qwen2.5-VL folder without weights, as published: the LLM's fields at the top."""
+    made = tmp_path / "qwen"
+    made.mkdir()
+    tower = {"model_type": "qwen2_5_vl", **QWEN_TOWER, **QWEN["qwen2_5_vl"][0]}
+    text = {**TEXT, **QWEN["qwen2_5_vl"][1], "image_token_id": 3}
+    whole = {"model_type": "qwen2_5_vl", "vision_config": tower, **text}
+    (made / "config.json").write_text(json.dumps(whole))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "min_pixels": 256,
+        "max_pixels": 4096,
+        "patch_size": 4,
+        "merge_size": 2,
+    }
+    (made / "preprocessor_config.json").write_text(json.dumps(processor))
+    return made
+
+
+def test_a_budget_is_the_folders_and_a_smaller_one_the_users(qwen):
+    run = run_of(qwen)
+    assert run.file.data.max_image_pixels == 4096 and run.published.image_token == 3
+    assert {name: spec.projector for name, spec in run.file.model.modules.items()} == {
+        "vision": "none",
+        "llm": "mlp",
+    }
+    head = describe(run).image
+    assert head.grid(8, 8) == (4, 4) and head.grid(1000, 1000) == (16, 16)  # both bounds
+    head = describe(run_of(qwen, data={"max_image_pixels": 1024})).image
+    assert head.grid(1000, 1000) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"patch_size": 14}, "patch_size: 14; the tower's: 4"),
+        ({"merge_size": 1}, "merge_size: 1; the tower's: 2"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "image_processor_type"),
+        ({"min_pixels": 5000}, "min_pixels"),
+        ({"max_pixels": "many"}, "max_pixels"),
+    ],
+)
+def test_a_processor_that_does_not_fit_qwens_tower_is_refused(qwen, fields, said):
+    rewritten(qwen, "preprocessor_config.json", **fields)
+    with pytest.raises(SpecError) as refused:
+        describe(run_of(qwen))
+    assert said in f"{refused.value.what}\n{refused.value.why}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.spec.families.folder import PublishedFolder
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
@@ -161,7 +162,7 @@ def whole_config(published: PublishedFolder) -> Any:
     made = published_class(published.model_type).config_class
     try:
         return made.from_dict(copy.deepcopy(dict(published.config)))
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (StrictDataclassError, *MISTAKES) as error:
         raise SpecError(
             f"{published.file} does not fit {published.model_type}",
             " ".join(str(error).split()),

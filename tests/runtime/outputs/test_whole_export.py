@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.models.weights import load_into
+from disttrain_cli.runtime.checkpoints import origin
 from disttrain_cli.runtime.outputs.export import export, generating
 from tests.runtime.outputs.test_export import trained
 from tests.whole_models import IMAGE, run_of, write_llava, write_qwen
@@ -110,6 +112,8 @@ def test_an_export_is_a_folder_to_start_from(tmp_path):
     saved(run_of(tmp_path / "llava"), by=0.5)
     export(run_of(tmp_path / "llava"), tmp_path / "out")
     shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(SpecError, match=r"set model\.folder: "):
+        origin.find(tmp_path / "out")
     run = run_of(tmp_path / "out")
     saved(run)
     export(run, tmp_path / "again")

@@ -110,6 +110,9 @@ def check_dropout(name: str, field: str, value: float) -> None:
         raise wrong(name, field, value, "from 0 to below 1")
 
 
+#: What the library's classes raise for values that they cannot take.
+MISTAKES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
 #: Checks a configuration of transformers; raises SpecError.
 Check = Callable[[str, ModuleSpec, Any], None]
 
@@ -139,7 +142,7 @@ def read_transformer(
     check_numbers(name, fields | spec.config)
     try:
         config = made(**{**fields, **spec.config})
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (StrictDataclassError, *MISTAKES) as error:
         raise refused(name, architecture, error) from None
     check(name, spec, config)
     return packed(config)

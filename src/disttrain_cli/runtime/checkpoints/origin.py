@@ -21,6 +21,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
     latest,
     newly_trained,
 )
+from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run, read_run
 
@@ -55,8 +56,10 @@ def find(given: Path) -> Path:
             f"There are no weights to start from in {given}",
             f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an"
             " export",
-            "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain export"
-            " wrote.",
+            f"A whole model: set model.folder: {given} in the run file."
+            if published_in(given) is not None
+            else "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain"
+            " export wrote.",
         )
     return path.resolve()
 

@@ -118,9 +118,9 @@ def published_in(path: Path) -> PublishedFolder | None:
     """
     file = path / CONFIG
     fields = parse_json(file, "model configuration", AGAIN) if file.is_file() else None
-    if not isinstance(fields, dict) or fields.get("model_type") not in FAMILIES:
+    kind = str(fields.get("model_type")) if isinstance(fields, dict) else ""
+    if not isinstance(fields, dict) or kind not in FAMILIES:
         return None
-    kind = str(fields["model_type"])
     return PublishedFolder(path, kind, FAMILIES[kind], fields)
 
 

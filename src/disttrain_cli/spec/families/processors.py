@@ -12,6 +12,7 @@ from disttrain_cli.spec.image_processor import Filter, ImageProcessor
 
 #: Files of a processor; the first may hold the image processor's numbers in a field of that name.
 NESTED, OWN = "processor_config.json", "preprocessor_config.json"
+MOST_PIXELS = 100_000_000  # of an image, as `data.max_image_pixels` allows
 AGAIN = "Download the folder again, with the files of its processor."
 
 
@@ -65,19 +66,18 @@ def cropped_or_stretched(path: Path, fields: Fields, crop: bool) -> ImageProcess
     refuse(path, fields, "do_resize", True)
     refuse(path, fields, "do_pad", False)
     size, how = fields.get("size"), resample(path, fields)
-    shortest = size if isinstance(size, int) else _sides(path, "size", size, "shortest_edge")[0]
+    shortest = _sides(path, "size", size, "shortest_edge")[0]
     if not fields.get("do_center_crop", crop):
         if shortest is not None:
             raise refused(path, "do_center_crop", False, "true, where size is a shortest_edge")
         height, width = _sides(path, "size", size, "height", "width")
+        if height is None or width is None:
+            raise refused(path, "size", size, "height and width")
         return ImageProcessor(resize="stretch", resample=how, height_px=height, width_px=width)
-    cut = fields.get("crop_size", size)
-    height, width = (
-        (cut, cut) if isinstance(cut, int) else _sides(path, "crop_size", cut, "height", "width")
-    )
+    height, width = _sides(path, "crop_size", fields.get("crop_size", size), "height", "width")
     if shortest is None and _sides(path, "size", size, "height", "width") == (height, width):
         return ImageProcessor(resize="stretch", resample=how, height_px=height, width_px=width)
-    if shortest is None or None in (height, width) or shortest < max(height, width):
+    if height is None or width is None or shortest is None or shortest < max(height, width):
         raise refused(path, "size", size, "a shortest_edge of at least crop_size")
     return ImageProcessor(
         resize="crop", resample=how, height_px=height, width_px=width, shortest_px=shortest
@@ -94,9 +94,7 @@ def budget(path: Path, fields: Fields, least: int, most: int) -> ImageProcessor:
     # numbers of their own go before those of size, as in transformers' class
     first = fields.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
     last = fields.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
-    for field, value in (("min_pixels", first), ("max_pixels", last)):
-        if not isinstance(value, int) or value < 1:
-            raise refused(path, field, value, "a number of pixels")
+    first, last = _whole(path, "min_pixels", first), _whole(path, "max_pixels", last)
     if first > last:
         raise refused(path, "min_pixels", first, f"at most max_pixels ({last})")
     return ImageProcessor(
@@ -104,8 +102,10 @@ def budget(path: Path, fields: Fields, least: int, most: int) -> ImageProcessor:
         resample=resample(path, fields),
         min_pixels=first,
         max_pixels=last,
-        patch_px=fields.get("patch_size"),
-        merge=fields.get("merge_size"),
+        patch_px=_whole(path, "patch_size", fields["patch_size"])
+        if "patch_size" in fields
+        else None,
+        merge=_whole(path, "merge_size", fields["merge_size"]) if "merge_size" in fields else None,
     )
 
 
@@ -124,8 +124,18 @@ def refused(path: Path, field: str, given: Any, allowed: str) -> SpecError:
     )
 
 
-def _sides(path: Path, field: str, given: Any, *names: str) -> tuple[Any, ...]:
-    """Values of a size by name; None where it has them not."""
+def _whole(path: Path, field: str, given: Any) -> int:
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_PIXELS:
+        return given
+    raise refused(path, field, given, f"a whole number, 1 to {MOST_PIXELS:,}")
+
+
+def _sides(path: Path, field: str, given: Any, *names: str) -> tuple[int | None, ...]:
+    """Values of a size by name; None where it has them not. A number alone is the shortest edge, or
+    both sides."""
     if not isinstance(given, dict):
-        raise refused(path, field, given, f"a mapping with {' and '.join(names)}")
-    return tuple(given.get(name) for name in names)
+        return (_whole(path, field, given),) * len(names)
+    return tuple(
+        _whole(path, f"{field}.{name}", given[name]) if given.get(name) is not None else None
+        for name in names
+    )
