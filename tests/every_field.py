@@ -135,6 +135,7 @@ RANGES: dict[str, Any] = {
     "samples.denoising_steps": [2, 3],
     "samples.prompts": [["Draw a seven.", "Draw a two."], []],
     "samples.read": [1, 2],
+    "samples.answers": [1, 2],
     "rehearse.steps": [1, 2],
     "rehearse.time_scale": [0.5, "auto"],
     "rehearse.gpus_per_process": [1, "auto"],

@@ -402,8 +402,8 @@ def analyze(
 
 
 def _samples(root: RunDir) -> list[Path]:
-    """Images that the model drew after the newest step, and those that it read."""
-    from disttrain_cli.spec.samples import read_samples
+    """What tells of the samples after the newest step, with the images drawn and read."""
+    from disttrain_cli.spec.samples import FILE, read_samples
 
     folder = max(
         (path for path in root.images.glob("step-*") if path.is_dir()), default=root.images
@@ -411,7 +411,7 @@ def _samples(root: RunDir) -> list[Path]:
     samples = read_samples(folder)
     if samples is None:
         return sorted(folder.glob("*.png"))
-    return [folder / name for name in [*(one.file for one in samples.drawn), *samples.read]]
+    return [folder / name for name in (FILE, *(one.file for one in samples.drawn), *samples.read)]
 
 
 def _with_named(analysis: Analysis, paths: Sequence[Path]) -> Analysis:

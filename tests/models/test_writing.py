@@ -29,7 +29,7 @@ def written(run, rows, layers, **more):
         batch_of(rows),
         describe(run),
         [len(row) for row in rows],
-        **{"most": WIDTH, "end": 258, "allowed": allowed} | more,
+        **{"most": WIDTH, "ends": {258}, "allowed": allowed} | more,
     )
 
 
@@ -61,7 +61,7 @@ def test_greedy_text_is_that_of_transformers(make_run):
 def test_the_end_token_ends_a_text_and_forbidden_ones_are_never_written(make_run):
     run, layers = make_run(), model(make_run())
     first = written(run, [[257, 68]], layers)[0]
-    assert written(run, [[257, 68]], layers, end=first[2])[0] == first[: first.index(first[2])]
+    assert written(run, [[257, 68]], layers, ends={first[2]})[0] == first[: first.index(first[2])]
     only = torch.zeros(261, dtype=torch.bool)
     only[65] = True
     assert written(run, [[257, 68]], layers, allowed=only)[0] == [65] * (WIDTH - 2)

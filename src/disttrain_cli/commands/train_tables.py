@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.steps import say_drift
+from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.naming import short_path
 from disttrain_cli.runtime.watching.lines import listed
 
@@ -95,6 +96,15 @@ def _say_files(console: Console, result: TrainResult) -> None:
         # one for each generator
         folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
+    if result.samples:
+        console.table(
+            "Answers to held-out conversations",
+            ["asked", "model", "data"],
+            [
+                [printable(text, 100) for text in (one.prompt, one.text, one.recorded)]
+                for one in result.samples.answers
+            ],
+        )
     if result.samples and (judge := result.samples.judge):
         drawn, written = result.samples.drawn, result.samples.written
         says = (

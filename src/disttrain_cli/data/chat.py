@@ -51,6 +51,12 @@ class Chat:
         self._mark = image or MARK
         self.fingerprint = template.fingerprint
 
+    @property
+    def end(self) -> int | None:
+        """The token that ends an answer, if one does."""
+        closing = self._specials.findall(self._endings[0])[-1:] if self._endings else []
+        return self._rules.token_to_id(closing[0]) if closing else None
+
     def parts(self, turns: list[Turn], names: list[str]) -> list[Part]:
         """Texts and images (of these names) in order.
 

@@ -6,7 +6,7 @@ long texts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,13 +25,13 @@ def write(
     lengths: Sequence[int],
     *,
     most: int,
-    end: int,
+    ends: Collection[int],
     allowed: Tensor,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """The token ids that the model writes after each sequence of a batch: `most`, or up to the
-    token `end`.
+    """The token ids that the model writes after each sequence of a batch: `most`, or up to
+    one of the tokens `ends`.
 
     `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are
     given; its other positions are there to be filled. Only ids for which `allowed` [V] is true are
@@ -69,7 +69,7 @@ def write(
         ]
         open_rows = []
         for number, index, token in zip(going, at, chosen, strict=True):
-            if token != end:
+            if token not in ends:
                 written[number].append(token)
                 ids[number, index] = token
                 open_rows += [number] if index + 1 < width and len(written[number]) < most else []

@@ -243,7 +243,8 @@ def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) ->
     """What the trained model draws and writes, where it can."""
     asked = run.file.samples
     if not (
-        (asked.images and profile.inputs.target is not None)
+        asked.answers
+        or (asked.images and profile.inputs.target is not None)
         or (asked.read and profile.inputs.image is not None)
     ):
         return None

@@ -32,6 +32,15 @@ class Written(BaseModel):
     names_it: bool | None = None  # whether the text names what is recorded, where there is a judge
 
 
+class Answer(BaseModel):
+    """What the model says at the end of a held-out conversation, beside what the data say."""
+
+    prompt: str  # what was said since the answer before
+    images: list[str] = []  # of the whole conversation, beside `samples.json`
+    text: str
+    recorded: str
+
+
 class Judge(BaseModel):
     """Who says what an image shows, and how often it is right about images that it has not seen."""
 
@@ -46,6 +55,7 @@ class Samples(BaseModel):
     step: int
     drawn: list[Drawn] = []
     written: list[Written] = []
+    answers: list[Answer] = []
     judge: Judge | None = None
 
     @property
@@ -73,6 +83,7 @@ def read_samples(folder: Path) -> Samples | None:
     except (OSError, ValueError):
         return None
     names = [one.file for one in samples.drawn] + samples.read
+    names += [name for one in samples.answers for name in one.images]
     return samples if all(_is_inside(name) for name in names) else None
 
 

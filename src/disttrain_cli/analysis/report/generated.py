@@ -6,8 +6,8 @@ import base64
 from html import escape
 from pathlib import Path
 
-from disttrain_cli.analysis.report.words import percent, section
-from disttrain_cli.spec.samples import FILE, Drawn, Samples, Written, read_samples
+from disttrain_cli.analysis.report.words import percent, section, table
+from disttrain_cli.spec.samples import FILE, Answer, Drawn, Samples, Written, read_samples
 
 #: Images drawn, and images read, on the page, and the largest one taken in.
 MOST_IMAGES = 100
@@ -17,14 +17,15 @@ _TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".we
 
 
 def generated(images: list[Path]) -> str:
-    """Images that the model drew, or read, after the last step; `samples.json` beside them tells
-    which and why."""
+    """Images that the model drew, or read, after the last step, and its answers; `samples.json`
+    beside them tells which and why, and may be one of these files."""
     if not images:
         return ""
     folder = next(
         (above for above in images[0].parents[:2] if (above / FILE).is_file()), images[0].parent
     )
     samples = read_samples(folder)
+    images = [path for path in images if path.name != FILE]
     drawn = {folder / one.file: one for one in samples.drawn} if samples else {}
     read = (
         {folder / str(one.image): one for one in samples.written if one.image in samples.read}
@@ -51,6 +52,7 @@ def generated(images: list[Path]) -> str:
                 ],
                 "read",
             ),
+            _answers(folder, samples.answers if samples else []),
         ]
     )
 
@@ -58,6 +60,26 @@ def generated(images: list[Path]) -> str:
 def _part(title: str, note: str, figures: list[str], name: str) -> str:
     shown = "".join(figures)
     return section(title, note, f'<div class="images">{shown}</div>', name) if shown else ""
+
+
+def _answers(folder: Path, answers: list[Answer]) -> str:
+    if not answers:
+        return ""
+    rows = [
+        [
+            "".join(_figure(folder / name, "Asked about", "") for name in one.images)
+            + escape(one.prompt),
+            escape(one.text),
+            escape(one.recorded),
+        ]
+        for one in answers[:MOST_READ]
+    ]
+    return section(
+        "Answers to held-out conversations",
+        "After the last step of the run: what the model says last, and what the data say.",
+        table(["Asked", "Model", "Data"], rows),
+        "answers",
+    )
 
 
 def _of_drawn(samples: Samples | None) -> str:

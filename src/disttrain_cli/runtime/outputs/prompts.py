@@ -1,5 +1,5 @@
-"""Prompts as a batch of the model: images first, then text, and the tokens that condition an image
-to be drawn."""
+"""Prompts as a batch of the model: images and text as the data write them, and the tokens that
+condition an image to be drawn."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from disttrain_cli.data.chat import IMAGE_ROW
 from disttrain_cli.data.decoding import decode_image
 from disttrain_cli.data.headers import ImageHeader, read_header
 from disttrain_cli.data.positions import grid_positions, sample_positions
+from disttrain_cli.data.sources.chats import MARK
+from disttrain_cli.data.sources.samples import Turn
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
 from disttrain_cli.models.layer import Batch, Items
@@ -24,10 +27,13 @@ from disttrain_cli.spec.index import KINDS
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is given: an image file's bytes, a text, or both."""
+    """What a model is given: the bytes of image files, a text, or both."""
 
     text: str = ""
-    image: bytes | None = None
+    images: tuple[bytes, ...] = ()
+    #: what it is in tokens, `IMAGE_ROW` for each of the images; None: the images, then the text,
+    #: as a user's turn where the tokenizer has a chat template
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,31 +61,25 @@ def batch_of(
     """
     inputs, device = model.inputs, model.device
     context = inputs.targets[0].context_tokens if draws else 0
-    grids = {
-        number: _grid(model, prompt.image)
-        for number, prompt in enumerate(prompts)
-        if prompt.image is not None
-    }
+    pictures = [(number, image) for number, prompt in enumerate(prompts) for image in prompt.images]
+    grids = [_grid(model, image) for _, image in pictures]
     # images of equal grid are adjacent
-    order = sorted(grids, key=lambda number: (*grids[number], number))
-    rows, image_rows, context_rows = [], {}, []
-    for number, prompt in enumerate(prompts):
-        head = inputs.image
-        seen = (
-            0
-            if number not in grids or head is None
-            else int(np.prod(grids[number])) // head.merge**2
-        )
-        rows.append(
-            [
-                tokenizer.bos,
-                *[tokenizer.image] * seen,
-                *tokenizer.encode(prompt.text),
-                *[tokenizer.context] * context,
-            ]
-        )
-        image_rows[number] = range(1, 1 + seen)
-        context_rows.append(range(len(rows[-1]) - context, len(rows[-1])))
+    order = sorted(range(len(grids)), key=lambda at: (*grids[at], at))
+    rows: list[list[int]] = []
+    spans: list[range] = []  # of each picture in its row
+    context_rows = []
+    for prompt in prompts:
+        row: list[int] = []
+        for token in _written(tokenizer, prompt, draws):
+            if token != IMAGE_ROW:
+                row.append(token)
+            elif inputs.image is not None:
+                seen = int(np.prod(grids[len(spans)])) // inputs.image.merge**2
+                spans.append(range(len(row), len(row) + seen))
+                row += [tokenizer.image] * seen
+        row += [tokenizer.context] * context
+        rows.append(row)
+        context_rows.append(range(len(row) - context, len(row)))
     longest = max(map(len, rows))
     if longest > inputs.sequence_length:
         raise UsageError(
@@ -95,20 +95,18 @@ def batch_of(
             [number * width + at for number, span in spans for at in span], device=device
         ).long()
 
-    def pixels_of(numbers: Iterable[int], head: ImageInput) -> torch.Tensor:
-        planes = np.stack(
-            [decode_image(prompts[number].image or b"", grids[number], head) for number in numbers]
-        )
+    def pixels_of(group: Iterable[int], head: ImageInput) -> torch.Tensor:
+        planes = np.stack([decode_image(pictures[at][1], grids[at], head) for at in group])
         return normalised(torch.from_numpy(planes).to(device), head.affine, torch.float32)
 
     items = {item: Items([], rows=positions([])) for item in KINDS}
     items["image"] = Items(
-        [grids[number] for number in order],
+        [grids[at] for at in order],
         {
             at: [pixels_of(group, head) for _, group in groupby(order, key=grids.__getitem__)]
             for at, head in enumerate(inputs.images)
         },
-        rows=positions([(number, image_rows[number]) for number in order]),
+        rows=positions([(pictures[at][0], spans[at]) for at in order]),
     )
     drawn = len(rows) if draws else 0
     items["target"] = Items(
@@ -139,8 +137,27 @@ def batch_of(
     return PromptBatch(batch, [len(row) for row in rows])
 
 
-def _grid(model: Trained, image: bytes | None) -> tuple[int, int]:
-    assert image is not None and model.inputs.image is not None
+def _written(tokenizer: Tokenizer, prompt: Prompt, draws: bool) -> list[int]:
+    """Token ids of a prompt, `IMAGE_ROW` for each image; images are drawn after captions, which no
+    template writes."""
+    if prompt.ids is not None:
+        return list(prompt.ids)
+    if tokenizer.chat is None or draws or not prompt.text:
+        begin = [tokenizer.bos, *[IMAGE_ROW] * len(prompt.images)]
+        return begin + tokenizer.encode(prompt.text)
+    turn = Turn("user", [*[MARK] * len(prompt.images), prompt.text], [], listed=True)
+    try:
+        return tokenizer.chat.written([turn], prompt=True).ids.tolist()
+    except ValueError as error:
+        raise UsageError(
+            "The tokenizer's chat template cannot write a prompt",
+            str(error),
+            "Change the text of the prompt.",
+        ) from None
+
+
+def _grid(model: Trained, image: bytes) -> tuple[int, int]:
+    assert model.inputs.image is not None
     header = header_of(image)
     return model.inputs.image.grid(header.width_px, header.height_px)
 

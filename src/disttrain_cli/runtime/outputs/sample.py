@@ -66,7 +66,8 @@ def sample(
         (str(path), data) for path, data in zip(wish.images, files, strict=True)
     ] or [(None, None)]
     asked = [
-        (name, Prompt(text, data)) for (name, data), text in product(pictures, wish.prompts or [""])
+        (name, Prompt(text, () if data is None else (data,)))
+        for (name, data), text in product(pictures, wish.prompts or [""])
     ]
     progress("loading the checkpoint", 0, 0)
     model = load_trained(run, folder, _device(run))

@@ -29,13 +29,14 @@ from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.writing import write
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
 from disttrain_cli.runtime.feeding import to_batch
+from disttrain_cli.runtime.outputs.conversations import held_out_questions
 from disttrain_cli.runtime.outputs.prompts import Prompt, batch_of, header_of
 from disttrain_cli.runtime.outputs.trained import Trained, load_trained
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
-from disttrain_cli.spec.samples import FILE, Drawn, Judge, Samples, Written
+from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
 from disttrain_cli.spec.whole import write_whole
 
 MOST_STEPS = 16  # global batches searched for images to generate
@@ -66,14 +67,19 @@ def main(payload: dict[str, Any]) -> None:
     written = []
     if spec.read and model.inputs.image is not None:
         read = list(islice(_pictures(run, model), spec.read))
-        said = write_after(model, [Prompt(image=picture) for picture, _ in read], TEXT_TOKENS)
+        said = write_after(model, [Prompt(images=(picture,)) for picture, _ in read], TEXT_TOKENS)
         for number, ((picture, recorded), text) in enumerate(zip(read, said, strict=True)):
             name = f"read/{number:02d}.{header_of(picture).format}"
             write_whole(out / name, picture)
             written.append(
                 Written(prompt="", text=text.partition("\n")[0], image=name, recorded=recorded)
             )
-    save(model, folder, out, [(text, None) for text in texts], images, written)
+    answers = []
+    if spec.answers:
+        asked = list(islice(held_out_questions(run, model.inputs), spec.answers))
+        said = write_after(model, [one.prompt for one in asked], TEXT_TOKENS)
+        answers = [one.answered(text, out) for one, text in zip(asked, said, strict=True)]
+    save(model, folder, out, [(text, None) for text in texts], images, written, answers)
 
 
 def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
@@ -96,7 +102,10 @@ def write_after(
     special = torch.tensor(
         [tokenizer.pad, tokenizer.bos, tokenizer.image, tokenizer.context], device=model.device
     )
-    allowed = (ids < tokenizer.vocabulary) & ~torch.isin(ids, special) | (ids == tokenizer.eos)
+    of_turns = None if tokenizer.chat is None else tokenizer.chat.end
+    ends = {tokenizer.eos} if of_turns is None else {tokenizer.eos, of_turns}
+    allowed = (ids < tokenizer.vocabulary) & ~torch.isin(ids, special)
+    allowed[list(ends)] = True
     for first in range(0, len(prompts), TOGETHER):
         given = batch_of(model, tokenizer, prompts[first : first + TOGETHER], room=tokens)
         texts += [
@@ -107,7 +116,7 @@ def write_after(
                 model.inputs,
                 given.lengths,
                 most=tokens,
-                end=tokenizer.eos,
+                ends=ends,
                 allowed=allowed,
                 temperature=temperature,
                 seed=seed * 65537 + first,
@@ -123,6 +132,7 @@ def save(
     given: Sequence[tuple[str, str | None]],
     images: Images,
     written: Sequence[Written],
+    answers: Sequence[Answer] = (),
 ) -> Samples:
     """Write the images, drawn after the texts and named images that are `given`, and
     `samples.json`.
@@ -166,6 +176,7 @@ def save(
         step=int(describe_checkpoint(checkpoint)["step"]),
         drawn=drawn,
         written=list(written),
+        answers=list(answers),
         judge=Judge(name=judge.name, accuracy=judge.accuracy) if judge else None,
     )
     write_whole(out / FILE, result.model_dump_json(indent=2))
@@ -241,6 +252,8 @@ def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
     reader = ShardReader(index, tokenizer := read_tokenizer(run))
     drawn = None if index.drawn is None else held_out(index).drawn
     for row in range(len(index)) if drawn is None else np.flatnonzero(drawn).tolist():
+        if index.templated is not None and index.templated[row]:
+            continue  # what follows an image there is a question
         first, last = index.segment_start[row : row + 2].tolist()
         kinds, texts = index.kinds[first:last].tolist(), iter(reader.texts(row))
         after = [next(texts) if kind == TEXT else None for kind in kinds]

@@ -26,6 +26,15 @@ class SampleSpec(Strict):
             "Held-out images (of all data where none are held out) that it writes a text about."
         ),
     )
+    answers: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description=(
+            "Held-out conversations (of all data where none are held out) whose last answer it"
+            " writes beside theirs."
+        ),
+    )
     judge: Literal["digits"] | None = Field(
         None,
         description=(

@@ -1,0 +1,76 @@
+"""Questions of held-out conversations: each up to its last answer, which the data remember."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from disttrain_cli.data.chat import IMAGE_ROW
+from disttrain_cli.data.index import Index, held_out, read_index
+from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
+from disttrain_cli.runtime.outputs.prompts import Prompt, header_of
+from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.samples import Answer
+from disttrain_cli.spec.whole import write_whole
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation up to its last answer."""
+
+    key: str
+    prompt: Prompt
+    asked: str  # since the answer before
+    recorded: str  # the last answer
+
+    def answered(self, text: str, out: Path) -> Answer:
+        """With what a model says; images go below the folder `out`."""
+        names = []
+        for number, image in enumerate(self.prompt.images):
+            names.append(f"answers/{self.key}-{number}.{header_of(image).format}")
+            write_whole(out / names[-1], image)
+        return Answer(prompt=self.asked, images=names, text=text.strip(), recorded=self.recorded)
+
+
+def held_out_questions(run: Run, inputs: ModelInputs) -> Iterator[Question]:
+    """Of every held-out conversation (of all where none are held out), in order.
+
+    A conversation is a sample with a text that is not trained before one that is.
+    """
+    index, tokenizer = read_index(run, inputs), read_tokenizer(run)
+    reader = ShardReader(index, tokenizer)
+    drawn = None if index.drawn is None else held_out(index).drawn
+    for row in range(len(index)) if drawn is None else np.flatnonzero(drawn).tolist():
+        question = _question(index, reader, tokenizer, row)
+        if question is not None:
+            yield question
+
+
+def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int) -> Question | None:
+    """The question of a sample, if it is a conversation of texts and images."""
+    first, last = index.segment_start[row : row + 2].tolist()
+    kinds, trained = index.kinds[first:last], index.trained[first:last]
+    answers, others = np.flatnonzero(trained), np.flatnonzero((kinds == TEXT) & ~trained)
+    if not (np.isin(kinds, (TEXT, IMAGE)).all() and len(answers) and (others < answers[-1]).any()):
+        return None
+    answer = int(answers[-1])
+    since = int(answers[-2]) + 1 if len(answers) > 1 else 0
+    texts = iter(reader.texts(row))
+    ids = [next(texts) if kind == TEXT else [IMAGE_ROW] for kind in kinds.tolist()]
+    begin = [tokenizer.bos] if index.specials[row] else []
+    asked = [id_ for own in ids[since:answer] for id_ in own if id_ != IMAGE_ROW]
+    images = [reader.file(row, first + at) for at in np.flatnonzero(kinds[:answer] == IMAGE)]
+    return Question(
+        key=f"{row:06d}",
+        prompt=Prompt(
+            images=tuple(images), ids=tuple(begin + [id_ for own in ids[:answer] for id_ in own])
+        ),
+        asked=tokenizer.decode(asked).strip(),
+        recorded=tokenizer.decode(ids[answer]).strip(),
+    )
