@@ -6,7 +6,7 @@ import pytest
 from disttrain_cli.analysis.report.generated import generated
 from disttrain_cli.api import _samples
 from disttrain_cli.spec.rundir import RunDir
-from disttrain_cli.spec.samples import FILE, Drawn, Judge, Samples, Written
+from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
 from tests.analysis.report.pages import ATTACK, png
 
 
@@ -51,6 +51,7 @@ def test_prompts_texts_and_shares_are_shown_of_the_newest_step(folder, tmp_path)
     images = _samples(RunDir(tmp_path))
     text = generated(images)
     assert [path.name for path in images] == [
+        FILE,
         "00.png",
         "01.png",
         "00.png",
@@ -75,10 +76,24 @@ def test_without_a_judge_prompts_alone_and_without_a_description_names(folder, t
     assert _samples(RunDir(tmp_path / "none")) == [] and generated([]) == ""
 
 
+def test_answers_stand_beside_those_of_the_data(folder, tmp_path):
+    answers = [
+        Answer(prompt="Why?", images=["read/00.png", "read/01.png"], text=ATTACK, recorded="So."),
+        Answer(prompt="How?", text="Thus.", recorded=""),
+    ]
+    write(folder, drawn=[], written=[], answers=answers)
+    text = generated(_samples(RunDir(tmp_path)))
+    assert "Answers to held-out conversations" in text and text.count("<img alt") == 2
+    assert text.index("Why?") < text.index("<td>So.</td>") < text.index("<td>Thus.</td>")
+    assert ATTACK not in text and "<script" not in text
+
+
 @pytest.mark.parametrize("name", ["../../secret.png", "/secret.png"])
 def test_files_outside_the_folder_are_not_taken_in(folder, tmp_path, name):
     png(tmp_path / "secret.png")
     write(folder, drawn=[Drawn(file=name, prompt="")])
+    assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
+    write(folder, answers=[Answer(prompt="", images=[name], text="", recorded="")])
     assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
     write(folder, written=[Written(prompt="", text="", image=name, recorded="x")])
     assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
