@@ -30,6 +30,7 @@ SLOT_ROUNDS = 2400
 ENDS = 8  # first and last slots whose weights move one by one, besides one for every two stages
 NEAR = 2  # places between which work moves directly; farther it moves by way of all slots
 LEAST_GAIN = 1e-5  # of a step
+NUMBERS = 1 << 23  # durations of steps that are in memory at once, about
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,13 @@ def _possible(weights: Floats, unit: Shaped) -> NDArray[np.bool_]:
 
 def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
     """[K] simulated times of the steps with these weights [K, n, units]."""
+    size = max(1, NUMBERS // pipeline.forward_s.size)
+    parts = [weights[begin : begin + size] for begin in range(0, len(weights), size)]
+    return np.concatenate([_some_s(pipeline, units, part) for part in parts])
+
+
+def _some_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
+    """The same of as many steps as are in memory at once."""
     durations = [
         np.repeat(times_s[..., None], len(weights), axis=-1) for times_s in pipeline.parts_s
     ]
