@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.data.ordering import best as policy_best
-from disttrain_cli.data.ordering import sequencing
+from disttrain_cli.data.ordering import sequencing, shaping
 from disttrain_cli.data.ordering.apart import order_apart
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.best import Best
@@ -298,13 +298,35 @@ def test_a_search_over_many_slots_simulates_no_more_of_them(
         simulated.clear()
 
 
+def test_how_many_candidates_are_in_memory_at_once_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = random_batch(2, 24)
+    layout = next(layout for layout in LAYOUTS if len(layout.units) > 1)
+    found = best_of(batch, layout).order(sizes_of(batch))
+    evaluated = []
+    some_s = shaping._some_s
+    monkeypatch.setattr(
+        shaping,
+        "_some_s",
+        lambda pipeline, units, weights: (
+            evaluated.append(len(weights)) or some_s(pipeline, units, weights)
+        ),
+    )
+    monkeypatch.setattr(shaping, "NUMBERS", 1)
+    again = best_of(batch, layout).order(sizes_of(batch))
+    assert set(evaluated) == {1}
+    assert (again.positions == found.positions).all()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
 def test_a_step_of_very_many_slots_is_ordered_without_a_search(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("search_order", "order_apart"):
         monkeypatch.setattr(policy_best, name, lambda *given: pytest.fail("searched"))
-    monkeypatch.setattr(policy_best, "MOST_SLOTS", layout.microbatches - 1)
+    passes = layout.microbatches * sum(unit.pp for unit in layout.units)
+    monkeypatch.setattr(policy_best, "MOST_PASSES", passes - 1)
     batch = random_batch(1, 24)
     found = best_of(batch, layout).order(sizes_of(batch))
     check_step(batch, layout, order_step(batch, layout, 0, found))

@@ -38,8 +38,9 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
-# for which slots are shaped and searched: of more, the first and last are too few to matter
-MOST_SLOTS = 2048
+# slots of all stages for which slots are shaped and searched: of more slots, the first and last are
+# too few to matter, and more stages would take minutes
+MOST_PASSES = 1 << 15
 MOST_WORK = 1.5  # times the mean that slots whose activations are kept at once may hold
 ROOM = 0.95  # of a device's memory that heavier slots may fill
 
@@ -67,7 +68,8 @@ class Best:
     def orders(self, sizes: Sizes) -> Iterator[Assignment]:
         """All assignments that are tried."""
         counts, costs = count_costs(sizes, self._inputs), self.costs(sizes)
-        many = self._layout.microbatches > MOST_SLOTS
+        stages = sum(unit.pp for unit in self._layout.units)
+        many = self._layout.microbatches * stages > MOST_PASSES
         paper = assign(counts, self._layout, self._inputs.llm, "paper")
         yield from (paper, assign(counts, self._layout, self._inputs.llm, "none"))
         if len(self._layout.units) == 1:
