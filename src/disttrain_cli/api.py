@@ -257,7 +257,7 @@ def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profi
         MismatchError, SpecError: as `planning.check.check`, or one of the files is missing or
         wrong.
     """
-    from disttrain_cli.planning.check import check
+    from disttrain_cli.planning.check import check, check_memory
     from disttrain_cli.planning.solve import with_own_prediction
     from disttrain_cli.spec.plan import read_plan
     from disttrain_cli.spec.profile import read_profile
@@ -265,7 +265,9 @@ def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profi
     chosen = read_plan(plan or run.dir.plan) if plan is None or isinstance(plan, Path) else plan
     costs = read_profile(run.dir.profile)
     check(chosen, run.file, costs)
-    return with_own_prediction(chosen, run.file, costs), costs
+    chosen = with_own_prediction(chosen, run.file, costs)
+    check_memory(chosen, costs)
+    return chosen, costs
 
 
 def train(

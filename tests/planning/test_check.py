@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from disttrain_cli.errors import MismatchError, SpecError
-from disttrain_cli.planning.check import check, check_device, not_run, refuse_not_run
+from disttrain_cli.planning.check import check, check_device, check_memory, not_run, refuse_not_run
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests.planning import synthetic
@@ -197,3 +197,19 @@ def test_a_profile_of_another_device_is_refused(
         with pytest.raises(MismatchError) as caught:
             check_device(run, profile)
         assert wanted in str(caught.value) and name in str(caught.value)
+
+
+def test_stages_that_do_not_fit_are_named(made: Made) -> None:
+    plan, run, profile = made
+    of_stage = {"unit": "llm", "stage": 0, "limit_gib": 4.0}
+    memory = [StageMemory(**of_stage, peak_gib=peak_gib) for peak_gib in (4.0, 5.5)]
+    plans = [
+        plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"memory": [stage]})})
+        for stage in memory
+    ]
+    devices = synthetic.tiny(run, kind="cuda")
+    check_memory(plans[0], devices)
+    check_memory(plans[1], profile)  # processes share a machine's memory
+    with pytest.raises(SpecError) as caught:
+        check_memory(plans[1], devices)
+    assert "stages llm 0: up to 5.5 of 4.0 GiB" in caught.value.why

@@ -112,6 +112,28 @@ def test_part_of_a_node_has_the_tp_degrees_of_the_whole() -> None:
         assert [unit.tps for unit in units] == [[1, 2, 4, 8]] * 3
 
 
+def test_tp_groups_of_nodes_of_six_stay_inside_nodes() -> None:
+    run = synthetic.run_file(batch=12, gpus=12, nodes=2)
+    profile = synthetic.tiny(run, kind="cuda", tps=(1, 2, 3, 6))
+    units = group(profile, cluster_of(run, profile), "disaggregated")
+    assert [unit.tps for unit in units] == [[1, 2, 6]] * 3
+    plan = solve(run, profile)
+    check(plan, run, profile)
+    encoder, llm, generator = plan.plan.units
+    straddling = [
+        encoder.model_copy(update={"tp": 2, "dp": 2, "pp": 1, "gpus": 4, "layers_per_stage": [4]}),
+        llm.model_copy(update={"tp": 3, "dp": 1, "pp": 1, "gpus": 3, "layers_per_stage": [6]}),
+        generator.model_copy(
+            update={"tp": 2, "dp": 2, "pp": 1, "gpus": 4, "layers_per_stage": [4]}
+        ),
+    ]
+    none = {"weight_delay": None, "tp_overlap": False}
+    straddling = [unit.model_copy(update=none) for unit in straddling]
+    layout = {"microbatch_size": 2, "microbatches": 6, "gpus_used": 11, "units": straddling}
+    with pytest.raises(SpecError, match="unit image_encoder would lie on two nodes"):
+        check(edited(plan, **layout), run, profile)
+
+
 def test_one_gpu_gets_one_unit() -> None:
     run = synthetic.run_file(batch=6, gpus=1)
     plan = solve(run, synthetic.tiny(run)).plan

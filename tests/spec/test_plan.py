@@ -23,7 +23,8 @@ def test_the_plan_that_is_replaced_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "delays, refused", [([0, None], ""), ([None, -1], "0 or more"), ([1], "2")]
+    "delays, refused",
+    [([0, None], ""), ([None, -1], "0 or more"), ([1], "2"), ([True, True], "integer")],
 )
 def test_delays_are_given_for_every_stage(delays: list[int | None], refused: str) -> None:
     known = {"name": "llm", "modules": ["llm"], "pp": 2, "gpus": 2, "layers_per_stage": [3, 3]}

@@ -12,6 +12,7 @@ from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import PROJECTORS
+from disttrain_cli.spec.stage_graph import stage_graph
 
 EDIT = "Correct the plan, or plan again: disttrain plan"
 
@@ -68,6 +69,23 @@ def check_device(run: RunFile, profile: Profile) -> None:
             f"cluster.device: {wanted}; device of the profile: {have.name} ({have.kind})",
             "Profile again: disttrain profile; or plan for that device: disttrain plan --profile"
             " FILE",
+        )
+
+
+def check_memory(plan: Plan, profile: Profile) -> None:
+    """Refuse a plan, edited by hand, that is predicted to need more memory than a device has.
+
+    Raises:
+        SpecError: the stages, and both sizes.
+    """
+    over = [stage for stage in plan.predicted.memory if stage.peak_gib > stage.limit_gib]
+    if over and profile.device.kind != "cpu":
+        fullest = max(over, key=lambda stage: stage.peak_gib)
+        named = ", ".join(f"{stage.unit} {stage.stage}" for stage in over)
+        raise SpecError(
+            "The plan does not fit into the devices' memory",
+            f"stages {named}: up to {fullest.peak_gib:.1f} of {fullest.limit_gib:.1f} GiB",
+            EDIT,
         )
 
 
@@ -224,5 +242,15 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
             raise SpecError(
                 f"TP {unit.tp} of unit {unit.name} does not fit evenly into a node",
                 f"cluster.gpus_per_node: {run.cluster.gpus_per_node}",
+                EDIT,
+            )
+    for stage in stage_graph(layout, profile.inputs.llm).stages:
+        if stage.ranks[0] % stage.tp:
+            sizes = ", ".join(
+                f"{unit.name} {unit.tp} × {unit.dp} × {unit.pp}" for unit in layout.units
+            )
+            raise SpecError(
+                f"TP groups of unit {stage.unit.name} would lie on two nodes",
+                f"TP × DP × PP: {sizes}; nodes of {run.cluster.gpus_per_node}",
                 EDIT,
             )

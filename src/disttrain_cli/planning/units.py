@@ -93,12 +93,18 @@ class Unit:
 
     @cached_property
     def tps(self) -> list[int]:
-        """TP degrees that were profiled, are allowed, and fit evenly into a node."""
-        most = self.cluster.most_tp or self.cluster.gpus_per_node
+        """TP degrees that were profiled, are allowed, and fit evenly into a node.
+
+        Powers of two, and the whole node: each divides all larger ones, so that groups of any units
+        beside each other stay inside nodes (`stage_graph`).
+        """
+        node = self.cluster.gpus_per_node
         return [
             tp
             for tp in tp_degrees(self.profile, self.modules)
-            if self.cluster.gpus_per_node % tp == 0 and tp <= most
+            if node % tp == 0
+            and tp <= (self.cluster.most_tp or node)
+            and (tp == node or tp.bit_count() == 1)
         ]
 
     @cached_property

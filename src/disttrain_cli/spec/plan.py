@@ -4,7 +4,7 @@ editable by hand."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -34,7 +34,7 @@ class UnitPlan(Strict):
         False,
         description="Activations are recomputed in the backward instead of kept from the forward.",
     )
-    weight_delay: list[int | None] | None = Field(
+    weight_delay: list[Annotated[int, Field(strict=True)] | None] | None = Field(
         None,
         description=(
             "By stage, how many slots after a slot's backward the gradients of its weights are"
