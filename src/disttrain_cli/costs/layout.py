@@ -7,7 +7,7 @@ stage: simulator, rehearsal and analysis evaluate them at the work of every repl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, p2p_s, ring_link
-from disttrain_cli.costs.memory import WEIGHT_BYTES
+from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
+from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
@@ -58,11 +58,18 @@ class CostedStage(Stage):
     costs: list[Cost]
     # (module, kind, what its backward does) of every layer
     held: list[tuple[str, str, Backward]]
-    trained: float  # parameters that one rank trains
+    # of every layer, parameters that one rank trains; those that two of them share once
+    numbers: list[int]
+    copied: int  # of them, those that another stage has a copy of
     cut_bytes: float  # that one packed sequence sends to each of these
     # whether something up to here is trained, so that gradients come back over the cut
     gradients_back: bool
     begins: list[str]  # modules whose first layer it holds: it loads their inputs
+
+    @property
+    def trained(self) -> float:
+        """Parameters that one rank trains."""
+        return float(sum(self.numbers))
 
 
 def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
@@ -70,7 +77,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     does = backwards(profile, layout.trained)
     stages: list[CostedStage] = []
     known: dict[Hashable, list[Cost]] = {}  # many stages hold the same layers
-    for stage in stage_graph(layout, profile.inputs.llm).stages:
+    for stage in stage_graph(layout, profile.inputs.llm, profile.tied_layers).stages:
         unit, start = stage.unit, sum(stage.unit.layers_per_stage[: stage.index])
         layers = [
             (name, layer)
@@ -84,24 +91,36 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         alike = unit.name, stage.weight_delay is None, tuple(kinds)
         if alike not in known:
             known[alike] = list(_costs(profile, stage, kinds))
-        parameters = [
-            shard_of(profile.modules[name], kind, unit.tp).trainable
+        numbers = [
+            shard_of(profile.modules[name], kind, unit.tp).trainable if what == "trained" else 0
             for name, kind, what in kinds
-            if what == "trained"
         ]
+        shared = _shared(profile, unit, does)
+        if (places := tied_in(profile, stage)) is not None:
+            numbers[places[1]] -= shared
         stages.append(
             CostedStage(
                 **vars(stage),
                 costs=known[alike],
                 held=kinds,
-                trained=float(sum(parameters)),
+                numbers=numbers,
+                copied=0 if stage.twin is None else shared,
                 cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
-                gradients_back=bool(parameters)
+                gradients_back=any(what == "trained" for *_, what in kinds)
                 or any(stages[sender].gradients_back for sender in stage.before),
                 begins=[name for name, layer in local if layer == 0],
             )
         )
     return stages
+
+
+def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backward]]) -> int:
+    """Trained parameters that two layers of a unit share, on one rank."""
+    for name in unit.modules:
+        module = profile.modules[name]
+        if module.tied and does[name][module.tied[0]] == "trained":
+            return shard_of(module, module.layers[module.tied[0]], unit.tp).trainable
+    return 0
 
 
 def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, layer: int) -> float:
@@ -235,9 +254,22 @@ def reduction_of(layout: Layout) -> str:
 
 
 def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """Reduction of the gradients of a stage over its replicas, all at once."""
+    """Reduction of the gradients of a stage over its replicas, all at once, and of a tied weight's
+    with its other copy."""
     link = replicas_link(profile, stage, gpus_per_node)
-    return reduction_s(layout, link, stage.unit.dp, stage.trained)
+    replicas_s = reduction_s(layout, link, stage.unit.dp, stage.trained)
+    return replicas_s + copies_s(profile, layout, stage, gpus_per_node)
+
+
+def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
+    """The sum of the gradients of a tied weight's two copies on different stages, under ZeRO-1 of a
+    replica's share of them; all pairs of ranks send at once."""
+    if stage.twin is None or not stage.copied:
+        return 0.0
+    distance = (stage.twin - stage.number) * len(stage.ranks)  # two stages of one unit
+    inside = all(in_one_node([rank, rank + distance], gpus_per_node) for rank in stage.ranks)
+    share = stage.unit.dp if layout.zero_stage == 1 else 1
+    return all_reduce_s(profile.links.of(inside), stage.copied * GRADIENT_BYTES / share, 2)
 
 
 def reduction_s(layout: Layout, link: LinkTimes, dp: int, numbers: float) -> float:

@@ -26,7 +26,7 @@ from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, StageMemory
 from disttrain_cli.spec.profile import LayerCost, LayerShard, Polynomial, Profile
-from disttrain_cli.spec.stage_graph import neighbours, stage_graph
+from disttrain_cli.spec.stage_graph import Stage, neighbours, stage_graph
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -188,7 +188,7 @@ def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Poly
 
 def communicators(tp: Count, dp: int, cuts: int) -> Count:
     """NCCL communicators of a rank: the world's, its TP and DP groups', and one for each way over
-    each of its cuts."""
+    each of its cuts; without that of a tied weight's copies."""
     return 1 + (tp > 1) + (dp > 1) + 2 * cuts
 
 
@@ -203,7 +203,8 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], tp: Count, dp: Floa
     """What a rank of a unit has to leave free for the device's context, workspaces and
     communicators, by DP."""
     device = profile.device
-    count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1)
+    copies = any(profile.modules[name].tied for name in modules)
+    count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1) + copies
     mib = device.workspace_mib + count * device.communicator_mib
     return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
 
@@ -290,6 +291,9 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of
     units, at most n. Gradients in fp32 appear in a step's first backward, which has all slots in
     flight where there are no more; the search counts them in that moment too, and errs high there.
+
+    Of two layers that share a weight, one has its states where both are on the stage; the gradient
+    that the last of them makes waits for that of the first, unless it is computed later.
     """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     waste = profile.device.fragmentation
@@ -329,15 +333,23 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                     for layer in (stage.layers.start, stage.layers.stop)
                 )
             )
-            weight_bytes, gradient_bytes, optimizer_bytes = (
-                float(values[span].sum()) for values in states
-            )
-            appear = profile.precision == "fp32" and flight == layout.microbatches
             later = stage.weight_delay is not None
+            own = [values[span].copy() for values in states]
+            working = (split if later else whole)[span]
+            if (places := tied_in(profile, stage)) is not None:
+                owner, sharer = places
+                waiting = np.zeros_like(working)
+                if not later and own[1][owner]:
+                    waiting[owner:sharer] = weight[span][owner]
+                working = working + waiting
+                for values in own:
+                    values[sharer] -= values[owner]
+            weight_bytes, gradient_bytes, optimizer_bytes = (float(each.sum()) for each in own)
+            appear = profile.precision == "fp32" and flight == layout.microbatches
             keeps, transient, absent = _fullest_moment(
                 activations[span],
-                (split if later else whole)[span],
-                states[1][span] * appear,
+                working,
+                own[1] * appear,
                 flight,
                 deferred[span] * later,
                 min(layout.microbatches - 1, stage.weight_delay or 0),
@@ -364,6 +376,14 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 )
             )
     return result
+
+
+def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:
+    """Places on a stage of the two layers that share a weight, if it has both."""
+    tied = profile.tied_layers
+    if tied is None or any(layer not in stage.layers for layer in tied):
+        return None
+    return tied[0] - stage.layers.start, tied[1] - stage.layers.start
 
 
 def fits(profile: Profile, layout: Layout, limit_gib: float) -> bool:

@@ -10,7 +10,8 @@ compute meanwhile, so that
     left = max_k (Σ_{j≤k} message_j − share of the pass before bucket k · its time)
 
 is exact: reductions end so much after the pass, and a forward begins so much after the norm is
-known. Shares are those of the data's mean work.
+known. The gradients of a tied weight's two copies are summed after that, behind nothing. Shares are
+those of the data's mean work.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.costs.layout import (
     CostedStage,
+    copies_s,
     gather_s,
     reduction_s,
     replicas_link,
@@ -116,15 +118,17 @@ def _of_stage(
     profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int
 ) -> tuple[Messages, Messages]:
     """Reduction and gather of a stage."""
-    numbers, forward_ms, last_ms = _layers(profile, layout, stage)
+    numbers = stage.numbers
+    forward_ms, last_ms = _layers(profile, layout, stage)
     link, dp = replicas_link(profile, stage, gpus_per_node), stage.unit.dp
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
     reduced = [reduction_s(layout, link, dp, count) for count in held]
+    after_s = copies_s(profile, layout, stage, gpus_per_node)
     gathered = [gather_s(profile, layout, link, dp, count) for count in held]
     last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
-        (list(accumulate(reduced)), _before(found, last_ms), last_s),
+        (list(accumulate(reduced, initial=after_s))[1:], _before(found, last_ms), last_s),
         (
             list(accumulate(gathered, initial=update_s(profile, layout, stage)))[1:],
             _before(found, forward_ms),
@@ -141,11 +145,11 @@ def _before(found: Sequence[range], layers_ms: Sequence[float]) -> list[float]:
 
 def _layers(
     profile: Profile, layout: Layout, stage: CostedStage
-) -> tuple[list[int], list[float], list[float]]:
-    """By layer of a stage: trained numbers of a rank, and ms of its forward and of its part of the
-    step's last pass, each of one slot."""
+) -> tuple[list[float], list[float]]:
+    """By layer of a stage: ms of its forward and of its part of the step's last pass, each of one
+    slot."""
     sequences = layout.global_batch_size / layout.microbatches / stage.unit.dp
-    rows: dict[tuple[str, str, str], tuple[int, float, float]] = {}
+    rows: dict[tuple[str, str, str], tuple[float, float]] = {}
     for name, kind, does in dict.fromkeys(stage.held):
         module = profile.modules[name]
         shard, work = shard_of(module, kind, stage.tp), module.work_per_sequence.scaled(sequences)
@@ -154,12 +158,11 @@ def _layers(
         else:
             last = [shard.weight_ms] if does == "trained" else []
         rows[name, kind, does] = (
-            shard.trainable if does == "trained" else 0,
             _ms(forward_parts(shard, stage.unit.tp_overlap), work),
             _ms(last, work),
         )
-    numbers, forward_ms, last_ms = zip(*(rows[layer] for layer in stage.held), strict=True)
-    return list(numbers), list(forward_ms), list(last_ms)
+    forward_ms, last_ms = zip(*(rows[layer] for layer in stage.held), strict=True)
+    return list(forward_ms), list(last_ms)
 
 
 def _ms(parts: Sequence[Polynomial], work: Work) -> float:

@@ -185,7 +185,7 @@ def list_rows(
         tp * dp,
         times @ kinds.count,
         none + max(1, fixed + bool(free.any())),
-        states @ kinds.count,
+        states @ kinds.count - _shared_gib(unit, states),
         activations @ kinds.count,
         most_room,
         fixed_ms,
@@ -244,6 +244,18 @@ def kind_gib(
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
         working[mine] = mix[mine] @ kinds.working_gib[number]
     return states, activations, np.maximum(activations, working)
+
+
+def _shared_gib(unit: Unit, states: Floats) -> Floats:
+    """[B] of the static memory of every kind of layer [B, K], what two layers of the unit share
+    where they are on one stage."""
+    first = 0
+    for name in unit.modules:
+        module = unit.profile.modules[name]
+        if module.tied:
+            return np.asarray(states[:, unit.kinds.of[first + module.tied[0]]])
+        first += len(module.layers)
+    return np.zeros(len(states))
 
 
 def room_gib(
@@ -326,6 +338,7 @@ def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) 
     left = (
         room_gib(*known, first=True, last=True)
         - states @ kinds.count
+        + _shared_gib(unit, states)
         - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of])
     )
     flight = 1 + np.floor(left / np.maximum(activations @ kinds.count, 1e-300) + 1e-12)

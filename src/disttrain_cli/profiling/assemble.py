@@ -11,6 +11,7 @@ from disttrain_cli.costs.links import COLLECTIVES, ring_bytes
 from disttrain_cli.models.flops import LayerFlops
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.profiling.dataset import Dataset
 from disttrain_cli.profiling.fitting import Floats, fit, held_out_error_pct
 from disttrain_cli.profiling.footprints import Messages, Running
@@ -165,6 +166,7 @@ def module_profile(
         ),
         projector=[index for index, layer in enumerate(layers) if layer.kind == "projector"],
         frozen=[index for index, layer in enumerate(layers) if layer.frozen],
+        tied=list(tied_layers(layers) or ()),
     )
 
 

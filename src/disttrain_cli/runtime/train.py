@@ -127,7 +127,12 @@ def train(
     with alone(root):
         with stop_request() as request:
             _, losses = supervised(
-                run, stage_graph(plan.plan, profile.inputs.llm), resume, request, progress, start
+                run,
+                stage_graph(plan.plan, profile.inputs.llm, profile.tied_layers),
+                resume,
+                request,
+                progress,
+                start,
             )
         said = stopped_file(root.logs)
         stopped = said.read_text() if said.exists() else None

@@ -203,6 +203,15 @@ class ModuleProfile(Strict):
         description="Places of layers that are never trained (a generator's VAE).",
     )
 
+    tied: list[int] = Field(
+        default_factory=list,
+        max_length=2,
+        description=(
+            "Places of a layer all of whose parameters another one shares, and of that one (an"
+            " LLM's embedding and head); empty where none are shared."
+        ),
+    )
+
     @property
     def output_bytes_per_sequence(self) -> float:
         """Bytes one packed sequence sends to the next module."""
@@ -420,6 +429,17 @@ class Profile(Strict):
     links: LinkProfile
     data: DataProfile
     preprocess: PreprocessProfile
+
+    @property
+    def tied_layers(self) -> tuple[int, int] | None:
+        """The two layers of the model that share a weight, if there are such."""
+        first = 0
+        for module in self.modules.values():
+            if module.tied:
+                owner, sharer = module.tied
+                return first + owner, first + sharer
+            first += len(module.layers)
+        return None
 
     @model_validator(mode="after")
     def _modules_of_the_inputs(self) -> Profile:
