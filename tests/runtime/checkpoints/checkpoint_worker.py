@@ -16,6 +16,7 @@ from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.checkpoints import checkpoint, origin, storage
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.engine.assemble import build_engine
@@ -27,7 +28,7 @@ from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.stage_graph import stage_graph
-from tests.runtime.equivalence_worker import BUCKET_NUMBERS
+from tests.runtime.equivalence_worker import BUCKET_NUMBERS, check_twins
 
 MADE_FROM = {"model": "test"}
 
@@ -53,7 +54,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
         Plan.model_validate(case["plan"]),
         Path(case["out"]),
     )
-    graph = stage_graph(plan.plan, "llm")
+    graph = stage_graph(plan.plan, "llm", tied_layers(layer_table(run)))
     place = graph.coords(int(os.environ["RANK"]))
     own = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
     fields = {field for info in own for field in info.needs}
@@ -101,6 +102,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
             )
             if step + 1 in case["save"]:
                 saver.save(step + 1)
+    check_twins(engine)
     tracer.close()
     if place.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
