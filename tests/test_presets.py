@@ -24,6 +24,8 @@ LLM_BILLIONS = {
     "mllm-130b": 130.0,
     "vlm-8b": 6.74,
     "qwen-vl-8b": 7.62,
+    "qwen2.5-vl-7b": 7.62,
+    "qwen3-vl-8b": 8.19,
     "mllm-audio-10b": 6.74,
     "tiny": 0.0009,
     "tiny-audio": 0.0009,

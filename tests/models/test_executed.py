@@ -15,7 +15,7 @@ from disttrain_cli.commands.init import preset_text
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.operators import layer_operators
-from disttrain_cli.models.probe import probe_batch, state_at
+from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.profiling.rows import input_bytes
@@ -28,6 +28,15 @@ from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 PRESETS: dict[str, str | tuple[str, ...]] = {
     "mllm-9b": "",
     "qwen-vl-8b": "",
+    "qwen2.5-vl-7b": ("image_encoder.merger", "llm.block.0"),
+    "qwen3-vl-8b": (
+        "image_encoder.embed",
+        "image_encoder.block.0",
+        "image_encoder.deepstack.0",
+        "image_encoder.merger",
+        "llm.block.0",
+        "llm.block.3",
+    ),
     "tiny-two-generators": "",
     "mllm-72b": (
         "image_encoder.block.0",
@@ -189,10 +198,11 @@ def cases_of(path: Path) -> list[list[Any]]:
             "documents": [[length // 2, length // 4, length // 4]],
             "length": length,
         }
-        if item == "image":
+        if item == "image" or info.kind == "block.deepstack":
             m = inputs.images[0].period * inputs.images[0].merge
             side = -(-24 // m) * m
-            sizes = {"image": [(side, side - m), (side, side - m), (side, 2 * side)]}
+            images = {"image": [(side, side - m), (side, side - m), (side, 2 * side)]}
+            sizes = images if item == "image" else sizes | images
         found += [
             [str(path), place, tp, sizes] for tp in (1, 4) if tp in tp_degrees(run, info.module, 8)
         ]
@@ -203,6 +213,7 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
     run = read_run(Path(path))
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
     table, inputs = layer_table(run), describe(run)
+    info = table[place]
     layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
     join(layer, Group(None, tp, 0) if tp > 1 else None)
     layer.ask_for_gradients()
@@ -210,15 +221,15 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
     found = layer_operators(
         layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch
     )
-    amount = input_bytes(
-        table[place],
-        table,
-        inputs,
-        {name: Work() for name in run.file.model.order},
-        dtype.itemsize,
-        tp,
+    fixed = {name: value for name, value in sizes.items() if name != "length"}
+    works = {
+        name: probe_work(inputs, name, **fixed) if info.kind == "block.deepstack" else Work()
+        for name in run.file.model.order
+    }
+    amount = input_bytes(info, table, inputs, works, dtype.itemsize, tp)
+    tokens = works[info.module].tokens or sum(
+        rows * columns for rows, columns in sizes.get("image", [])
     )
-    tokens = sum(rows * columns for rows, columns in sizes.get("image", []))
     items = next(len(value) if isinstance(value, list) else value for value in sizes.values())
     forward, backward = found.forward, found.backward
     return {

@@ -24,7 +24,7 @@ from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.decoders import FAMILIES
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms
+from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms, with_rows_added
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share
@@ -180,7 +180,7 @@ class DeepBlock(Block):
             return made
         if self.group is not None:
             rows = rows[self.group.local_rows(len(rows))]
-        return made.flatten(0, -2).index_add(0, rows, given.to(made.dtype))
+        return with_rows_added(made.flatten(0, -2), rows, given)
 
 
 class Head(DecoderLayer):

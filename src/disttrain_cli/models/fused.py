@@ -124,6 +124,25 @@ def with_own_norms(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def with_rows_added(whole_RD: Tensor, rows: Tensor, more: Tensor) -> Tensor:
+    """The tensor with `more` added to the rows of these numbers, each there once."""
+    return _RowsAdded.apply(whole_RD, rows, more)
+
+
+class _RowsAdded(torch.autograd.Function):
+    """Keeps the numbers of the rows alone, where autograd keeps what is added too."""
+
+    @staticmethod
+    def forward(ctx: Any, whole_RD: Tensor, rows: Tensor, more: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return whole_RD.index_add(0, rows, more.to(whole_RD.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        more = gradient.index_select(0, ctx.saved_tensors[0]) if ctx.needs_input_grad[2] else None
+        return gradient, None, more
+
+
 def gated_mlp(mlp: Any, rows_RD: Tensor) -> Tensor:
     """A gated feed-forward of transformers: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv
     2002.05202)."""

@@ -15,7 +15,7 @@ import yaml
 from torch.utils._pytree import tree_map_only
 
 from disttrain_cli.models.layer import Batch, Items
-from tests.models.conftest import AUDIO, LLAMA
+from tests.models.conftest import AUDIO, LLAMA, MROPE
 from tests.models.test_generators import GENERATORS
 from tests.models.test_towers import TOWERS
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
@@ -154,6 +154,14 @@ RUNS = {
         "qwen3",
         {"hidden_size": 64},
         "pixart, small",
+        {},
+    ),
+    "qwen3-vl, sd 2.1": (
+        "qwen3_vl_vision",
+        {},
+        "qwen3_vl_text",
+        MROPE | {"head_dim": 12},
+        "sd 2.1",
         {},
     ),
     "audio, llama, velocity": ("vit", {}, "llama", {}, "pixels, velocity", {}),

@@ -164,6 +164,25 @@ def test_a_still_module_keeps_nothing_and_is_not_recomputed() -> None:
     assert [layer.forwards for layer in layers] == [1, 1, 2, 2, 2]  # type: ignore[union-attr, misc]
 
 
+def test_what_only_passes_through_a_stage_is_not_kept_and_its_gradient_goes_back() -> None:
+    both = ["image", "hidden"]
+    layer = Linear("llm", 1, "hidden", "hidden")
+    runner = StageRunner([Segment("llm", [layer], both, both, frozenset(both), frozenset(both), 0)])
+    state = {name: torch.randn(3, WIDTH) for name in both}
+    storages = {name: state[name].untyped_storage()._weak_ref() for name in both}
+    given = state["hidden"].clone().requires_grad_()
+    outputs = runner.forward(0, state, Batch(), _untimed)
+    assert torch.equal(outputs["image"], state["image"])
+    seeds = {name: torch.randn(3, WIDTH) for name in both}
+    torch.tanh(layer.linear(given)).backward(seeds["hidden"])
+    del state, outputs
+    gone = {name: torch.UntypedStorage._expired(ref) for name, ref in storages.items()}
+    assert gone == {"image": True, "hidden": False}  # the linear's weight needs the latter
+    found = runner.backward(0, seeds, _untimed)
+    assert torch.equal(found["image"], seeds["image"])
+    assert torch.equal(found["hidden"], given.grad)
+
+
 def test_segments_say_which_gradients_cross_their_ends() -> None:
     layers = _layers()
     segments: list[Segment] = _runner(layers, ["llm"]).segments

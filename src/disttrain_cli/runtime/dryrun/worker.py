@@ -210,8 +210,9 @@ def watched(
                 Counter(waits.counts),
                 observer.alive_bytes,
             )
-            state = dict(engine._state.get(slot, {}))
-            received = bytes_of(list(state.values()))
+            received = bytes_of(list(engine._state.get(slot, {}).values()))
+            # a forward lets go of what its layers do not keep
+            state = dict(engine._state.get(slot, {})) if "send" in name else {}
             stock(slot)
             for (what, where), times in (waits.counts - waited).items():
                 syncs[instruction, what, where] += times

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,10 +50,46 @@ class Segment:
 
 
 @dataclass
+class _Entered:
+    """A tensor that crossed the entry, of which only what its gradient needs is remembered: layers
+    that keep its numbers do so themselves."""
+
+    like: Tensor  # without its numbers
+    device: torch.device
+    gradient: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """Its gradient; zeros where nothing differentiable was made of it."""
+        if self.gradient is None:
+            return torch.zeros_like(self.like, device=self.device)
+        return self.gradient
+
+
+class _Enter(torch.autograd.Function):
+    """The tensor with a graph that begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, entered: _Entered) -> Tensor:
+        ctx.entered = entered
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        ctx.entered.gradient = gradient.contiguous()
+        return None, None, None
+
+
+def _enter(tensor: Tensor) -> tuple[Tensor, _Entered]:
+    entered = _Entered(torch.empty_like(tensor, device="meta"), tensor.device)
+    anchor = tensor.new_empty(0, requires_grad=True)
+    return _Enter.apply(anchor, tensor, entered), entered
+
+
+@dataclass
 class _Saved:
     """What one slot keeps of one segment from forward to backward."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, _Entered]
     # where their gradients go in, without the tensors
     outputs: dict[str, tuple[GradientEdge, torch.dtype]]
     losses: list[Tensor]
@@ -92,12 +128,11 @@ class StageRunner:
         for segment in self.segments:
             done = timed(segment.module)
             inputs = {name: state[name].detach() for name in segment.entry}
-            carrying = {
-                name: inputs[name].requires_grad_()
-                for name in segment.entry
-                if name in segment.carrying
-            }
-            state = dict(inputs)
+            carrying = {}
+            for name in segment.entry:
+                if name in segment.carrying:
+                    inputs[name], carrying[name] = _enter(inputs[name])
+            state = inputs
             losses = []
             for layer in segment.layers:
                 written = self._compute(layer, state, batch)
@@ -143,10 +178,7 @@ class StageRunner:
                 seeds.append(gradients[name].to(dtype))
             if roots:
                 self._backward(slot, roots, seeds)
-            gradients = {
-                name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                for name, tensor in kept.inputs.items()
-            }
+            gradients = {name: entered.total() for name, entered in kept.inputs.items()}
             if self.sums is not None:
                 self.sums.note(
                     "backward",
