@@ -19,18 +19,21 @@ from tests.data.test_conversations import ANSWERS, PICTURES, WIDE, made
 @pytest.mark.parametrize("template", [True, False])
 def test_a_question_is_what_was_trained_on_up_to_the_answer(tmp_path: Path, template: bool) -> None:
     run, index, tokens = made(tmp_path, "parquet", template)
-    model = Trained(run, WIDE, torch.device("cpu"), [], {})
+    three = WIDE.model_copy(update={"positions": "mrope"})
+    model = Trained(run, three, torch.device("cpu"), [], {})
     questions = list(held_out_questions(run, WIDE))
     assert [question.recorded for question in questions] == [ANSWERS[1]] * 3  # no document
     assert [len(question.prompt.images) for question in questions] == [0, 1, 2]
     given = batch_of(model, tokens, [question.prompt for question in questions], room=8)
-    assert given.batch.token_ids is not None
+    assert given.batch.token_ids is not None and given.batch.positions is not None
     width = given.batch.token_ids.shape[1]
     packing, reader = pack(index, WIDE, 0, 0), ShardReader(index, tokens)
     rows = []
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)
+        plan.inputs = three
         ids, labels = plan.token_ids(tokens, reader.texts)
+        positions, _ = plan.layout()
         for sample, first, count in zip(
             plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True
         ):
@@ -39,6 +42,8 @@ def test_a_question_is_what_was_trained_on_up_to_the_answer(tmp_path: Path, temp
             own, trained = ids[first : first + count], labels[first : first + count] >= 0
             length = given.lengths[sample]
             assert given.batch.token_ids[sample, :length].tolist() == own[:length].tolist()
+            placed = positions[:, first : first + length]
+            assert given.batch.positions[:, sample, :length].tolist() == placed.tolist()
             assert trained[length - 1 :].any() and trained[: length - 1].any()
             begins = np.flatnonzero(np.diff(trained.astype(int)) == 1)
             assert begins[-1] + 1 == length - 1  # the label of its last token begins the answer

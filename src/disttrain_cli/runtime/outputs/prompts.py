@@ -14,6 +14,7 @@ from disttrain_cli.data.chat import IMAGE_ROW
 from disttrain_cli.data.decoding import decode_image
 from disttrain_cli.data.headers import ImageHeader, read_header
 from disttrain_cli.data.positions import grid_positions, sample_positions
+from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources.chats import MARK
 from disttrain_cli.data.sources.samples import Turn
 from disttrain_cli.data.tokenizer import Tokenizer
@@ -108,6 +109,11 @@ def batch_of(
         },
         rows=positions([(pictures[at][0], spans[at]) for at in order]),
     )
+    seen_in: dict[int, list[tuple[int, Ints]]] = {row: [] for row in range(len(rows))}
+    for (row_number, _), span, grid in zip(pictures, spans, grids, strict=False):
+        assert inputs.image is not None
+        inside = grid_positions(inputs.image.frames(grid))
+        seen_in[row_number].append((span.start, inside))
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
@@ -120,14 +126,8 @@ def batch_of(
         positions=torch.from_numpy(
             np.stack(
                 [
-                    sample_positions(
-                        inputs.positions,
-                        width,
-                        [(1, grid_positions(inputs.image.frames(grids[number])))]
-                        if inputs.image and number in grids
-                        else (),
-                    )
-                    for number in range(len(rows))
+                    sample_positions(inputs.positions, width, seen_in[row])
+                    for row in range(len(rows))
                 ],
                 axis=-2,
             )
