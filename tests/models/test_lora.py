@@ -13,11 +13,15 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.adapters import stored_name
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.division import piece, shard_of
+from disttrain_cli.models.flops import count_flops
+from disttrain_cli.models.footprint import footprint
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import is_adapter
 from disttrain_cli.models.lora import adapters, merged
-from disttrain_cli.models.probe import probe_batch
+from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
+from disttrain_cli.models.weight_parts import split
+from disttrain_cli.spec.profile import Polynomial
 from tests.models.test_towers import GRIDS, tower
 
 __all__ = ["tower"]  # a fixture
@@ -234,3 +238,20 @@ def test_files_without_lora_keep_their_fingerprints(make_run):
     assert "lora" not in make_run().file.model_dump_json()
     run = make_run(llm={"lora": {"target_modules": ["q_proj"]}})
     assert run.file.model_fingerprint() != make_run().file.model_fingerprint()
+
+
+def test_gradients_of_adapters_are_not_put_off(make_run):
+    """Their products are small, what they would keep is not."""
+    plain, run = make_run(), make_run(llm={"lora": LLM})
+    whole, adapted = (count_flops(one)["llm"]["block"] for one in (plain, run))
+    assert whole.weights.per_token > 0 and adapted.weights == Polynomial()
+    size = {"documents": [[48]], "length": 48}
+    place = [info.name for info in layer_table(run)].index("llm.block.0")
+    kept = []
+    for one in (plain, run):
+        (layer,) = build_layers(one, place, place + 1, "meta")
+        batch = probe_batch(describe(one), device="meta", **size)
+        split(layer)
+        state = state_at(layer_table(one), place, describe(one), batch, "meta")
+        kept.append(footprint(layer, state, batch, deferring=True).deferred_bytes)
+    assert kept[0] > 0 and kept[1] == 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from disttrain_cli.models.division import WithoutBias
+from disttrain_cli.models.layer import is_adapter
 
 #: What makes the gradient of a weight, with the weight.
 WeightPart = tuple[Tensor, Callable[[], Tensor]]
@@ -52,8 +53,14 @@ def add_weight_gradients(parts: list[WeightPart]) -> None:
 
 
 def split(layer: nn.Module) -> None:
-    """Let a layer's trained linears and convolutions have backwards in two parts."""
-    for part in layer.modules():
+    """Let a layer's trained linears and convolutions have backwards in two parts.
+
+    Not those of adapters: their gradients take next to no time, and would keep as much as whole
+    weights' do.
+    """
+    for path, part in layer.named_modules():
+        if is_adapter(path):
+            continue
         if isinstance(part, Splittable):
             part.is_split = part.weight.requires_grad
         kind = _SPLIT.get(type(part))
