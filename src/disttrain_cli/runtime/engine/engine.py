@@ -305,8 +305,8 @@ class UnitEngine:
         self.tracer.record("step", start)
 
     def _sum_tied_gradients(self) -> None:
-        """Over the two copies of a tied weight on different stages, after the reduction, which
-        neither stage's waits for the other in."""
+        """Over the two copies of a tied weight on different stages. All reductions of both stages
+        have ended before, so that neither waits here for a rank that waits for the other."""
         twins = self.module.mpu().twins
         for gradient in tied_gradients(self.optimizer) if twins is not None else ():
             dist.all_reduce(gradient, group=twins)

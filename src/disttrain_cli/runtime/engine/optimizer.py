@@ -5,9 +5,8 @@ Weights are grouped so that every flat partition of ZeRO lies in one bucket of l
 (`costs.buckets`) and is of one kind: one module (or the projectors), decaying or not, divided over
 the TP group or whole on each of its ranks, with whole or partial gradients there. A tied weight
 whose other copy is on another stage is a group by itself, so that both are partitioned alike. What
-decays
-are matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled from
-the gradient); biases, norms and other single vectors, such as a class token, do not.
+decays are matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled
+from the gradient); biases, norms and other single vectors, such as a class token, do not.
 """
 
 from __future__ import annotations
