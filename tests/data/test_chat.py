@@ -256,6 +256,27 @@ def test_thinking_that_a_template_leaves_out_of_earlier_turns_is_not_trained(
     ]
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thinking_may_have_a_field_of_its_own(folders: dict[str, Path], name: str) -> None:
+    messages = turns_of(["a", "one"])
+    messages[1][name] = "first"
+    ids, _ = written(folders["thinking"], {"messages": messages})
+    assert ids == theirs(folders["thinking"]).apply_chat_template(messages)["input_ids"]
+    assert trained_texts(folders["thinking"], {"messages": messages}) == [
+        "<think>\nfirst\n</think>\n\none<|im_end|>"
+    ]
+
+
+def test_images_that_a_processor_would_rewrite_are_refused(tmp_path: Path) -> None:
+    """As Gemma 3's `<start_of_image>`, in whose place its processor writes more."""
+    folder = write_folder(tmp_path / "odd", "turns")
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<image_soft_token>", "<start_of_image>"))
+    with pytest.raises(ValueError, match="otherwise than as <image_soft_token>"):
+        written(folder, {"messages": turns_of(["<image>a", "b"]), "image": "c.jpg"})
+    assert trained_texts(folder, {"messages": turns_of(["a", "b"])}) == ["b<end_of_turn>"]
+
+
 def test_words_of_the_system_that_a_template_moves_change_no_answer(
     folders: dict[str, Path],
 ) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ABSENT = range(0xE000, 0xF8FF)  # characters of private use, one of which no text has
 ASKED = "What?"  # said by a user where the template itself is looked at
+#: Names of what an assistant thought, the standard one first; templates know two of them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 IMAGE_ROW = -1  # among token ids: where an image stands
 
 
@@ -146,12 +148,20 @@ class Chat:
         """A turn as the template takes it: its content as parts where it knows such, or as a
         text."""
         pictured = MARK in turn.said
+        if pictured and self._images_elsewise:
+            raise ValueError(
+                f"the chat template writes an image otherwise than as {self._mark}, which is not"
+                " read"
+            )
         listed = self._takes_images if pictured else turn.listed and self._takes_parts
         if not listed and (pictured or self._takes_texts):
             content: Any = turn.said.replace(MARK, self._mark)
         else:
             content = [part for text in turn.texts for part in _content(text)]
-        return {**turn.others, "role": turn.role, "content": content}
+        message = {**turn.others, "role": turn.role, "content": content}
+        thought = next((message[name] for name in REASONING if name in message), None)
+        named = ("thinking", "reasoning_content")
+        return message if thought is None else dict.fromkeys(named, thought) | message
 
     def _tokens(self, text: str) -> tuple[NDArray[np.int64], ...]:
         """(ids, first character, last + 1) of each token, [N]."""
@@ -211,6 +221,15 @@ class Chat:
         """Whether the template itself writes the placeholder of an image."""
         said = self._tried([{"role": "user", "content": _content(MARK + ASKED)}])
         return self._takes_parts and said.count(self._mark) == 1
+
+    @cached_property
+    def _images_elsewise(self) -> bool:
+        """Whether it writes something else for an image, which a processor would replace."""
+        said, without = (
+            self._tried([{"role": "user", "content": _content(text)}])
+            for text in (MARK + ASKED, ASKED)
+        )
+        return self._takes_parts and not self._takes_images and said not in ("", without)
 
     def _asked(self, text: str) -> dict[str, Any]:
         return {"role": "user", "content": text if self._takes_texts else _content(text)}
