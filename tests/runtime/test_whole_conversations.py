@@ -1,0 +1,111 @@
+"""Conversations of whole published models: from a JSON to the loss, which is the library's own on
+what its template and its processor make of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from disttrain_cli.data.index import build_index
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.feeding import to_batch
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from tests.commands.conftest import make_profile
+from tests.models.test_whole import FAMILIES, loaded, loss_of, picture
+from tests.whole_models import IMAGE, run_of
+
+LENGTH = 512
+TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}: \
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}</s>{% endgeneration %}
+{% elif message.content is string %}{{ message.content }}
+{% else %}{% for part in message.content %}{% if part.type == 'image' %}<image>
+{% else %}{{ part.text }}
+{% endif %}{% endfor %}{% endif %}{% endfor %}"""
+SIZES = [(50, 40), (33, 90), (40, 40)]
+
+
+def conversations():
+    """Images of different sizes, one or two in a turn, in the first or in a later one."""
+    first, second, third = ({"type": "image", "image": f"{number}.png"} for number in range(3))
+    asked, more = ({"type": "text", "text": text} for text in ("What is it?", "And these?"))
+    return [
+        [
+            {"role": "user", "content": [first, asked]},
+            {"role": "assistant", "content": "A wall."},
+            {"role": "user", "content": [second, third, more]},
+            {"role": "assistant", "content": "Two more, both of colours."},
+        ],
+        [
+            {"role": "user", "content": "Hello."},
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": [asked, third]},
+            {"role": "assistant", "content": "Green."},
+        ],
+    ]
+
+
+@pytest.mark.parametrize("family", ["clip and llama", "qwen2_5_vl", "qwen3_vl"])
+def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
+    from transformers import PreTrainedTokenizerFast
+
+    write, processor = FAMILIES[family]
+    model = write(tmp_path / "whole")
+    (tmp_path / "whole" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "data").mkdir()
+    pictures = [picture(*size, seed=number) for number, size in enumerate(SIZES)]
+    for number, (file, _) in enumerate(pictures):
+        (tmp_path / "data" / f"{number}.png").write_bytes(file)
+    lines = [json.dumps({"messages": turns}) for turns in conversations()]
+    (tmp_path / "data" / "chats.jsonl").write_text("\n".join(lines))
+    data = {"sequence_length": LENGTH}
+    run = run_of(tmp_path / "whole", data=data, global_batch_size=1)
+    inputs, layers = describe(run), loaded(run)
+    index = build_index(run, inputs)
+    assert not index.skipped and len(index) == 2
+
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path / "whole")
+    total, count = torch.zeros(()), 0
+    for turns in conversations():
+        given = reference.apply_chat_template(
+            turns, return_dict=True, return_assistant_tokens_mask=True
+        )
+        images = [
+            pictures[int(part["image"][0])][1]
+            for turn in turns
+            for part in turn["content"]
+            if isinstance(part, dict) and part["type"] == "image"
+        ]
+        seen = processor(images, return_tensors="pt")
+        rows = (
+            (seen["image_grid_thw"].prod(dim=1) // 4).tolist()
+            if "image_grid_thw" in seen
+            else [int(index.tokens[index.kinds == 1][0])] * len(images)
+        )
+        repeats = np.array([rows.pop(0) if id_ == IMAGE else 1 for id_ in given["input_ids"]])
+        ids = torch.from_numpy(np.repeat(given["input_ids"], repeats))
+        trained = torch.from_numpy(np.repeat(given["assistant_masks"], repeats)).bool()
+        more = dict(seen)
+        if "image_grid_thw" in seen:
+            more["mm_token_type_ids"] = (ids == IMAGE).int()[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], **more).logits[0]
+        labels = torch.where(trained, ids, -100)[1:]
+        total += torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
+        count += int((labels >= 0).sum())
+
+    unit = UnitPlan(
+        name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layer_table(run))]
+    )
+    layout = Layout(
+        global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=1, units=[unit]
+    )
+    profile = make_profile(run.file).model_copy(update={"inputs": inputs})
+    orders = Orders(run.file, layout, index, profile)
+    fields = {field for layer in layers for field in layer.needs}
+    with Loader(run, orders, unit="all", replica=0, fields=fields) as loader:
+        batch = to_batch(loader.fetch(0, 0), loader.order(0), torch.device("cpu"), torch.float32)
+    assert int((batch.labels >= 0).sum()) == count == batch.label_tokens
+    torch.testing.assert_close(loss_of(layers, batch), total / count, atol=1e-4, rtol=0)
