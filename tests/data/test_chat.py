@@ -235,7 +235,7 @@ def test_templates_are_found_wherever_transformers_keeps_them(tmp_path: Path, wh
 
 def test_spaces_that_are_letters_are_those_of_the_whole_text(tmp_path: Path) -> None:
     """Pieces between placeholders tokenized by themselves would begin with a space."""
-    folder = write_folder(tmp_path / "metaspace", "vision", metaspace=True)
+    folder = write_folder(tmp_path / "metaspace", "turns", metaspace=True)
     content = [
         {"type": "text", "text": "the cat"},
         {"type": "image"},
