@@ -67,8 +67,10 @@ def delays_s(pipeline: Pipeline, delays: NDArray[np.int64]) -> Floats:
         follow_s, last_s = np.zeros((program.steps, ranks, len(mine))), np.zeros((ranks, len(mine)))
         for stage, replicas in enumerate(pipeline.replicas.tolist()):
             places = program.backwards_of(stage)
-            for delay in np.unique(mine[:, stage]).tolist():
-                having = mine[:, stage] == delay
+            which, counts = np.unique(mine[:, stage], return_counts=True)
+            for number, delay in enumerate(which[np.argsort(-counts, kind="stable")].tolist()):
+                # the most frequent one everywhere first: searches change one stage at a time
+                having = np.flatnonzero(mine[:, stage] == delay) if number else slice(None)
                 after_s = following(pipeline.weight_s[:, stage, :replicas], delay)
                 follow_s[places][..., having] = after_s[..., None]
                 if reducing is not None:

@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -243,6 +244,15 @@ def test_the_first_slot_is_lighter_so_that_the_llm_starts_sooner() -> None:
     weights = shape(line(), [encoder()])[:, 0]
     assert weights.sum() == pytest.approx(8) and weights[0] < 0.3 and weights[-1] < 0.8
     assert (weights[1:] + weights[:-1]).max() <= 3 + 1e-6
+
+
+def test_of_many_slots_those_between_the_ends_are_even() -> None:
+    few, many = (
+        shape(line(slots), [dataclasses.replace(encoder(), lightest=np.zeros(slots))])[:, 0]
+        for slots in (64, 1000)
+    )
+    assert many.sum() == pytest.approx(1000) and many[32:-32].tolist() == [1.0] * 936
+    assert many[:32].tolist() + many[-32:].tolist() == few.tolist() and few[0] < 0.3
 
 
 def test_slots_hold_no_less_than_the_lightest_sequences_and_no_more_than_memory() -> None:

@@ -7,12 +7,13 @@ even, and may be a little heavier than the mean where the unit has time to spare
 activations.
 
 The search knows one rank per stage, which takes the unit's mean time for a slot, times the slot's
-weight. Weights of the first and last slots move in steps of falling size; the better the simulated
-step, the better the weights.
+weight, and of many slots the first and last. Weights of these move in steps of falling size; the
+better the simulated step, the better the weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ MOVES = (0.4, 0.2, 0.1, 0.05)  # of a slot's mean work, one after the other
 ROUNDS = 24  # of each size, at most; each evaluates every move once
 # slots of the rounds of a size: pipelines of many slots have less to gain from their ends
 SLOT_ROUNDS = 2400
+# slots that are simulated, at most; of longer steps those between the first and last are even
+SLOTS_PER_STAGE, LEAST_SLOTS = 4, 64
 ENDS = 8  # first and last slots whose weights move one by one, besides one for every two stages
 NEAR = 2  # places between which work moves directly; farther it moves by way of all slots
 LEAST_GAIN = 1e-5  # of a step
@@ -52,7 +55,9 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
     Args:
         pipeline: one rank per stage; its durations are those of even slots.
     """
-    slots = len(pipeline.forward_s)
+    every = len(pipeline.forward_s)
+    slots = min(every, max(LEAST_SLOTS, SLOTS_PER_STAGE * len(pipeline.replicas)))
+    pipeline = _first_slots(pipeline, slots)
     weights = np.ones((slots, len(units)))
     best_s = float(_times_s(pipeline, units, weights[None])[0])
     ends = min(slots, 2 * (ENDS + len(pipeline.replicas) // 2))
@@ -70,7 +75,17 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
             if times_s[chosen] > best_s * (1 - LEAST_GAIN):
                 break
             weights, best_s = candidates[chosen], float(times_s[chosen])
-    return weights
+    return np.insert(weights, [(slots + 1) // 2] * (every - slots), 1.0, axis=0)
+
+
+def _first_slots(pipeline: Pipeline, slots: int) -> Pipeline:
+    """The pipeline with so many slots."""
+    return dataclasses.replace(
+        pipeline,
+        forward_s=pipeline.forward_s[:slots],
+        backward_s=pipeline.backward_s[:slots],
+        weight_s=None if pipeline.weight_s is None else pipeline.weight_s[:slots],
+    )
 
 
 def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) -> Floats:
@@ -94,7 +109,8 @@ def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) 
 
 def _possible(weights: Floats, unit: Shaped) -> NDArray[np.bool_]:
     """[K] whether there are sequences for such weights [K, n], and room for what they keep."""
-    light = (np.cumsum(np.sort(weights, axis=1), axis=1) >= unit.lightest - 1e-9).all(axis=1)
+    lightest = unit.lightest[: weights.shape[1]]
+    light = (np.cumsum(np.sort(weights, axis=1), axis=1) >= lightest - 1e-9).all(axis=1)
     total = np.cumsum(np.pad(weights, ((0, 0), (1, 0))), axis=1)
     window = min(unit.window, weights.shape[1])
     fullest = (total[:, window:] - total[:, :-window]).max(axis=1)
@@ -110,13 +126,13 @@ def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Fl
 
 def _some_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
     """The same of as many steps as are in memory at once."""
-    durations = [
-        np.repeat(times_s[..., None], len(weights), axis=-1) for times_s in pipeline.parts_s
-    ]
+    durations = [np.empty((*times_s.shape, len(weights))) for times_s in pipeline.parts_s]
+    for part, times_s in zip(durations, pipeline.parts_s, strict=True):
+        part[:] = times_s[..., None]
     for number, unit in enumerate(units):
         weight = weights[:, :, number].T[:, None, :]  # [n, 1, K]
-        for part, times_s in enumerate(durations):
-            times_s[:, unit.stages, 0] = np.where(weight > 0, unit.base_s[part][:, None], 0.0) + (
-                unit.work_s[part][:, None] * weight
+        for times_s, base_s, work_s in zip(durations, unit.base_s, unit.work_s, strict=True):
+            times_s[:, unit.stages, 0] = np.where(weight > 0, base_s[:, None], 0.0) + (
+                work_s[:, None] * weight
             )
     return iterations_s(pipeline, *durations)
