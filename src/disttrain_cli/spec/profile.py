@@ -205,6 +205,7 @@ class ModuleProfile(Strict):
 
     tied: list[int] = Field(
         default_factory=list,
+        exclude_if=lambda places: not places,
         max_length=2,
         description=(
             "Places of a layer all of whose parameters another one shares, and of that one (an"
