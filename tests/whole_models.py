@@ -34,8 +34,10 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
 IMAGE = SPECIAL.index("<image>")
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>\n{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endfor %}"
+    "{% if part['type'] == 'image' %}<image>\n{% elif message['role'] == 'assistant' %}"
+    "{% generation %}{{ part['text'] }}</s>{% endgeneration %}{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
