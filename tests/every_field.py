@@ -48,7 +48,6 @@ SMALL = {
 }
 EXTRA = {"qwen2_5_vl_text": MROPE, "qwen3_vl_text": MROPE | {"head_dim": 12}}
 LORA = {"r": 3, "lora_alpha": 6, "use_rslora": True, "target_modules": ["v_proj", "mlp.up_proj"]}
-SMALL = {"num_hidden_layers": 1, "depth": 2}
 #: Small configurations of classes, with every kind of dropout that they have.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "encoder": {
