@@ -32,6 +32,9 @@ LEAST_GAIN = 1e-3  # of a step, for which backwards have two parts
 LEAST_STEP = 1e-4  # of a step, for which the search goes on
 TRIED = 16  # neighbours of delays that are simulated with all replicas
 SLOTS_PER_STAGE = 8  # that are simulated in the search, at most: more of the same between them
+MOST_PASSES = 1 << 15  # slots of all stages that are simulated in the search, where that is enough
+AT_ONCE = 1 << 20  # passes of all ranks in steps that are simulated together
+MOST_BLOCKS = 32  # of neighbouring stages whose delays are changed together
 SLOPES = (0.0, 0.5, 1.0, 1.5, 2.0)  # slots for every stage before, where the search begins
 
 
@@ -51,23 +54,28 @@ def timed(
         numbers: of the batches.
         draws: the batches; None = drawn anew.
         thorough: the search goes on with all replicas, at ten times the time; of several batches,
-            as delays that are best for one small batch may be bad for others.
+            as delays that are best for one small batch may be bad for others. Not of steps of more
+            than `MOST_PASSES`.
     """
     draws = draws or Draws(profile, cluster)
     loads = [draws.loads(layout, number) for number in numbers]
 
-    def pipelines_of(layout: Layout) -> list[Pipeline]:
+    def pipelines_of(layout: Layout, loads: Sequence[dict[str, Floats]]) -> list[Pipeline]:
         stages, per_node = stages_of(profile, layout), cluster.gpus_per_node
         return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
 
     def mean_s(layout: Layout) -> float:
-        return float(steps_s(pipelines_of(layout)).mean())
+        ranks = layout.microbatches * sum(unit.pp * unit.dp for unit in layout.units)
+        size = max(1, AT_ONCE // ranks)
+        parts = [loads[begin : begin + size] for begin in range(0, len(loads), size)]
+        return float(np.concatenate([steps_s(pipelines_of(layout, part)) for part in parts]).mean())
 
     whole_s = mean_s(layout)
     most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
     if all(delay is None for delay in most):
         return layout, whole_s
-    pipelines = pipelines_of(with_delays(layout, [None if m is None else 0 for m in most]))
+    unsplit = with_delays(layout, [None if m is None else 0 for m in most])
+    pipelines = pipelines_of(unsplit, loads)
     delays, split_s = _best(pipelines, [m or 0 for m in most], thorough)
     if split_s > whole_s * (1 - LEAST_GAIN):
         return layout, whole_s
@@ -145,7 +153,9 @@ def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[l
         found.append(_climbed(ones, most, float(times_s[place]), starts[place].tolist())[1])
     times_s = _means_s(pipelines, np.array(found))
     best_s, delays = min(zip(times_s.tolist(), found, strict=True))
-    if thorough:  # of neighbours that are fast with the longest durations, the last of `ones`
+    passes = pipelines[0].forward_s.shape[0] * pipelines[0].forward_s.shape[1]
+    if thorough and passes <= MOST_PASSES:
+        # of neighbours that are fast with the longest durations, the last of `ones`
         best_s, delays = _climbed(pipelines, most, best_s, delays, ones)
     return delays, best_s
 
@@ -159,7 +169,7 @@ def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline
     """The pipeline with one replica per stage, of a summary [n, S] of all replicas' times, and of
     many slots the first and last."""
     slots, stages, _ = pipeline.forward_s.shape
-    ends = min(slots, SLOTS_PER_STAGE * stages)
+    ends = min(slots, SLOTS_PER_STAGE * stages, max(2 * stages, MOST_PASSES // stages))
     kept = np.r_[: ends // 2, slots - (ends - ends // 2) : slots]
     times_s = [summary(part_s)[kept, :, None] for part_s in pipeline.parts_s]
     return replace(
@@ -178,7 +188,8 @@ def _climbed(
     delays: list[int],
     quick: list[Pipeline] | None = None,
 ) -> tuple[float, list[int]]:
-    """Better delays, one stage or all stages changed at a time; of equal ones the smallest sum.
+    """Better delays, one block of stages or all stages changed at a time; of equal ones the
+    smallest sum.
 
     Args:
         quick: pipelines that take less time, in which only the `TRIED` fastest neighbours are
@@ -198,8 +209,11 @@ def _climbed(
 
 def _changed(delays: list[int], most: list[int]) -> Iterator[list[int]]:
     """Neighbours of some delays within `most`."""
-    for stage, (delay, top) in enumerate(zip(delays, most, strict=True)):
-        for other in {0, delay - 1, delay + 1, delay + 2, 2 * delay, top}:
-            yield [*delays[:stage], min(max(other, 0), top), *delays[stage + 1 :]]
+    now, tops = np.array(delays), np.array(most)
+    for block in np.array_split(np.arange(len(now)), min(len(now), MOST_BLOCKS)):
+        for other in (0 * now, now - 1, now + 1, now + 2, 2 * now, tops):
+            changed = now.copy()
+            changed[block] = np.clip(other, 0, tops)[block]
+            yield changed.tolist()
     for more in (-1, 1):
-        yield [min(max(delay + more, 0), top) for delay, top in zip(delays, most, strict=True)]
+        yield np.clip(now + more, 0, tops).tolist()

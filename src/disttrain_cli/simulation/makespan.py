@@ -19,6 +19,7 @@ from disttrain_cli.simulation.pipeline import Program, following, program_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
+TABLE_NUMBERS = 1 << 24  # that a table of all updates holds
 
 
 def steps_s(pipelines: Sequence[Pipeline]) -> Floats:
@@ -89,8 +90,9 @@ def _of_ranks(pipeline: Pipeline, each_s: Floats) -> Floats:
 
 
 def _chunks(program: Program, count: int) -> Iterator[slice]:
-    """So many steps in as many as one update handles."""
-    size = max(1, NUMBERS // len(program.stage_of))
+    """So many steps in as many as one update and memory handle."""
+    ranks = len(program.stage_of)
+    size = max(1, min(NUMBERS // ranks, TABLE_NUMBERS // (ranks * program.steps)))
     for begin in range(0, count, size):
         yield slice(begin, min(count, begin + size))
 
