@@ -75,9 +75,16 @@ def slots_in_flight(stage: Stage, microbatches: int) -> int:
     return min(microbatches, stage.to_end)
 
 
+def slots_seen(stage: Stage, microbatches: int) -> int:
+    """Slots of a step in which a stage comes to keep all that it ever does: gradients of weights
+    that wait are behind those of inputs by their delay."""
+    flight = slots_in_flight(stage, microbatches)
+    return min(microbatches, flight + 1 + (stage.weight_delay or 0))
+
+
 def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
-    """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight and
-    neighbours."""
+    """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight,
+    delays and neighbours."""
     groups: dict[tuple[object, ...], list[Stage]] = {}
     for stage in graph.stages:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
@@ -92,6 +99,7 @@ def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -
             tuple(graph.stages[number].unit.name for number in side)
             for side in (stage.before, stage.after)
         )
-        alike = (stage.unit.name, layers, slots_in_flight(stage, microbatches), *cuts, *around)
+        slots = (slots_in_flight(stage, microbatches), stage.weight_delay)
+        alike = (stage.unit.name, layers, *slots, *cuts, *around)
         groups.setdefault(alike, []).append(stage)
     return list(groups.values())

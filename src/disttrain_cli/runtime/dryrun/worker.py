@@ -43,6 +43,7 @@ from disttrain_cli.runtime.dryrun.stages import (
     StageSeen,
     Wait,
     slots_in_flight,
+    slots_seen,
 )
 from disttrain_cli.runtime.dryrun.storages import bytes_of
 from disttrain_cli.runtime.dryrun.syncs import Waits
@@ -105,7 +106,7 @@ def main(payload: dict[str, Any]) -> None:
 def _order(run: Run, plan: Plan, profile: Profile, graph: StageGraph) -> OrderSeen:
     """All ranks' messages in as many slots as fill the pipeline and empty it again."""
     most = plan.plan.microbatches
-    slots = min(most, 1 + max(slots_in_flight(stage, most) for stage in graph.stages))
+    slots = max(slots_seen(stage, most) for stage in graph.stages)
     order = worst_step(profile, plan.plan, slots)
     records = list(record_steps(run, graph, order, overlap=plan.plan.overlap))
     return OrderSeen(
@@ -125,12 +126,12 @@ def _seen(
 ) -> StageSeen:
     began_s = time.monotonic()
     coords = graph.coords(graph.stages[stages[0]].rank(0))
-    flight = slots_in_flight(coords.stage, plan.plan.microbatches)
+    most = plan.plan.microbatches
     seen = StageSeen(
         stages=stages,
         rank=coords.rank,
-        slots_in_flight=flight,
-        slots=min(plan.plan.microbatches, flight + 1),
+        slots_in_flight=slots_in_flight(coords.stage, most),
+        slots=slots_seen(coords.stage, most),
     )
     _look_up_layouts(run, coords, worst_slot(profile, plan.plan))
     with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
