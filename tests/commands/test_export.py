@@ -30,6 +30,7 @@ def test_one_json_document_a_table_and_the_path(tmp_path, monkeypatch, capsys):
         "loads_with": "transformers.LlamaForCausalLM",
         "parameters": said["modules"]["llm"]["parameters"],
         "averaged": False,
+        "base": None,
     }
     assert disttrain("export", run.path, "--out", tmp_path / "more") == 0
     told = capsys.readouterr()

@@ -9,7 +9,7 @@ from disttrain_cli.models.architectures import ARCHITECTURES, read_configs
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.spec.runfile import Run, RunFile
-from tests.models.conftest import AUDIO, LLAMA, MODULES, UNET
+from tests.models.conftest import AUDIO, LLAMA, MODULES, MROPE, UNET
 from tests.models.test_towers import TOWERS
 
 PIXART = {
@@ -25,6 +25,7 @@ CONFIGS = (
     {"whisper": AUDIO["config"], "unet2d_condition": UNET, "pixart": PIXART}
     | {name: tower["config"] for name, tower in TOWERS.items()}
     | {name: LLAMA for name, entry in ARCHITECTURES.items() if entry.kind == "llm"}
+    | {"qwen2_5_vl_text": LLAMA | MROPE}
 )
 PLACES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
 #: Parts of the published classes that no layer has: heads that pool, or that nothing here reads.

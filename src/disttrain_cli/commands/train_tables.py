@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.steps import say_drift
-from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.naming import short_path
 from disttrain_cli.runtime.watching.lines import listed
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.samples import Answer
 
 TABLE_STEPS = 7  # steps shown: the first, the last, and some between
 
@@ -97,14 +98,7 @@ def _say_files(console: Console, result: TrainResult) -> None:
         folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
     if result.samples:
-        console.table(
-            "Answers to held-out conversations",
-            ["asked", "model", "data"],
-            [
-                [printable(text, 100) for text in (one.prompt, one.text, one.recorded)]
-                for one in result.samples.answers
-            ],
-        )
+        _show_answers(console, result.samples.answers)
     if result.samples and (judge := result.samples.judge):
         drawn, written = result.samples.drawn, result.samples.written
         says = (
@@ -121,6 +115,19 @@ def _say_files(console: Console, result: TrainResult) -> None:
             f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
             f"{percent(judge.accuracy)} of held-out real ones)"
         )
+
+
+def _show_answers(console: Console, answers: Sequence[Answer]) -> None:
+    from disttrain_cli.data.sources.samples import printable
+
+    console.table(
+        "Answers to held-out conversations",
+        ["asked", "model", "data"],
+        [
+            [printable(text, 100) for text in (one.prompt, one.text, one.recorded)]
+            for one in answers
+        ],
+    )
 
 
 def _number(value: float | None, form: str) -> str:
