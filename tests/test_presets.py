@@ -25,7 +25,9 @@ LLM_BILLIONS = {
     "vlm-8b": 6.74,
     "qwen-vl-8b": 7.62,
     "qwen2.5-vl-7b": 7.62,
+    "qwen2.5-vl-7b-lora": 7.66,  # with adapters of 0.04
     "qwen3-vl-8b": 8.19,
+    "qwen3-vl-32b": 32.8,
     "mllm-audio-10b": 6.74,
     "tiny": 0.0009,
     "tiny-audio": 0.0009,
