@@ -43,7 +43,10 @@ def runs(make_run, tmp_path):  # type: ignore[no-untyped-def]
     towers = {name: OTHERS[name][1] for name in TOWERS if name in OTHERS}
     towers["vit"] = {"kind": "encoder", "architecture": "vit", "merge": 2, "config": VIT | DROPS}
     for name, tower in towers.items():
-        models[name] = {"image_encoder": tower, "llm": models["llama"]["llm"]}
+        # a block for each of DeepStack's features
+        blocks = len(tower["config"].get("deepstack_visual_indexes", [0]))
+        under = {"architecture": "llama", "config": llm | {"num_hidden_layers": blocks}}
+        models[name] = {"image_encoder": tower, "llm": {"kind": "llm"} | under}
     models["vit"]["audio_encoder"] = audio
     models["vit"] = dict(sorted(models["vit"].items(), key=lambda named: named[0] == "llm"))
     paths = [tmp_path / f"{name}.yaml" for name in models]
