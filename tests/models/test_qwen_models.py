@@ -20,6 +20,7 @@ from disttrain_cli.models.layer import Batch, Items, PipelineLayer
 from disttrain_cli.models.weights import Source, load_into
 from disttrain_cli.spec.heads import Grid
 from disttrain_cli.spec.runfile import Run
+from tests.whole_models import QWEN, QWEN_TOWER
 
 TEXT = {
     "vocab_size": 270,
@@ -29,42 +30,8 @@ TEXT = {
     "num_key_value_heads": 2,
     "intermediate_size": 96,
 }
-TOWER = {
-    "hidden_size": 32,
-    "depth": 4,
-    "num_heads": 4,
-    "intermediate_size": 64,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 48,
-}
-#: The tower's and the LLM's configurations; of the latter with few frequencies for times.
-FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_5_vl": (
-        TOWER | {"window_size": 16, "fullatt_block_indexes": [1, 3]},
-        TEXT
-        | {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [2, 2, 2],
-            }
-        },
-    ),
-    "qwen3_vl": (
-        TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
-        TEXT
-        | {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5e6,
-                "mrope_section": [4, 2, 2],
-                "mrope_interleaved": True,
-            },
-        },
-    ),
-}
+#: By family the tower's and the LLM's configurations; of the latter with few frequencies for times.
+FAMILIES = {name: (QWEN_TOWER | tower, TEXT | llm) for name, (tower, llm) in QWEN.items()}
 IMAGE, VIDEO, START, END = 259, 260, 261, 262
 #: By sequence its conversations: numbers of text tokens, and grids of images among them.
 PACKED: list[list[list[int | Grid]]] = [

@@ -22,6 +22,7 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.models.tying import copy_of, tie, tied_layers
 from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
@@ -175,6 +176,19 @@ def check_twins(engine: UnitEngine) -> None:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=twins)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=twins)
         assert torch.equal(least, most)
+
+
+def check_equals(
+    out: Path, history: list[list[float]], parameters: dict[str, torch.Tensor]
+) -> None:
+    """Losses, norms and last weights that ranks left in `out` are those of one process
+    (`reference`)."""
+    folder = checkpoint_folder.latest(out / "checkpoints")
+    assert folder is not None
+    found, weights = json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
+    assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
+    for key, expected in parameters.items():
+        assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
 
 
 def reference(

@@ -7,27 +7,23 @@ from a seeded generator, and each is named by what was drawn, so that a failure 
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.data.dataset import interleaved, text, write_tar
-from tests.runtime.equivalence_worker import reference
+from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 RANKS, STEPS, BATCH, SEED = 8, 3, 12, 36
@@ -269,14 +265,7 @@ def _run(folder: Path, data: Path, case: Case) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
-    history, parameters = runs["references"][CASES[name].model]
-    out: Path = runs["out"] / name
-    folder = checkpoint_folder.latest(out / "checkpoints")
-    assert folder is not None
-    found, weights = json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
-    assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
-    for key, expected in parameters.items():
-        assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+    check_equals(runs["out"] / name, *runs["references"][CASES[name].model])
 
 
 def test_the_draws_cover_what_a_plan_may_choose() -> None:

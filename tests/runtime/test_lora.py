@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import is_adapter
-from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
-from tests.runtime.equivalence_worker import reference
+from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import LORA, MODEL, plan_of, unit, write_run
 
 RANKS, STEPS, BATCH = 4, 3, 4
@@ -109,14 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
-    history, parameters = runs["reference"]
-    out: Path = runs["out"] / name
-    folder = checkpoint_folder.latest(out / "checkpoints")
-    assert folder is not None
-    found, weights = json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
-    assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
-    for key, expected in parameters.items():
-        assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+    check_equals(runs["out"] / name, *runs["reference"])
 
 
 @pytest.mark.slow

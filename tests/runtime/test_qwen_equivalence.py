@@ -6,23 +6,19 @@ its DeepStack mergers, between tower and LLM, and inside the blocks that read th
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table, live_tensors
-from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
-from tests.runtime.equivalence_worker import reference
+from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 STEPS, RANKS = 2, 6
@@ -180,14 +176,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     family, _, _, trained = CASES[name]
-    history, parameters = runs["models"][family, str(trained)]
-    out: Path = runs["out"] / name
-    folder = checkpoint_folder.latest(out / "checkpoints")
-    assert folder is not None
-    found, weights = json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
-    assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
-    for key, expected in parameters.items():
-        assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+    check_equals(runs["out"] / name, *runs["models"][family, str(trained)])
 
 
 def test_features_cross_every_cut_until_their_block(tmp_path: Path) -> None:

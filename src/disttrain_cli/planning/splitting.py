@@ -65,8 +65,8 @@ def timed(
         return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
 
     def mean_s(layout: Layout) -> float:
-        ranks = layout.microbatches * sum(unit.pp * unit.dp for unit in layout.units)
-        size = max(1, AT_ONCE // ranks)
+        passes = layout.microbatches * sum(unit.pp * unit.dp for unit in layout.units)
+        size = max(1, AT_ONCE // passes)
         parts = [loads[begin : begin + size] for begin in range(0, len(loads), size)]
         return float(np.concatenate([steps_s(pipelines_of(layout, part)) for part in parts]).mean())
 
@@ -153,8 +153,8 @@ def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[l
         found.append(_climbed(ones, most, float(times_s[place]), starts[place].tolist())[1])
     times_s = _means_s(pipelines, np.array(found))
     best_s, delays = min(zip(times_s.tolist(), found, strict=True))
-    passes = pipelines[0].forward_s.shape[0] * pipelines[0].forward_s.shape[1]
-    if thorough and passes <= MOST_PASSES:
+    slots, stages, _ = pipelines[0].forward_s.shape
+    if thorough and slots * stages <= MOST_PASSES:
         # of neighbours that are fast with the longest durations, the last of `ones`
         best_s, delays = _climbed(pipelines, most, best_s, delays, ones)
     return delays, best_s

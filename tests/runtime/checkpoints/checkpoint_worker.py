@@ -33,6 +33,11 @@ from tests.runtime.equivalence_worker import BUCKET_NUMBERS, check_twins
 MADE_FROM = {"model": "test"}
 
 
+def history_of(out: Path, name: str) -> torch.Tensor:
+    """Losses and norms of a case by step."""
+    return torch.tensor(json.loads((out / name / "history.json").read_text()), dtype=torch.float64)
+
+
 def before_fork(payload: dict[str, Any]) -> None:
     for case in payload.get("cases", []):
         layer_table(read_run(Path(case["run"])))

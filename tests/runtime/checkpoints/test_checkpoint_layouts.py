@@ -3,7 +3,6 @@ killed in writing."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.runtime.checkpoints.checkpoint_parts import engine_of
+from tests.runtime.checkpoints.checkpoint_worker import history_of
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.outputs.test_export import trained
 from tests.runtime.test_evaluation import SEQUENCES, mean_losses
@@ -166,15 +166,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def _history(out: Path, name: str) -> torch.Tensor:
-    return torch.tensor(json.loads((out / name / "history.json").read_text()), dtype=torch.float64)
-
-
 def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
-    assert torch.equal(_history(out, "same"), _history(out, "whole")[2:])
+    assert torch.equal(history_of(out, "same"), history_of(out, "whole")[2:])
     for layout in ("pp2dp2", "1-tp2-1"):
-        assert torch.equal(_history(out, f"again {layout}"), _history(out, f"zero {layout}")[1:])
-    assert torch.equal(_history(out, "bf16 same"), _history(out, "bf16")[2:])
+        assert torch.equal(
+            history_of(out, f"again {layout}"), history_of(out, f"zero {layout}")[1:]
+        )
+    assert torch.equal(history_of(out, "bf16 same"), history_of(out, "bf16")[2:])
     groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
     own, other = (
         checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
@@ -188,20 +186,22 @@ def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
     ["plain 1-pp2-1", "plain pp2dp2", "plain tp2dp2", "zero 1-tp2-1", "zero pp2dp2", "zero tp2dp2"],
 )
 def test_another_layout_goes_on_with_equal_losses(out: Path, name: str) -> None:
-    assert torch.allclose(_history(out, name), _history(out, "whole")[2:], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(history_of(out, name), history_of(out, "whole")[2:], rtol=1e-5, atol=1e-5)
 
 
 def test_what_another_layout_went_on_to_is_opened_by_the_first(out: Path) -> None:
-    assert torch.allclose(_history(out, "back"), _history(out, "whole")[3:], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        history_of(out, "back"), history_of(out, "whole")[3:], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_another_layout_of_bf16_goes_on_alike(out: Path) -> None:
-    assert torch.allclose(_history(out, "bf16 other"), _history(out, "bf16")[2:], rtol=0.03)
+    assert torch.allclose(history_of(out, "bf16 other"), history_of(out, "bf16")[2:], rtol=0.03)
 
 
 def test_frozen_modules_have_weights_and_no_moments(out: Path) -> None:
     assert torch.allclose(
-        _history(out, "frozen other"), _history(out, "frozen")[2:], rtol=1e-5, atol=1e-5
+        history_of(out, "frozen other"), history_of(out, "frozen")[2:], rtol=1e-5, atol=1e-5
     )
     groups = ("weight", "exp_avg")
     before, after = (
@@ -221,9 +221,9 @@ def test_what_was_frozen_trains_on_with_moments_of_its_own(out: Path) -> None:
     """In any layout, and after another checkpoint; the first step is AdamW's with the first
     moments."""
     assert torch.allclose(
-        _history(out, "unfrozen other"), _history(out, "unfrozen"), rtol=1e-5, atol=1e-5
+        history_of(out, "unfrozen other"), history_of(out, "unfrozen"), rtol=1e-5, atol=1e-5
     )
-    assert torch.equal(_history(out, "unfrozen on"), _history(out, "unfrozen")[1:])
+    assert torch.equal(history_of(out, "unfrozen on"), history_of(out, "unfrozen")[1:])
     groups = ("weight", "exp_avg", "exp_avg_sq")
     before, after = (
         checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
@@ -296,7 +296,7 @@ def test_averages_are_those_of_one_process(out: Path) -> None:
 
 def test_held_out_losses_are_those_of_one_process(out: Path) -> None:
     run = read_run(out.parent / "plain" / "disttrain.yaml")
-    history = _history(out, "whole")
+    history = history_of(out, "whole")
     weights = checkpoint.read_tensors(out / "whole" / "checkpoints" / "step-000004")
     layers = build_layers(run, 0, len(layer_table(run)))
     with torch.no_grad():

@@ -3,7 +3,6 @@ layouts with a copy on each of two, and back."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.runtime.checkpoints.checkpoint_worker import history_of
 from tests.runtime.factory import plan_of, unit, write_run
 
 pytestmark = pytest.mark.slow
@@ -113,10 +113,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def _history(out: Path, name: str) -> torch.Tensor:
-    return torch.tensor(json.loads((out / name / "history.json").read_text()), dtype=torch.float64)
-
-
 @pytest.mark.parametrize(
     ("name", "since"),
     [
@@ -128,15 +124,17 @@ def _history(out: Path, name: str) -> torch.Tensor:
     ],
 )
 def test_losses_are_those_of_one_stage(out: Path, name: str, since: int) -> None:
-    assert torch.allclose(_history(out, name), _history(out, "one")[since:], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        history_of(out, name), history_of(out, "one")[since:], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
-    assert torch.equal(_history(out, "bf16 again"), _history(out, "bf16")[2:])
+    assert torch.equal(history_of(out, "bf16 again"), history_of(out, "bf16")[2:])
 
 
 def test_a_frozen_pair_does_not_change(out: Path) -> None:
-    assert len(_history(out, "frozen on")) == 1
+    assert len(history_of(out, "frozen on")) == 1
 
 
 def test_one_tensor_is_stored_with_its_moments_and_average(out: Path) -> None:

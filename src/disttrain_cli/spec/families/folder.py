@@ -91,10 +91,6 @@ class PublishedFolder:
         named = (self.config.get(field) for field in self.family.image_token)
         return next((value for value in named if isinstance(value, int)), None)
 
-    def processor_fields(self) -> Fields:
-        """Fields of its image processor; SpecError where there are none."""
-        return image_processor_fields(self.path)[1]
-
     def processor(self) -> ImageProcessor:
         """The image processor's rule; SpecError where it has none that is known."""
         return self.family.processor(*image_processor_fields(self.path))
