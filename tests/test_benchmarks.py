@@ -34,6 +34,7 @@ from benchmarks import (
     stock_pipeline,
     tp_overlap,
     verdicts,
+    video,
     waiting,
 )
 from benchmarks.list_schedule import Batch, Group, Rules, ends_s
@@ -73,6 +74,12 @@ def test_decode():
         assert all(row["ms per image"] > 0 for row in rows)
     assert files[0]["ms per image"] > 0
     assert all(row["disttrain"] > row["OpenCV, area"] - 1 > 30 for row in closeness)
+
+
+def test_video():
+    rows = only(video.measure(small=True))
+    assert {row["codec"] for row in rows} == set(video.CODECS)
+    assert all(row["disttrain, ms"] > 0 and row["plain loop, ms"] > 0 for row in rows)
 
 
 def test_pillow_and_disttrain_prepare_the_same_image():

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.headers import Read
 from disttrain_cli.data.muting import mute_libraries
+from disttrain_cli.data.streams import ReadStream
 from disttrain_cli.errors import DataError
 
 Floats = NDArray[np.float32]
@@ -55,7 +56,7 @@ def read_clip_header(read: Read, file_bytes: int) -> ClipHeader:
         raise ValueError(f"truncated WAV file: {file_bytes} bytes of {claimed + 8}")
     if head[:4] == b"OggS" and not _ends(read(max(0, file_bytes - OGG_PAGE_BYTES), OGG_PAGE_BYTES)):
         raise ValueError("truncated Ogg file: its last page is not whole")
-    with _opened(io.BufferedReader(_File(read, file_bytes))) as file:
+    with _opened(io.BufferedReader(ReadStream(read, file_bytes))) as file:
         return _header(file)
 
 
@@ -136,31 +137,3 @@ def _resampled(samples: Floats, rate_hz: int) -> Floats:
 
     common = math.gcd(RATE_HZ, rate_hz)
     return np.asarray(resample_poly(samples, RATE_HZ // common, rate_hz // common), np.float32)
-
-
-class _File(io.RawIOBase):
-    """A file that is only read where somebody looks."""
-
-    def __init__(self, read: Read, size: int) -> None:
-        self._read, self._size, self._at = read, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(
-            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        )
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._read(self._at, max(0, min(len(buffer), self._size - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

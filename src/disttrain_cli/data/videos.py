@@ -1,0 +1,245 @@
+"""Video files: their sizes from headers, and chosen frames of them as pixels.
+
+MP4 and QuickTime, Matroska and WebM, and AVI, by the `av` package (FFmpeg's libraries); the content
+of a file tells what it is, never its name. Frames are numbered as they are shown, from 0. Decoding
+begins at the keyframe before a frame that is wanted, and of the frames between only those are
+decoded that others need. What is seen:
+
+- 8 bits of RGB, as `av` converts to them; the first video of a file that has several.
+- Frames as they are stored: a rotation that the file asks for is not applied.
+
+Every function raises ValueError with the reason where the bytes are no whole video within the
+limits below, and DataError where the package is missing. A call holds the packets of the file once
+beside its bytes, what the decoder keeps (up to 17 frames, at 1.5 bytes per pixel), and one frame
+at 3 bytes per pixel.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.headers import Read
+from disttrain_cli.data.muting import mute_libraries
+from disttrain_cli.data.streams import ReadStream
+from disttrain_cli.errors import DataError
+
+Bytes = NDArray[np.uint8]
+
+#: Others are refused before anything is decoded.
+MOST_PIXELS, MOST_FRAMES, MOST_FPS = 8192 * 4320, 2_000_000, 1_000
+#: FFmpeg's names of the forms that are read, by how their files begin: none of them opens others.
+FORMS = {b"ftyp": "mov", b"\x1aE\xdf\xa3": "matroska", b"RIFF": "avi"}
+READ_BYTES = 1 << 16  # at once from a shard
+
+
+class VideoHeader(NamedTuple):
+    """Size of a video file."""
+
+    width_px: int
+    height_px: int
+    frames: int
+    fps: float  # their mean rate per second
+
+
+def read_video_header(read: Read, file_bytes: int) -> VideoHeader:
+    """Size of a video file of so many bytes, of which only headers (of Matroska, WebM and MP4 in
+    fragments those of all packets) are read."""
+    form = _form(read)
+    if form == "mov":
+        _check_boxes(read, file_bytes)
+    if form == "avi" and file_bytes < (claimed := int.from_bytes(read(4, 4), "little") + 8):
+        raise ValueError(f"truncated AVI file: {file_bytes} bytes of {claimed}")
+    with _opened(form, io.BufferedReader(ReadStream(read, file_bytes), READ_BYTES)) as container:
+        return _header(container)
+
+
+def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[tuple[int, Bytes]]:
+    """(number, pixels [H, W, RGB]) of the frames of these numbers, in their order.
+
+    Args:
+        numbers: ascending, none twice.
+    """
+    with _opened(_form(_of(data)), io.BytesIO(data)) as container:
+        stream = _video(container)
+        stream.codec_context.thread_count = 1
+        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        at_hand = _found(stream.codec_context, packets, numbers)
+        from av.video.reformatter import VideoReformatter
+
+        convert: Any = VideoReformatter().reformat
+        for number, frame in at_hand:
+            if frame.is_corrupt:
+                raise ValueError(f"frame {number} is damaged")
+            yield number, convert(frame, format="rgb24", threads=1).to_ndarray()
+
+
+def _found(context: Any, packets: list[Any], numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """(number, frame) of the frames of these numbers."""
+    shown = sorted(packet.pts for packet in packets if packet.pts is not None)
+    if len(set(shown)) < len(packets) or any(packet.is_discard for packet in packets):
+        yield from _counted(context, packets, numbers)
+        return
+    for first, last, wanted in _passes(packets, shown, numbers):
+        got = {}
+        for frame in _decoded(context, packets[first : last + 1], set(wanted)):
+            if frame.pts in wanted:
+                got[frame.pts] = frame
+            while wanted and next(iter(wanted)) in got:
+                pts = next(iter(wanted))
+                yield wanted.pop(pts), got.pop(pts)
+        if wanted:
+            raise ValueError(f"frame {next(iter(wanted.values()))} cannot be decoded")
+
+
+def _passes(
+    packets: list[Any], shown: list[int], numbers: Sequence[int]
+) -> Iterator[tuple[int, int, dict[int, int]]]:
+    """(first, last packet to decode, numbers of the wanted frames by their time), a pass for each
+    keyframe that decoding begins at."""
+    if numbers and numbers[-1] >= len(shown):
+        raise ValueError(f"truncated: {len(shown)} frames, of which frame {numbers[-1]} is read")
+    place = {packet.pts: at for at, packet in enumerate(packets)}
+    keys = sorted((packet.pts, at) for at, packet in enumerate(packets) if packet.is_keyframe)
+    times = [pts for pts, _ in keys]
+    first, last, wanted = 0, 0, dict[int, int]()
+    for number in numbers:
+        pts = shown[number]
+        behind = bisect_right(times, pts)
+        start = keys[behind - 1][1] if behind else 0
+        if wanted and start > first:
+            yield first, last, wanted
+            last, wanted = 0, {}
+        if not wanted:
+            first = start
+        last, wanted[pts] = max(last, place[pts]), number
+    if wanted:
+        yield first, last, wanted
+
+
+def _decoded(context: Any, packets: list[Any], wanted: set[int]) -> Iterator[Any]:
+    """Frames of a run of packets that begins with a keyframe; of those that are not wanted only
+    those that others need."""
+    for packet in packets:
+        context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
+        yield from context.decode(packet)
+    yield from context.decode(None)
+    context.flush_buffers()
+
+
+def _counted(context: Any, packets: list[Any], numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """The same where packets do not say when they are shown: every frame is decoded and counted."""
+    wanted = iter(numbers)
+    number, last = next(wanted, None), -1
+    for last, frame in enumerate(
+        frame for packet in [*packets, None] for frame in context.decode(packet)
+    ):
+        if last == number:
+            yield last, frame
+            if (number := next(wanted, None)) is None:
+                return
+    if number is not None:
+        raise ValueError(f"truncated: {last + 1} frames, of which frame {number} is read")
+
+
+def _header(container: Any) -> VideoHeader:
+    stream = _video(container)
+    width, height, rate = stream.codec_context.width, stream.codec_context.height, _rate(stream)
+    if width < 1 or height < 1:
+        raise ValueError(f"a video of {width}x{height} pixels")
+    if width * height > MOST_PIXELS:
+        raise ValueError(
+            f"oversized video: {width}x{height} pixels a frame, at most {MOST_PIXELS} are read"
+        )
+    if not 0 < rate <= MOST_FPS:
+        raise ValueError(f"{rate:g} frames per second, up to {MOST_FPS} are read")
+    frames = stream.frames or sum(bool(packet.size) for packet in container.demux(stream))
+    if not 1 <= frames <= MOST_FRAMES:
+        raise ValueError(f"a video of {frames} frames, 1 to {MOST_FRAMES} are read")
+    return VideoHeader(width, height, frames, rate)
+
+
+def _video(container: Any) -> Any:
+    """The first stream of frames that is no picture of the cover."""
+    cover = _av().stream.Disposition.attached_pic
+    stream = next((one for one in container.streams.video if not one.disposition & cover), None)
+    if stream is None:
+        raise ValueError("no video in the file, only sound, texts or a cover")
+    if stream.codec_context is None:
+        raise ValueError("a video of a codec that is not known")
+    return stream
+
+
+def _rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 0)
+
+
+def _form(read: Read) -> str:
+    """FFmpeg's name of a file's form."""
+    head = read(0, 12)
+    named = {FORMS.get(head[:4]), FORMS.get(head[4:8])} - {None}
+    form = next(iter(named), None)
+    if form is None or (form == "avi" and head[8:] != b"AVI "):
+        raise ValueError(
+            f"{'an empty file, ' if not head else ''}not an MP4, QuickTime, Matroska, WebM or AVI"
+            " video"
+        )
+    return form
+
+
+def _check_boxes(read: Read, file_bytes: int) -> None:
+    """ValueError where a box of an MP4 ends behind the end of the file (ISO 14496-12, 4.2)."""
+    at = 0
+    while at + 8 <= file_bytes:
+        size, kind = struct.unpack(">I4s", read(at, 8))
+        if size == 1:
+            size = int.from_bytes(read(at + 8, 8), "big")
+        elif size == 0:  # up to the end
+            return
+        if size < 8 or at + size > file_bytes:
+            name = kind.decode("latin-1")
+            raise ValueError(f"truncated MP4 file: its box {name!r} ends at byte {at + size}")
+        at += size
+
+
+@contextmanager
+def _opened(form: str, stream: Any) -> Iterator[Any]:
+    """FFmpeg on a stream; what it finds wrong as ValueError."""
+    av = _av()
+    try:
+        with av.open(stream, format=form, io_open=_refuse, metadata_errors="replace") as container:
+            yield container
+    except av.FFmpegError as error:
+        raise ValueError(f"no whole video: {error.strerror or error}") from None
+
+
+def _refuse(url: str, flags: int, options: Any) -> Any:
+    raise ValueError("the file refers to others, which are not read")
+
+
+@functools.cache
+def _av() -> Any:
+    try:
+        import av
+    except (ImportError, OSError) as error:  # the package, or a library that it loads
+        raise DataError(
+            "Videos are read by the package av (PyAV), which is not installed",
+            str(error),
+            "Install it with: pip install 'disttrain[video]'",
+        ) from None
+    av.logging.set_level(None)
+    mute_libraries()
+    return av
+
+
+def _of(data: bytes) -> Read:
+    return lambda offset, length: data[offset : offset + length]

@@ -1,0 +1,63 @@
+"""Small videos, written by PyAV."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+av = pytest.importorskip("av")
+
+
+def pictures(frames: int, width: int, height: int) -> list[NDArray[np.uint8]]:
+    """[H, W, RGB] of frames that all differ, smooth but for a corner of noise."""
+    random = np.random.default_rng(0)
+    y, x = np.mgrid[:height, :width]
+    made = []
+    for at in range(frames):
+        planes = np.stack([x * 2 + at * 3, y * 2 + at * 5, x + y + at * 7], axis=-1) % 256
+        planes[: height // 4, : width // 4] = random.integers(0, 256, (height // 4, width // 4, 3))
+        made.append(planes.astype(np.uint8))
+    return made
+
+
+def film(
+    frames: int = 30,
+    width: int = 64,
+    height: int = 48,
+    fps: int = 30,
+    codec: str = "libx264",
+    form: str = "mp4",
+    every: int = 12,
+) -> bytes:
+    """A video file with a keyframe at least every so many frames."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.gop_size = every
+        for picture in pictures(frames, width, height):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def sound_only() -> bytes:
+    """An MP4 of sound."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.rate = 16_000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def all_frames(data: bytes) -> list[NDArray[np.uint8]]:
+    """Every frame, by the plain loop."""
+    with av.open(io.BytesIO(data)) as container:
+        container.streams.video[0].thread_type = "NONE"
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
