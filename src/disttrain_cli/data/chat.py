@@ -3,29 +3,36 @@ trained.
 
 The whole conversation is rendered once and tokenized as a whole, so that its tokens are those of
 transformers' `apply_chat_template`. Each image stands as one placeholder in the text, which becomes
-a segment of its own. Trained is what lies between the template's `{% generation %}` marks. Where it
-has none, each answer is found by rendering the conversation again with a character in its place
-that nothing else has: trained is what follows the header (what `add_generation_prompt` adds), up to
-the special token that ends the turn. That holds where a template leaves out the thinking of earlier
-turns or moves the system's words; where an answer is not found in what was rendered, the
-conversation is refused.
+a segment of its own; where the model's processor cuts images, as one for each part with what it
+writes around them, put into the text before it is tokenized, as the processor does. Trained is what
+lies between the template's `{% generation %}` marks. Where it has none, each answer is found by
+rendering the conversation again with a character in its place that nothing else has: trained is
+what follows the header (what `add_generation_prompt` adds), up to the special token that ends the
+turn. That holds where a template leaves out the thinking of earlier turns or moves the system's
+words; where an answer is not found in what was rendered, the conversation is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.chat_templates import ChatTemplate, Message
-from disttrain_cli.data.sources.chats import MARK
-from disttrain_cli.data.sources.samples import Part, Turn
+from disttrain_cli.data.sources.chats import MARK, no_numbers
+from disttrain_cli.data.sources.samples import Measure, Part, Turn
+from disttrain_cli.spec.heads import ImageInput, Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.tiling import ALONE
+from disttrain_cli.spec.tiling import Written as Around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Rules
@@ -34,13 +41,14 @@ ABSENT = range(0xE000, 0xF8FF)  # characters of private use, one of which no tex
 ASKED = "What?"  # said by a user where the template itself is looked at
 #: Names of what an assistant thought, the standard one first; templates know two of them.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+Span = tuple[int, int]  # (first, last + 1) character
 IMAGE_ROW = -1  # among token ids: where an image stands
 
 
 class Written(NamedTuple):
     """A conversation in tokens."""
 
-    ids: NDArray[np.int64]  # [N]; `IMAGE_ROW` where an image stands
+    ids: NDArray[np.int64]  # [N]; `IMAGE_ROW` where an image stands, or a part of one
     trained: NDArray[np.bool_]  # [N]
 
 
@@ -51,7 +59,14 @@ class Chat:
         """`image`: the tokenizer's own placeholder of an image, if it has one."""
         self._template, self._rules, self._image = template, rules, image
         self._mark = image or MARK
+        self._head: ImageInput | None = None
         self.fingerprint = template.fingerprint
+
+    def of_model(self, inputs: ModelInputs) -> Chat:
+        """The same for a model, whose processor may cut images into parts."""
+        made = copy(self)
+        made._head = inputs.image
+        return made
 
     @property
     def end(self) -> int | None:
@@ -59,29 +74,42 @@ class Chat:
         closing = self._specials.findall(self._endings[0])[-1:] if self._endings else []
         return self._rules.token_to_id(closing[0]) if closing else None
 
-    def parts(self, turns: list[Turn], names: list[str]) -> list[Part]:
-        """Texts and images (of these names) in order.
+    def parts(
+        self, turns: list[Turn], names: list[str], measure: Measure = no_numbers
+    ) -> list[Part]:
+        """Texts and images (of these names), or their parts, in order.
 
         Raises:
             ValueError: with the reason why it cannot be written.
         """
-        ids, trained = self.written(turns)
-        images, parts = iter(names), list[Part]()
+        cut = self._head is not None and self._head.cuts
+        around = self.around(measure(names)) if cut else [ALONE] * len(names)
+        ids, trained = self.written(turns, around)
+        images, parts = _parts_of(names, around), list[Part]()
         for (is_image, is_trained), group in groupby(
             zip(ids.tolist(), trained.tolist(), strict=True),
             key=lambda one: (one[0] == IMAGE_ROW, one[1]),
         ):
             own = tuple(id_ for id_, _ in group)
             if is_image:
-                parts += [Part(IMAGE, next(images)) for _ in own]
+                parts += [next(images) for _ in own]
             else:
                 parts.append(Part(TEXT, "", is_trained, ids=own))
         if parts and parts[0].kind == TEXT and parts[0].trained:
             raise ValueError("the chat template begins with the answer: nothing leads to it")
         return parts
 
-    def written(self, turns: list[Turn], prompt: bool = False) -> Written:
+    def around(self, images: Sequence[Numbers]) -> list[Around]:
+        """What the model's processor writes around the parts of images of these sizes."""
+        return [ALONE] * len(images) if self._head is None else self._head.written(images)
+
+    def written(
+        self, turns: list[Turn], around: Sequence[Around] = (), prompt: bool = False
+    ) -> Written:
         """A conversation; with `prompt` up to where an assistant's answer begins.
+
+        Args:
+            around: of each image in its order the texts around its parts; empty: all are whole.
 
         Raises:
             ValueError: with the reason why it cannot be written.
@@ -96,10 +124,14 @@ class Chat:
                 f"the chat template writes {self._mark} {text.count(self._mark)} times for"
                 f" {marks} images"
             )
+        spans = spans if self._template.marks else self._answers(messages, text)
+        text, spans, inside = _with_parts(text, self._mark, around or [ALONE] * marks, spans)
         ids, begins, ends = self._tokens(text)
         trained = np.zeros(len(ids), dtype=bool)
-        for first, end in spans if self._template.marks else self._answers(messages, text):
+        for first, end in spans:
             trained |= (begins < end) & (ends > first) & (ids != IMAGE_ROW)
+        for first, end in inside:
+            trained &= (begins >= end) | (ends <= first)
         return Written(ids, trained)
 
     def _answers(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
@@ -240,6 +272,30 @@ class Chat:
             return self._template.render(list(messages), prompt)
         except ValueError:
             return ""
+
+
+def _parts_of(names: Sequence[str], around: Sequence[Around]) -> Iterator[Part]:
+    """Every part of every image."""
+    for name, texts in zip(names, around, strict=True):
+        yield from (Part(IMAGE, name, part=part) for part in range(len(texts) - 1))
+
+
+def _with_parts(
+    text: str, mark: str, around: Sequence[Around], spans: Sequence[Span]
+) -> tuple[str, list[Span], list[Span]]:
+    """(text with a mark for each part of an image and the texts around them, the spans moved along,
+    where what belongs to images stands)."""
+    pieces, joined = text.split(mark), [mark.join(texts) for texts in around]
+    grown = [len(one) - len(mark) for one in joined]
+    begins = list(accumulate((len(piece) + len(mark) for piece in pieces[:-1]), initial=0))[1:]
+
+    def moved(place: int) -> int:
+        return place + sum(grown[: bisect_right(begins, place)])
+
+    ends = [moved(place) for place in begins]
+    inside = [(end - len(one), end) for end, one in zip(ends, joined, strict=True)]
+    whole = "".join(one for pair in zip(pieces, [*joined, ""], strict=True) for one in pair)
+    return whole, [(moved(first), moved(end)) for first, end in spans], inside
 
 
 def _content(text: str) -> list[dict[str, str]]:

@@ -66,7 +66,7 @@ def try_decoding(
 
 def allowed_broken(run: RunFile, index: Index) -> float:
     """How many images and clips of the data may be broken (`data.max_bad_fraction`)."""
-    return run.data.max_bad_fraction * int((index.kinds != TEXT).sum())
+    return run.data.max_bad_fraction * int(index.files.sum())
 
 
 def check_broken(run: RunFile, broken: Sequence[Skipped], allowed: float) -> None:
@@ -89,7 +89,7 @@ def broken_in(
     return [
         one
         for segment in segments
-        if index.kinds[segment] != TEXT
+        if index.files[segment]
         for one in tried(segment, _decoder(index, segment))
     ]
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.headers import MAX_PIXELS, ImageHeader, is_whole, read_header
 from disttrain_cli.data.muting import mute_libraries
-from disttrain_cli.data.processing import processed
+from disttrain_cli.data.processing import processed, tiles
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
@@ -61,6 +62,21 @@ def decode_image(
             processed(_decoded(data, image.channels), image.processor, height, width), out
         )
     return _planes(_resized(_decoded(data, image.channels, height, width), height, width), out)
+
+
+def decode_tiles(
+    data: bytes, image: ImageInput, parts: int, outs: Sequence[tuple[int, Bytes]]
+) -> None:
+    """Some of the `parts` [C, H, W] that an image is cut into, by their numbers, into `outs`; with
+    none of them the image is decoded for its errors alone."""
+    pixels = _decoded(data, image.channels)
+    if not outs:
+        return
+    assert image.processor is not None
+    tile = tiles(pixels, image.processor, parts)
+    cut = [(tile(part), out) for part, out in outs]
+    for of_part, out in cut:
+        _planes(of_part, out)
 
 
 def decode_target(data: bytes, target: TargetInput, out: Bytes | None = None) -> Bytes:

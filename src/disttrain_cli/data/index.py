@@ -37,6 +37,7 @@ from disttrain_cli.data.index_checks import (
 )
 from disttrain_cli.data.index_file import Indexed, Stored, read_stored, writing_index
 from disttrain_cli.data.index_rows import counts_of, digest, flat, shard_rows, specials_of
+from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped, read_shard
 from disttrain_cli.data.sources.files import content_of
@@ -100,6 +101,11 @@ class Index:
     #: [N] whether a chat template wrote a sample: it has no BOS and EOS but the template's; None =
     #: there is no such sample
     templated: NDArray[np.bool_] | None = None
+    #: [segments] numbers of items among those of their file, `AROUND` for texts around them; None =
+    #: every file is one item (`data.parts`)
+    part: Ints | None = None
+    #: [segments, 2] what the headers of items' files say; None where `part` is
+    numbers: Ints | None = None
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
@@ -131,13 +137,37 @@ class Index:
             goes_on[:-1] = self.pieces[1:, 0] > 0  # the next sample does not begin its document
         if self.templated is not None:
             goes_on |= self.templated
-        texts = np.flatnonzero(self.kinds == TEXT)
+        texts = np.flatnonzero(self.own_texts)
         if not len(texts):
             return np.ones(len(self), dtype=bool)
         # of this sample, or of another one
         last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]
         inside = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
         return (~inside | self.trained[last]) & ~goes_on
+
+    @cached_property
+    def own_texts(self) -> NDArray[np.bool_]:
+        """[segments] texts that are not written around the parts of a file."""
+        texts = self.kinds == TEXT
+        return texts if self.part is None else texts & (self.part >= 0)
+
+    @cached_property
+    def file(self) -> Ints:
+        """[segments] of each item the first part of its file; of a text itself."""
+        if self.part is None:
+            return np.arange(len(self.kinds))
+        return first_parts(self.kinds, self.part)
+
+    @cached_property
+    def parts(self) -> Ints:
+        """[segments] how many items the file of each is."""
+        return counts_of_parts(self.file)
+
+    @cached_property
+    def files(self) -> NDArray[np.bool_]:
+        """[segments] items that are the first, or only, part of their file."""
+        items = self.kinds != TEXT
+        return items if self.part is None else items & (self.part == 0)
 
     @cached_property
     def label_tokens(self) -> Ints:
@@ -242,6 +272,7 @@ def _build(
     files: list[Indexed] = []
     skipped: list[tuple[int, Skipped]] = []
     labels = read = 0
+    chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
     with writing_index(run.dir.index) as writer:
         for number, ((source, shard), state) in enumerate(
             zip(shards, states_of(shards), strict=True)
@@ -259,7 +290,7 @@ def _build(
             else:
                 label = shard_label(run, shard)
                 rows, left_out, unread = shard_rows(
-                    read_shard(shard, label, tokenizer.chat), label, inputs, tokenizer
+                    read_shard(shard, label, chat), label, inputs, tokenizer
                 )
                 indexed = Indexed(*state, len(rows), digest(rows), unread, content_of(shard.path))
             files.append(indexed)
@@ -296,9 +327,11 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
     rows = stored.rows()
     fraction = run.file.data.held_out
     counts = [indexed.rows for indexed in stored.files]
-    kinds, widths, heights = (flat(rows, name) for name in ("kinds", "widths", "heights"))
+    kinds, widths, heights, parts = (
+        flat(rows, name) for name in ("kinds", "widths", "heights", "parts")
+    )
     budget = inputs.image.max_pixels if inputs.image else 0
-    start = starts_of(counts_of(rows))
+    start, cut = starts_of(counts_of(rows)), cutting(inputs)
     return Index(
         fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16]
         if fraction
@@ -320,9 +353,11 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         grids=_grids(inputs, kinds, widths, heights),
         pieces=_pieces(start, kinds, widths, heights),
         templated=_templated(start, kinds, heights),
+        part=parts if cut else None,
+        numbers=np.stack([widths, heights], axis=1) if cut else None,
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
-        scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
+        scaled_down=int(((kinds == IMAGE) & (parts == 0) & (widths * heights > budget)).sum()),
         drawn=~chosen(rows.column("key"), fraction) if fraction else None,
     )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.errors import DataError, MismatchError
-from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION
+from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION, OPTIONAL
 from disttrain_cli.spec.whole import whole_file
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Stored(NamedTuple):
 
     def rows(self) -> pa.Table:
         """All rows."""
-        return self.file.read()
+        return _completed(self.file.read())
 
     def by_shard(self) -> Iterator[tuple[Indexed, pa.Table, list[Skipped]]]:
         """Every shard with its rows and what was left out of it, in order; one shard's rows are in
@@ -60,7 +60,7 @@ class Stored(NamedTuple):
         for index, indexed in enumerate(self.files):
             rows = self.file.read_row_group(group) if indexed.rows else schema().empty_table()
             group += indexed.rows > 0
-            yield indexed, rows, left_out.get(index, [])
+            yield indexed, _completed(rows), left_out.get(index, [])
 
 
 def read_stored(path: Path) -> Stored:
@@ -157,6 +157,21 @@ def writing_index(path: Path) -> Iterator[IndexWriter]:
             writer.drop()
 
 
+def _completed(rows: pa.Table) -> pa.Table:
+    """With the optional columns that it lacks."""
+    import numpy as np
+    import pyarrow as pa
+
+    for name in OPTIONAL:
+        if name not in rows.column_names:
+            kinds = rows.column("kinds").combine_chunks()
+            zeros = np.zeros(len(kinds.values), np.int64)
+            type_ = schema().field(name).type
+            column = pa.ListArray.from_arrays(kinds.offsets, pa.array(zeros, type_.value_type))
+            rows = rows.append_column(schema().field(name), column)
+    return rows
+
+
 def schema() -> pa.Schema:
     """Columns of the index and their types."""
     import pyarrow as pa
@@ -174,5 +189,6 @@ def schema() -> pa.Schema:
         "heights": pa.list_(pa.int32()),
         "offsets": pa.list_(pa.int64()),
         "sizes": pa.list_(pa.int64()),
+        "parts": pa.list_(pa.int32()),
     }
     return pa.schema([(name, kinds[name]) for name in COLUMNS])

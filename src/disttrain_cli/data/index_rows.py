@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.documents import pieces
 from disttrain_cli.data.index_file import schema
+from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts, in_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Sample, Segment, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from disttrain_cli.spec.index import (
     COLUMNS,
     ITEMS,
     KINDS,
+    OPTIONAL,
     SAMPLE_SPECIALS,
     TARGET,
     TEMPLATED,
@@ -54,9 +56,10 @@ def shard_rows(
 
     Left out are broken samples, those of which this model reads nothing, those longer than a
     sequence, and those with a clip longer than the model hears. A document longer than a sequence,
-    one text and all of it trained, becomes a sample for each of its pieces, all of its name. Images
-    and clips that the model has no module for are no segments, and a text right before an image to
-    be generated, which asks for it, is then not trained.
+    one text and all of it trained, becomes a sample for each of its pieces, all of its name. Files
+    that the model's processor cuts become their parts (`data.parts`). Images and clips that the
+    model has no module for are no segments, and a text right before an image to be generated, which
+    asks for it, is then not trained.
     """
     import pyarrow as pa
 
@@ -78,7 +81,9 @@ def digest(rows: pa.Table) -> str:
     content = hashlib.sha256(json.dumps(rows.column("key").to_pylist()).encode())
     content.update(counts_of(rows).astype("<i8").tobytes())
     for name in LISTS:
-        content.update(flat(rows, name).astype("<i8").tobytes())
+        values = flat(rows, name)
+        if name not in OPTIONAL or values.any():
+            content.update(values.astype("<i8").tobytes())
     return content.hexdigest()[:16]
 
 
@@ -120,17 +125,18 @@ def _batch(
     unread.update(
         UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present
     )
+    samples = [Sample(sample.key, _read(sample.segments, present)) for sample in samples]
     samples, of_texts = _in_pieces(
-        [Sample(sample.key, _read(sample.segments, present)) for sample in samples],
+        _cut(samples, label, inputs, skipped),
         inputs.sequence_length - SAMPLE_SPECIALS,
         tokenizer,
     )
     per_sample = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in per_sample], dtype=np.int64)
-    kinds, locations, _, widths, heights, trained, ended = (
-        zip(*(s[:7] for segments in per_sample for s in segments), strict=True)
+    kinds, locations, _, widths, heights, trained, ended, _, parts = (
+        zip(*(s for segments in per_sample for s in segments), strict=True)
         if counts.any()
-        else [()] * 7
+        else [()] * len(Segment._fields)
     )
     columns = {
         "kinds": np.array(kinds, np.int64),
@@ -138,6 +144,7 @@ def _batch(
         "ended": np.array(ended, bool),
         "widths": np.array(widths, np.int64),
         "heights": np.array(heights, np.int64),
+        "parts": np.array(parts, np.int64),
     }
     for name, values in zip(
         ("offsets", "sizes"), zip(*locations, strict=True) if locations else ((), ()), strict=True
@@ -178,6 +185,23 @@ def _read(segments: list[Segment], present: set[int]) -> list[Segment]:
         for one, asking in zip(segments, asks, strict=True)
         if one.kind in present
     ]
+
+
+def _cut(
+    samples: list[Sample], label: str, inputs: ModelInputs, skipped: list[Skipped]
+) -> list[Sample]:
+    """The samples with every file in its parts, where this model's processor cuts them."""
+    if not cutting(inputs):
+        return samples
+    made = []
+    for sample in samples:
+        try:
+            if reason := _misfit(sample.segments, inputs):
+                raise ValueError(reason)
+            made.append(Sample(sample.key, in_parts(sample.segments, inputs)))
+        except ValueError as error:
+            skipped.append(Skipped(label, sample.key, str(error)))
+    return made
 
 
 def _misfit(segments: list[Segment], inputs: ModelInputs) -> str | None:
@@ -221,10 +245,9 @@ def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInput
     tokens[kinds == TEXT] = of_texts
     tokens += columns["ended"]
     sizes = np.stack([columns["widths"], columns["heights"]], axis=1)
+    parts = counts_of_parts(first_parts(kinds, columns["parts"]))
     for item, kind in KINDS.items():
-        indices = np.flatnonzero(kinds == kind)
-        if len(indices):
-            head = inputs.of(item)[0]
-            area = head.grids(sizes[indices]).prod(axis=1)
-            tokens[indices] = head.rows("tokens").of(head.size(area))
+        at = np.flatnonzero(kinds == kind)
+        if len(at):
+            tokens[at] = inputs.of(item)[0].tokens_of(sizes[at], columns["parts"][at], parts[at])
     return tokens

@@ -13,13 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.checking import Broken, Files, broken_in, try_decoding
 from disttrain_cli.data.latents import LatentReader, open_latents
+from disttrain_cli.data.modalities.modality import InParts
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import Members
@@ -127,7 +128,7 @@ class Preparer:
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(self._index, self._tokenizer)
         self._threads = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
-        # [segments] that were decoded, whoever asked
+        # [segments] whose files were decoded, whoever asked
         self._whole = np.zeros(len(self._index.kinds), dtype=bool)
 
     @cached_property
@@ -188,20 +189,43 @@ class Preparer:
         modality, blocks = MODALITIES[head.item], []
         files = self._latents.get(head.module, self._reader)
         for first, last in runs_of(grids):
-            rows, columns = grid = tuple(grids[first].tolist())
+            rows, columns = grids[first].tolist()
             blank = modality.blank(head, (rows, columns))
-            block = np.repeat(blank[None], last - first, axis=0)
-            for index, out in enumerate(block, first):
-                self._decode(
-                    work,
-                    int(segments[index]),
-                    files,
-                    partial(modality.decode, head=head, grid=grid, out=out),
-                    out,
-                    None if weights is None else weights[index : index + 1],
-                )
-            blocks.append(block)
+            blocks.append(np.repeat(blank[None], last - first, axis=0))
+        outs = [out for block in blocks for out in block]
+        if head.cuts:
+            self._decode_files(work, head, grids, segments, outs)
+            return blocks
+        for at, out in enumerate(outs):
+            grid = tuple(grids[at].tolist())
+            self._decode(
+                work,
+                int(segments[at]),
+                files,
+                partial(modality.decode, head=head, grid=grid, out=out),
+                out,
+                None if weights is None else weights[at : at + 1],
+            )
         return blocks
+
+    def _decode_files(
+        self, work: Preparation, head: Head, grids: Ints, segments: Ints, outs: list[Any]
+    ) -> None:
+        """Decode each file once, for all its parts among these segments."""
+        modality, index = cast(InParts, MODALITIES[head.item]), self._index
+        assert index.part is not None
+        of_files: dict[int, list[int]] = {}
+        for at, file in enumerate(index.file[segments].tolist()):
+            of_files.setdefault(file, []).append(at)
+        for file, places in of_files.items():
+            decode = partial(
+                modality.decode_parts,
+                head=head,
+                grid=tuple(grids[places[0]].tolist()),
+                parts=int(index.parts[file]),
+                outs=[(int(index.part[segments[at]]), outs[at]) for at in places],
+            )
+            self._decode(work, file, self._reader, decode, None)
 
     def _begin_sequences(
         self,
@@ -254,8 +278,8 @@ class Preparer:
         out: Any,
         weight: Any = None,
     ) -> None:
-        """Queue one image or clip; where it cannot be decoded, `out` stays blank. Where anything of
-        its sample cannot, `weight` becomes 0."""
+        """Queue one file; where it cannot be decoded, what it is decoded into stays blank. Where
+        anything of its sample cannot, `weight` becomes 0, and `out`."""
         sample = int(self._sample_of(segment))
 
         def task() -> list[Broken]:

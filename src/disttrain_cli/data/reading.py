@@ -6,13 +6,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+import numpy as np
+
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import REINDEX
 from disttrain_cli.data.modalities.registry import MODALITIES
+from disttrain_cli.data.parts import written_around
 from disttrain_cli.data.sources import Location, OpenShard, RowGroups, open_shard, printable, shown
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import ITEMS, TEXT
+from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.index import AROUND, ITEMS, TEXT
 
 OPEN_SHARDS = 64
 NO_RECORD = Location(-1, 0)
@@ -25,6 +29,7 @@ class ShardReader:
     def __init__(self, index: Index, tokenizer: Tokenizer) -> None:
         self._index = index
         self._tokenizer = tokenizer
+        self._chat = tokenizer.chat and tokenizer.chat.of_model(index.inputs)
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._row_groups = RowGroups()
         self._lock = threading.Lock()
@@ -47,16 +52,19 @@ class ShardReader:
             raise self._unreadable(sample, error) from None
 
     def texts(self, sample: int) -> list[list[int]]:
-        """Token ids of every text segment of a sample.
+        """Token ids of every text segment of a sample, those around the parts of files with them.
 
         Raises:
             DataError: the shard is gone, or its text is not the one that was indexed.
         """
         segments = self._texts_of(sample)
-        if not segments:
-            return []
+        return self._with_around(sample, self._own_texts(sample, segments) if segments else [])
+
+    def _own_texts(self, sample: int, segments: list[int]) -> list[list[int]]:
+        """Those of texts that the shard has."""
+        files = [numbers for _, numbers in self._files_of(sample)]
         try:
-            texts = self._shard(sample).texts(self._location(segments[0]))
+            texts = self._shard(sample).texts(self._location(segments[0]), files)
             if self._index.pieces is not None and (piece := self._index.pieces[sample]).any():
                 first, characters = piece.tolist()
                 texts = [texts[0][first : first + characters]]
@@ -73,14 +81,32 @@ class ShardReader:
             raise self._changed(sample, "its text has other tokens")
         return ids
 
-    def _texts_of(self, sample: int) -> list[int]:
-        """Text segments of a sample."""
-        first, last = self._index.segment_start[sample : sample + 2].tolist()
+    def _with_around(self, sample: int, own: list[list[int]]) -> list[list[int]]:
+        """The texts of a sample in order, with those around the parts of its files."""
+        index = self._index
+        first, last = index.segment_start[sample : sample + 2].tolist()
+        if index.part is None or not (index.part[first:last] == AROUND).any():
+            return own
+        texts, around = iter(own), written_around(self._files_of(sample), index.inputs)
+        known = (self._tokenizer.encode(text) for texts in around for text in texts if text)
+        of_segments = zip(index.kinds[first:last], index.part[first:last], strict=True)
         return [
-            s
-            for s, kind in enumerate(self._index.kinds[first:last].tolist(), first)
-            if kind == TEXT
+            next(known if part == AROUND else texts) for kind, part in of_segments if kind == TEXT
         ]
+
+    def _files_of(self, sample: int) -> list[tuple[int, Numbers]]:
+        """Kinds and numbers of a sample's files, where they may be cut."""
+        if self._index.numbers is None:
+            return []
+        first, last = self._index.segment_start[sample : sample + 2].tolist()
+        files = first + np.flatnonzero(self._index.files[first:last])
+        kinds, numbers = self._index.kinds[files].tolist(), self._index.numbers[files].tolist()
+        return [(kind, tuple(one)) for kind, one in zip(kinds, numbers, strict=True)]
+
+    def _texts_of(self, sample: int) -> list[int]:
+        """Text segments of a sample that its shard has."""
+        first, last = self._index.segment_start[sample : sample + 2].tolist()
+        return (first + np.flatnonzero(self._index.own_texts[first:last])).tolist()
 
     def _location(self, segment: int) -> Location:
         return Location(int(self._index.offsets[segment]), int(self._index.sizes[segment]))
@@ -89,7 +115,7 @@ class ShardReader:
         shard = int(self._index.shard[sample])
         with self._lock:
             opened = self._open.pop(shard, None) or open_shard(
-                self._index.shards[shard], self._row_groups, self._tokenizer.chat
+                self._index.shards[shard], self._row_groups, self._chat
             )
             self._open[shard] = opened
             if len(self._open) > OPEN_SHARDS:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from disttrain_cli.data.index import Index
+from disttrain_cli.data.modalities.modality import InParts
 from disttrain_cli.data.modalities.registry import MODALITIES
 from disttrain_cli.data.packing import Members, Packing
 from disttrain_cli.data.reading import ShardReader
@@ -99,13 +100,17 @@ def _decode(index: Index, reader: ShardReader, sample: int, item: Item) -> Seen:
     first, last = index.segment_start[sample : sample + 2].tolist()
     begin, count, heads = time.perf_counter(), 0, index.inputs.decoding(item)
     for segment in range(first, last):
-        if index.kinds[segment] != KINDS[item] or not heads:
+        if not index.files[segment] or index.kinds[segment] != KINDS[item] or not heads:
             continue
         head, grid = heads[0], tuple(index.grids[segment].tolist())
-        count += 1
+        count += (parts := int(index.parts[segment]))
         data, modality = reader.file(sample, segment), MODALITIES[item]
         with contextlib.suppress(ValueError):
-            modality.decode(data, head, grid, modality.blank(head, grid))
+            if head.cuts:
+                outs = [(part, modality.blank(head, grid)) for part in range(parts)]
+                cast(InParts, modality).decode_parts(data, head, grid, parts, outs)
+            else:
+                modality.decode(data, head, grid, modality.blank(head, grid))
     return Seen(count, time.perf_counter() - begin if count else 0.0)
 
 

@@ -6,12 +6,14 @@ Other packages add theirs (`spec.plugins`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, WithJsonSchema, model_validator
 
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.tiling import ALONE, Written
 from disttrain_cli.spec.work import Work
 
 FRAME_MS = 10  # of sound in a column of a spectrogram
@@ -25,6 +27,9 @@ LARGE_IMAGE_PX = 1 << 18
 
 #: Rows and columns.
 Grid = tuple[int, int]
+
+#: What a file's header says: width and height in pixels, or duration in ms and samples per second.
+Numbers = tuple[int, ...]
 
 #: Of each channel, the scale and shift of a byte x: x · scale - shift.
 Affine = tuple[tuple[float, float], ...]
@@ -70,6 +75,16 @@ class Head(Strict):
         """By which bytes become what the module reads; None where the data bring numbers."""
         return None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a file may become several parts, each an item, or has texts around it."""
+        return False
+
+    def written(self, files: Sequence[Numbers]) -> list[Written]:
+        """Of each of a sample's files, the texts before, between and behind its parts (one more
+        than parts); ValueError with the reason where the sample cannot be read."""
+        return [ALONE] * len(files)
+
     def grids(self, sizes: Any) -> Any:
         """Grids [N, 2] of items whose files' headers say these two numbers each [N, 2]: widths and
         heights in pixels, or durations in ms and samples per second."""
@@ -80,6 +95,11 @@ class Head(Strict):
     def misfit(self, width: int, height: int) -> str | None:
         """Why an item with these numbers in its header is not read, if it is not."""
         return None
+
+    def tokens_of(self, sizes: Any, part: Any, parts: Any) -> Any:
+        """Tokens [N] in the LLM of items that are part number `part` [N] of the `parts` [N] of a
+        file with these numbers [N, 2]."""
+        return self.rows("tokens").of(self.size(self.grids(sizes).prod(axis=1)))
 
     def size(self, area: Any) -> Any:
         """Sizes of items of these areas: int64 array, or a number."""
@@ -184,6 +204,16 @@ class ImageInput(Head):
         )
         side = max(1, side_px // period_px) * self.period
         return side, side
+
+    @property
+    def cuts(self) -> bool:
+        return self.processor is not None and self.processor.tiling is not None
+
+    def written(self, files: Sequence[Numbers]) -> list[Written]:
+        if self.processor is None or self.processor.tiling is None:
+            return super().written(files)
+        tiling, tile = self.processor.tiling, self.processor.tile
+        return [tiling.written(tiling.cut((width, height), tile)) for width, height in files]
 
     def misfit(self, width: int, height: int) -> str | None:
         """Sides too unlike for the processor."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.tiling import Tiling
 
 #: Filters in the order of PIL's numbers, as `resample` of a preprocessor_config.json gives them.
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
@@ -21,20 +22,31 @@ class ImageProcessor(Strict):
 
     budget: both sides whole blocks, the product of both within the budget (transformers'
     `smart_resize`). stretch: one size, whatever the ratio of the sides. crop: the shorter side to
-    `shortest_px`, then the middle.
+    `shortest_px`, then the middle. tiles: cut into parts of one size, each an item (`tiling`).
     """
 
-    resize: Literal["budget", "stretch", "crop"]
+    resize: Literal["budget", "stretch", "crop", "tiles"]
     resample: Filter = "bicubic"
     min_pixels: int = Field(0, ge=0, description="budget: smaller images are enlarged to it.")
     max_pixels: int | None = Field(None, ge=1, description="budget: larger ones are reduced.")
-    height_px: int | None = Field(None, ge=1, description="stretch, crop: of the result.")
-    width_px: int | None = Field(None, ge=1, description="stretch, crop: of the result.")
+    height_px: int | None = Field(
+        None, ge=1, description="stretch, crop: of the result; of a tile."
+    )
+    width_px: int | None = Field(None, ge=1, description="stretch, crop: of the result; of a tile.")
     shortest_px: int | None = Field(
         None, ge=1, description="crop: the shorter side before the middle is taken."
     )
     patch_px: int | None = Field(None, ge=1, description="budget: the patches that it cuts.")
     merge: int | None = Field(None, ge=1, description="budget: patches per side of a block.")
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        exclude_if=lambda given: given is None,
+        description="tiles: placeholders that are written for a tile.",
+    )
+    tiling: Tiling | None = Field(
+        None, exclude_if=lambda given: given is None, description="tiles: how they are cut."
+    )
 
     @model_validator(mode="after")
     def _numbers(self) -> ImageProcessor:
@@ -43,6 +55,8 @@ class ImageProcessor(Strict):
             raise ValueError(
                 "height_px and width_px are the size of the result; a budget has max_pixels instead"
             )
+        if (self.resize == "tiles") != (self.tiling is not None):
+            raise ValueError("tiles have a tiling, and nothing else has")
         if self.resize == "crop" and (
             self.shortest_px is None
             or self.shortest_px < max(self.height_px or 0, self.width_px or 0)
@@ -52,7 +66,7 @@ class ImageProcessor(Strict):
 
     @property
     def fixed_px(self) -> tuple[int, int] | None:
-        """Height and width of every image; None where they differ."""
+        """Height and width of every image or tile; None where they differ."""
         if self.height_px is None or self.width_px is None:
             return None
         return self.height_px, self.width_px
@@ -63,8 +77,19 @@ class ImageProcessor(Strict):
         height, width = self.fixed_px or (0, 0)
         return height * width or self.max_pixels or 0
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Width and height of a tile."""
+        height, width = self.fixed_px or (0, 0)
+        return width, height
+
     def misfit(self, width_px: int, height_px: int) -> str | None:
         """Why an image of this size cannot be resized, if it cannot."""
+        if self.tiling is not None:
+            try:
+                self.tiling.cut((width_px, height_px), self.tile)
+            except ValueError as error:
+                return str(error)
         long, short = max(width_px, height_px), min(width_px, height_px)
         if self.resize != "budget" or long <= MOST_RATIO * short:
             return None

@@ -21,6 +21,10 @@ place); the rows of a shard are one row group:
     form's own. Tars: byte offset and length of the member's content (text: of the json / txt).
     Conversations: of the record in the JSON; of an image its number in the record and the length of
     its file. Parquet and Arrow: row, and position in it.
+  - parts, int32: of an item that is one of several of its file, its number among them, from 0; of a
+    text that the model's processor writes around a file's parts `AROUND`; else 0. Indexes without
+    this column have no such item. The parts of a file follow each other, with texts between; each
+    has the file's widths, heights, offsets and sizes.
 
 The file's key-value metadata holds `fingerprint`, `version`, `inputs`, `files` and `skipped`
 (JSON).
@@ -35,6 +39,7 @@ TEXT = 0
 #: Every sample starts with BOS and ends with EOS, but those that a chat template wrote.
 SAMPLE_SPECIALS = 2
 TEMPLATED = -1  # `heights` of a text that a chat template wrote
+AROUND = -1  # `parts` of a text that stands around a file's parts, outside of chat templates
 INDEX_VERSION = 4
 COLUMNS = (
     "sample",
@@ -49,7 +54,10 @@ COLUMNS = (
     "heights",
     "offsets",
     "sizes",
+    "parts",
 )
+#: Columns that an index may lack: all 0 then.
+OPTIONAL = ("parts",)
 #: Number of an item's segments in `kinds`; in the order in which a slot's items are listed.
 KINDS: dict[str, int] = {item: head.kind for item, head in HEADS.items()}
 IMAGE, TARGET, AUDIO = KINDS["image"], KINDS["target"], KINDS["audio"]

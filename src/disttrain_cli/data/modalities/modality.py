@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -33,3 +33,22 @@ class Modality(Protocol):
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
         """A call that takes about as long as preparing an item of this grid, to measure by where
         only sizes are known; None = nothing has to be decoded."""
+
+
+class InParts(Modality, Protocol):
+    """A modality some of whose heads cut files into parts (`Head.cuts`)."""
+
+    def decode_parts(
+        self,
+        data: bytes,
+        head: Head,
+        grid: Grid,
+        parts: int,
+        outs: Sequence[tuple[int, NDArray[Any]]],
+    ) -> None:
+        """Write what a module reads of some of the `parts` of a file into `outs`, each beside the
+        number of its part, once nothing can fail any more.
+
+        Raises:
+            ValueError: as `decode`.
+        """

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from disttrain_cli.data.sources.samples import ChatForm, Part, Turn, clean
+from disttrain_cli.data.sources.samples import ChatForm, Measure, Part, Turn, clean
+from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 MARK = "<image>"
@@ -29,14 +30,23 @@ TURNS = ("conversations", "messages")
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 
 
+def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
+    """Of images that nobody measures."""
+    return [(0, 0)] * len(names)
+
+
 def conversation(
-    record: Any, chat: ChatForm | None = None, beside: Sequence[str] = ()
+    record: Any,
+    chat: ChatForm | None = None,
+    beside: Sequence[str] = (),
+    measure: Measure = no_numbers,
 ) -> list[Part]:
     """Texts and images (by name) of a record, in order; index and loader both read it by this
     function.
 
     `chat` writes its turns, if it has any; `beside`: images that lie beside it, which are meant
-    where it names none. Raises ValueError with the reason.
+    where it names none; `measure`: says their numbers, which it may need. Raises ValueError with
+    the reason.
     """
     names, turns = image_names(record) or list(beside), _turns(record)
     if not turns:
@@ -47,7 +57,7 @@ def conversation(
         return _plain(turns, names)
     if record.get("tools") or any(turn.others.get("tool_calls") for turn in turns):
         raise ValueError("`tools` and `tool_calls` are not read")
-    return chat.parts(turns, names)
+    return chat.parts(turns, names, measure)
 
 
 def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
@@ -74,10 +84,12 @@ def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
     return parts
 
 
-def texts_of(record: Any, chat: ChatForm | None = None) -> list[str | tuple[int, ...]]:
-    """Texts of a record whose images are known to be there, in order."""
+def texts_of(
+    record: Any, chat: ChatForm | None = None, files: Sequence[Numbers] = ()
+) -> list[str | tuple[int, ...]]:
+    """Texts of a record whose images are known to be there, with these numbers, in order."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
-    parts = conversation(record, chat, beside=[""] * marks)
+    parts = conversation(record, chat, [""] * marks, lambda names: files)
     return [part.text for part in parts if part.kind == TEXT]
 
 

@@ -13,7 +13,7 @@ of a segment is its row in the file and its position in the row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +31,7 @@ from disttrain_cli.data.sources.samples import (
     text_segment,
 )
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
 
 if TYPE_CHECKING:
@@ -153,11 +154,14 @@ def file_at(column: pa.Array, location: Location) -> bytes:
 
 
 def texts_at(
-    columns: Columns, cells: list[pa.Array], chat: ChatForm | None = None
+    columns: Columns,
+    cells: list[pa.Array],
+    chat: ChatForm | None = None,
+    files: Sequence[Numbers] = (),
 ) -> list[str | tuple[int, ...]]:
-    """All texts of the only row of the columns `of_texts`."""
+    """All texts of the only row of the columns `of_texts`, whose images have these numbers."""
     if columns.conversations:
-        return texts_of(_record(columns, [cell[0].as_py() for cell in cells]), chat)
+        return texts_of(_record(columns, [cell[0].as_py() for cell in cells]), chat, files)
     return [str(text, "utf-8") for text in _views(_flat(cells[0])[0]) if text is not None]
 
 
@@ -183,18 +187,27 @@ def _said(chat: ChatForm | None, row: int, cells: tuple[Any, list[Any]]) -> Iter
     """Segments of a conversation; ValueError with the reason."""
     record, images = cells
     present = [str(number) for number, image in enumerate(images) if image is not None]
-    for part in conversation({**record, "images": present or None}, chat):
-        if part.kind == TEXT:
-            yield text_segment(part, Location(row, 0))
-        elif part.value in present:
-            image = images[int(part.value)]
-            sizes = MEDIA["image"].read_sizes(partial(_part, image), len(image))
-            yield Segment(IMAGE, Location(row, int(part.value)), "", *sizes)
-        else:
+
+    def sizes_of(name: str) -> tuple[int, int]:
+        if name not in present:
             raise ValueError(
-                f"the image {shown_name(part.value)} is in no column: images are binary or {{bytes,"
+                f"the image {shown_name(name)} is in no column: images are binary or {{bytes,"
                 " path}"
             )
+        image = images[int(name)]
+        return MEDIA["image"].read_sizes(partial(_part, image), len(image))
+
+    for part in conversation(
+        {**record, "images": present or None},
+        chat,
+        measure=lambda names: [sizes_of(name) for name in names],
+    ):
+        if part.kind == TEXT:
+            yield text_segment(part, Location(row, 0))
+        else:
+            width, height = sizes_of(part.value)
+            place = Location(row, int(part.value))
+            yield Segment(IMAGE, place, "", width, height, part=part.part)
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:

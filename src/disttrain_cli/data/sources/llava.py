@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
@@ -35,6 +35,7 @@ from disttrain_cli.data.sources.samples import (
     shown_name,
     text_segment,
 )
+from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
@@ -70,8 +71,8 @@ class LlavaShard:
             raise ValueError(f"{shown_name(name)} is cut")
         return data
 
-    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
-        return texts_of(self._record(record), self._chat)
+    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+        return texts_of(self._record(record), self._chat, files)
 
     def _record(self, location: Location) -> Any:
         data = self._file.read(*location)
@@ -159,18 +160,27 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:
-    segments, images = [], 0
-    for part in conversation(record.value, chat):
+    def measured(name: str) -> tuple[int, Numbers]:
+        if name not in known:
+            file = open_image(folder, name)
+            try:
+                known[name] = file.size, MEDIA["image"].read_sizes(file.read, file.size)
+            except ValueError as error:
+                raise ValueError(f"{shown_name(name)}: {error}") from None
+        return known[name]
+
+    known: dict[str, tuple[int, Numbers]] = {}  # bytes and numbers of images
+    segments, image = list[Segment](), -1
+    for part in conversation(
+        record.value, chat, measure=lambda names: [measured(name)[1] for name in names]
+    ):
         if part.kind == TEXT:
             segments.append(text_segment(part, record.location))
             continue
-        file = open_image(folder, part.value)
-        try:
-            sizes = MEDIA["image"].read_sizes(file.read, file.size)
-        except ValueError as error:
-            raise ValueError(f"{shown_name(part.value)}: {error}") from None
-        segments.append(Segment(IMAGE, Location(images, file.size), "", *sizes))
-        images += 1
+        image += part.part == 0
+        size, (width, height) = measured(part.value)
+        location = Location(image, size)
+        segments.append(Segment(IMAGE, location, "", width, height, part=part.part))
     return segments
 
 

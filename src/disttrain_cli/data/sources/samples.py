@@ -4,9 +4,10 @@ out, by name."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
@@ -35,7 +36,8 @@ class Segment(NamedTuple):
 
     A file that is no image has the two numbers of its type (`data.modalities.Media`) in the place
     of width and height; a piece of a document (`data.documents`) its first character, and how many
-    it has; a text of a chat template `TEMPLATED` in that of the height, and its tokens.
+    it has; a text of a chat template `TEMPLATED` in that of the height, and its tokens. `part`: as
+    in the index's column `parts`.
     """
 
     kind: int
@@ -46,6 +48,7 @@ class Segment(NamedTuple):
     trained: bool = False
     ended: bool = False
     ids: tuple[int, ...] | None = None
+    part: int = 0
 
 
 class Sample(NamedTuple):
@@ -57,13 +60,15 @@ class Sample(NamedTuple):
 
 class Part(NamedTuple):
     """A segment as a sample's json says it: a text, its tokens (`ids`) where a chat template wrote
-    it, or the name of a file."""
+    it, or the name of a file, with the number of its `part` where the template's processor writes
+    it in parts."""
 
     kind: int
     value: str
     trained: bool = True
     ended: bool = False
     ids: tuple[int, ...] | None = None
+    part: int = 0
 
     @property
     def text(self) -> str | tuple[int, ...]:
@@ -86,12 +91,16 @@ class Turn(NamedTuple):
         return "".join(self.texts)
 
 
+#: The numbers of images (`spec.heads.Numbers`) by their names, all of a record.
+Measure = Callable[[Sequence[str]], Sequence[Numbers]]
+
+
 class ChatForm(Protocol):
     """How conversations are written where the tokenizer says it (`data.chat`)."""
 
-    def parts(self, turns: list[Turn], names: list[str]) -> list[Part]:
+    def parts(self, turns: list[Turn], names: list[str], measure: Measure) -> list[Part]:
         """Texts and images (of these names) in order; ValueError with the reason where it cannot
-        be written."""
+        be written. `measure` is called where their numbers are needed."""
 
 
 class Shard(NamedTuple):
@@ -114,8 +123,9 @@ class OpenShard(Protocol):
     def file(self, media: str, location: Location, record: Location) -> bytes:
         """The file at `location`, of a type (`data.modalities.Media`)."""
 
-    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
-        """All texts of a sample, in order; of a chat template their tokens."""
+    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
+        """All texts of a sample, in order; of a chat template their tokens, those around the parts
+        of its `files` with them, of which the numbers are given."""
 
 
 def text_segment(part: Part, location: Location) -> Segment:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from disttrain_cli.data.sources.columns import (
 from disttrain_cli.data.sources.files import is_url, open_file
 from disttrain_cli.data.sources.samples import ChatForm, Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.heads import Numbers
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,9 +73,9 @@ class ParquetShard:
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return file_at(self._row(self._columns.files.get(media), location.offset), location)
 
-    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]
-        return texts_at(self._columns, cells, self._chat)
+        return texts_at(self._columns, cells, self._chat, files)
 
     def _row(self, column: str | None, row: int) -> pa.Array:
         if column is None:
@@ -112,11 +113,11 @@ class ArrowShard:
         name = self._columns.files.get(media) if self._columns else None
         return file_at(self._row(name, location.offset), location)
 
-    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         if self._columns is None:
             raise ValueError("the shard has no rows")
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]
-        return texts_at(self._columns, cells, self._chat)
+        return texts_at(self._columns, cells, self._chat, files)
 
     def _row(self, name: str | None, row: int) -> pa.Array:
         number = bisect_right(self._ends, row)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
@@ -33,6 +33,7 @@ from disttrain_cli.data.sources.samples import (
     shown_name,
     text_segment,
 )
+from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
 
@@ -61,11 +62,11 @@ class TarShard:
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return self._read(location)
 
-    def texts(self, record: Location) -> list[str | tuple[int, ...]]:
+    def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         data = self._read(record)
         with contextlib.suppress(ValueError, RecursionError):
             if has_turns(value := json.loads(data)):
-                return texts_of(value, self._chat)
+                return texts_of(value, self._chat, files)
         parts = parse_parts(data)
         if isinstance(parts, str):
             return [parts]
@@ -214,7 +215,12 @@ def _segments(
         parts = parse_parts(described.content)
     elif has_turns(value := _json(described.content)):
         images = [member.name for name, member in media if name == "image"]
-        parts = conversation(value, chat, images)
+
+        def measure(names: Sequence[str]) -> list[Numbers]:
+            named = (_find(Part(IMAGE, name), described.name, by_name) for name in names)
+            return [_header(member, "image").sizes for member in named]
+
+        parts = conversation(value, chat, images, measure)
     else:
         parts = _parse_json(described.content)
     if isinstance(parts, str):
@@ -235,7 +241,9 @@ def _segments(
         (
             text_segment(part, described.location)
             if part.kind == TEXT
-            else _file(part.kind, _media(part), _find(part, described.name, by_name))
+            else _file(
+                part.kind, _media(part), _find(part, described.name, by_name), part=part.part
+            )
         )
         for part in parts
     ]
@@ -313,13 +321,19 @@ def _media_of(name: str) -> Media:
     return next((media for media in MEDIA.values() if suffix in media.suffixes), MEDIA["image"])
 
 
-def _file(kind: int, media: str, member: Member) -> Segment:
-    """The segment of a file, which has to be of that type."""
+def _file(kind: int, media: str, member: Member, part: int = 0) -> Segment:
+    """The segment of a file, which has to be of that type, or of a part of it."""
+    width, height = _header(member, media).sizes
+    return Segment(kind, member.location, "", width, height, part=part)
+
+
+def _header(member: Member, media: str) -> Header:
+    """What is known of a file, which has to be of that type."""
     if isinstance(member.content, str):
         raise ValueError(member.content)
     if not isinstance(member.content, Header) or member.content.media != media:
         raise ValueError(f"{member.name} is no {'sound' if media == 'audio' else media}")
-    return Segment(kind, member.location, "", *member.content.sizes)
+    return member.content
 
 
 def _a(what: str) -> str:

@@ -104,6 +104,14 @@ def _fitting(
         raise wrong_field(
             module, "merge", merge, f"a divisor of {height // patch_px} and {width // patch_px}"
         )
+    rows = (height // patch_px // merge) * (width // patch_px // merge)
+    if processor.tokens not in (None, rows):
+        raise SpecError(
+            where,
+            f"a tile of {width} × {height} pixels is {rows} rows in the LLM (patches of {patch_px},"
+            f" {merge} × {merge} to a row); the processor writes {processor.tokens} placeholders",
+            step,
+        )
     if height * width > most:
         raise SpecError(
             f"data.max_image_pixels is less than the one size of images of {published.path}",

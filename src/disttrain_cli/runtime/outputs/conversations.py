@@ -56,7 +56,8 @@ def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int)
     """The question of a sample, if it is a conversation of texts and images."""
     first, last = index.segment_start[row : row + 2].tolist()
     kinds, trained = index.kinds[first:last], index.trained[first:last]
-    answers, others = np.flatnonzero(trained), np.flatnonzero((kinds == TEXT) & ~trained)
+    own = index.own_texts[first:last]
+    answers, others = np.flatnonzero(trained), np.flatnonzero(own & ~trained)
     if not (np.isin(kinds, (TEXT, IMAGE)).all() and len(answers) and (others < answers[-1]).any()):
         return None
     answer = int(answers[-1])

@@ -66,16 +66,16 @@ def cropped_or_stretched(path: Path, fields: Fields, crop: bool) -> ImageProcess
     refuse(path, fields, "do_resize", True)
     refuse(path, fields, "do_pad", False)
     size, how = fields.get("size"), resample(path, fields)
-    shortest = _sides(path, "size", size, "shortest_edge")[0]
+    shortest = sides(path, "size", size, "shortest_edge")[0]
     if not fields.get("do_center_crop", crop):
         if shortest is not None:
             raise refused(path, "do_center_crop", False, "true, where size is a shortest_edge")
-        height, width = _sides(path, "size", size, "height", "width")
+        height, width = sides(path, "size", size, "height", "width")
         if height is None or width is None:
             raise refused(path, "size", size, "height and width")
         return ImageProcessor(resize="stretch", resample=how, height_px=height, width_px=width)
-    height, width = _sides(path, "crop_size", fields.get("crop_size", size), "height", "width")
-    if shortest is None and _sides(path, "size", size, "height", "width") == (height, width):
+    height, width = sides(path, "crop_size", fields.get("crop_size", size), "height", "width")
+    if shortest is None and sides(path, "size", size, "height", "width") == (height, width):
         return ImageProcessor(resize="stretch", resample=how, height_px=height, width_px=width)
     if height is None or width is None or shortest is None or shortest < max(height, width):
         raise refused(path, "size", size, "a shortest_edge of at least crop_size")
@@ -94,7 +94,7 @@ def budget(path: Path, fields: Fields, least: int, most: int) -> ImageProcessor:
     # numbers of their own go before those of size, as in transformers' class
     first = fields.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
     last = fields.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
-    first, last = _whole(path, "min_pixels", first), _whole(path, "max_pixels", last)
+    first, last = whole(path, "min_pixels", first), whole(path, "max_pixels", last)
     if first > last:
         raise refused(path, "min_pixels", first, f"at most max_pixels ({last})")
     return ImageProcessor(
@@ -102,10 +102,10 @@ def budget(path: Path, fields: Fields, least: int, most: int) -> ImageProcessor:
         resample=resample(path, fields),
         min_pixels=first,
         max_pixels=last,
-        patch_px=_whole(path, "patch_size", fields["patch_size"])
+        patch_px=whole(path, "patch_size", fields["patch_size"])
         if "patch_size" in fields
         else None,
-        merge=_whole(path, "merge_size", fields["merge_size"]) if "merge_size" in fields else None,
+        merge=whole(path, "merge_size", fields["merge_size"]) if "merge_size" in fields else None,
     )
 
 
@@ -124,18 +124,19 @@ def refused(path: Path, field: str, given: Any, allowed: str) -> SpecError:
     )
 
 
-def _whole(path: Path, field: str, given: Any) -> int:
+def whole(path: Path, field: str, given: Any) -> int:
+    """A whole number of the image processor."""
     if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_PIXELS:
         return given
     raise refused(path, field, given, f"a whole number, 1 to {MOST_PIXELS:,}")
 
 
-def _sides(path: Path, field: str, given: Any, *names: str) -> tuple[int | None, ...]:
+def sides(path: Path, field: str, given: Any, *names: str) -> tuple[int | None, ...]:
     """Values of a size by name; None where it has them not. A number alone is the shortest edge, or
     both sides."""
     if not isinstance(given, dict):
-        return (_whole(path, field, given),) * len(names)
+        return (whole(path, field, given),) * len(names)
     return tuple(
-        _whole(path, f"{field}.{name}", given[name]) if given.get(name) is not None else None
+        whole(path, f"{field}.{name}", given[name]) if given.get(name) is not None else None
         for name in names
     )

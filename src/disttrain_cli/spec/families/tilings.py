@@ -1,0 +1,100 @@
+"""Rules of image processors that cut images into tiles, of the folders that hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.spec.families.family import Fields
+from disttrain_cli.spec.families.processors import (
+    NESTED,
+    refuse,
+    refused,
+    resample,
+    sides,
+    whole,
+)
+from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
+
+AGAIN = "Download the folder again."
+#: Files that name a tokenizer's special tokens.
+NAMES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def nearest_ratio(path: Path, fields: Fields) -> ImageProcessor:
+    """InternVL's processor; it always cuts, whatever the image processor's `crop_to_patches`."""
+    refuse(path, fields, "do_resize", True)
+    height, width = sides(path, "size", fields.get("size"), "height", "width")
+    if height is None or width is None:
+        raise refused(path, "size", fields.get("size"), "height and width")
+    least = whole(path, "min_patches", fields.get("min_patches", 1))
+    most = whole(path, "max_patches", fields.get("max_patches", 12))
+    names = _special_tokens(path.parent)
+    return ImageProcessor(
+        resize="tiles",
+        resample=resample(path, fields),
+        height_px=height,
+        width_px=width,
+        tokens=_tokens(path.parent, "image_seq_length", 256),
+        tiling=NearestRatio(
+            least=least,
+            most=most,
+            begin=names.get("start_image_token", "<img>"),
+            end=names.get("end_image_token", "</img>"),
+        ),
+    )
+
+
+def longest_edge(path: Path, fields: Fields) -> ImageProcessor:
+    """The processor of Idefics3 and SmolVLM."""
+    refuse(path, fields, "do_resize", True)
+    tile = _longest(path, "max_image_size", fields.get("max_image_size", {"longest_edge": 364}))
+    names = _special_tokens(path.parent)
+    return ImageProcessor(
+        resize="tiles",
+        resample=resample(path, fields, "lanczos"),
+        height_px=tile,
+        width_px=tile,
+        tokens=_tokens(path.parent, "image_seq_len", 169),
+        tiling=LongestEdge(
+            longest_px=_longest(path, "size", fields.get("size", {"longest_edge": 4 * 364})),
+            splits=bool(fields.get("do_image_splitting", True)),
+            around=names.get("fake_image_token", "<fake_token_around_image>"),
+            whole=names.get("global_image_token", "<global-img>"),
+        ),
+    )
+
+
+def _longest(path: Path, field: str, given: Any) -> int:
+    edge = given.get("longest_edge") if isinstance(given, dict) else None
+    if edge is None:
+        raise refused(path, field, given, "a longest_edge")
+    return whole(path, f"{field}.longest_edge", edge)
+
+
+def _tokens(folder: Path, field: str, default: int) -> int:
+    """How many placeholders the processor writes for a tile."""
+    path = folder / NESTED
+    fields = parse_json(path, "processor configuration", AGAIN) if path.exists() else {}
+    given = fields.get(field, default) if isinstance(fields, dict) else default
+    return whole(path, field, given)
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of the tokenizer's special tokens, by the names that it has for them."""
+    found: dict[str, str] = {}
+    for path in (folder / name for name in NAMES):
+        fields = parse_json(path, "tokenizer configuration", AGAIN) if path.exists() else {}
+        for named in (fields, fields.get("extra_special_tokens")):
+            tokens = named.items() if isinstance(named, dict) else ()
+            texts = {
+                name: one.get("content") if isinstance(one, dict) else one for name, one in tokens
+            }
+            found |= {
+                name: text
+                for name, text in texts.items()
+                if name.endswith("_token") and isinstance(text, str)
+            }
+    return found

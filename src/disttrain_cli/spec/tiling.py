@@ -1,0 +1,175 @@
+"""How published image processors cut an image into tiles of one size, and what their processors
+write around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, WithJsonSchema
+
+from disttrain_cli.spec.files import Strict
+
+#: Width and height in pixels.
+Size = tuple[int, int]
+
+#: The texts before, between and behind the parts of a file: one more than parts.
+Written = tuple[str, ...]
+
+#: Of a file that is one item and nothing else.
+ALONE: Written = ("", "")
+
+
+class Cut(NamedTuple):
+    """How an image becomes tiles.
+
+    Attributes:
+        resized: sizes that it is resized to, one after the other.
+        rows, columns: tiles of the last of them.
+        whole: what becomes one more tile behind the others: the image, the resized one, or none.
+    """
+
+    resized: tuple[Size, ...]
+    rows: int
+    columns: int
+    whole: Literal["image", "resized", ""] = ""
+
+    @property
+    def parts(self) -> int:
+        """How many tiles there are."""
+        return self.rows * self.columns + bool(self.whole)
+
+
+class NearestRatio(Strict):
+    """InternVL's rule: the image is stretched to the grid of tiles whose ratio of sides is the
+    nearest; more tiles than one are followed by the whole image as one.
+
+    As transformers' `GotOcr2ImageProcessor` (Chen et al. 2024, arXiv 2404.16821, section 3.2).
+    """
+
+    rule: Literal["nearest_ratio"] = "nearest_ratio"
+    least: int = Field(1, ge=1, description="Tiles of an image, at least.")
+    most: int = Field(ge=1, description="Tiles of an image without the whole one, at most.")
+    begin: str = Field("<img>", description="Written before the tiles.")
+    end: str = Field("</img>", description="Written behind them.")
+
+    def cut(self, image: Size, tile: Size) -> Cut:
+        """Tiles of an image of this size."""
+        columns, rows = _nearest(image, tile, self.least, self.most) if self.most > 1 else (1, 1)
+        resized = (columns * tile[0], rows * tile[1])
+        return Cut((resized,), rows, columns, "image" if columns * rows > 1 else "")
+
+    def written(self, cut: Cut) -> Written:
+        """What is written around the tiles."""
+        return (self.begin, *[""] * (cut.parts - 1), self.end)
+
+
+class LongestEdge(Strict):
+    """The rule of Idefics3 and SmolVLM: the longer side is resized to `longest_px`, both then to
+    whole tiles; more tiles than one are followed by the resized image as one.
+
+    As transformers' `Idefics3ImageProcessor` (Laurençon et al. 2024, arXiv 2408.12637, section
+    3.2).
+    """
+
+    rule: Literal["longest_edge"] = "longest_edge"
+    longest_px: int = Field(ge=1, description="The longer side before it is cut.")
+    splits: bool = Field(True, description="Whether images are cut at all.")
+    around: str = "<fake_token_around_image>"
+    whole: str = Field("<global-img>", description="Written before the whole image.")
+
+    def cut(self, image: Size, tile: Size) -> Cut:
+        """Tiles of an image of this size; ValueError where a side would have no pixel."""
+        first = _below(_at_longest(image, self.longest_px), MOST_PX)
+        if not self.splits:
+            return Cut((first, tile), 1, 1)
+        resized = _whole_tiles(first, tile[0])
+        columns, rows = (side // tile[0] for side in resized)
+        if not min(columns, rows):
+            raise ValueError(f"an image of {image[0]} × {image[1]} pixels is too narrow to be cut")
+        return Cut((first, resized), rows, columns, "resized" if columns * rows > 1 else "")
+
+    def written(self, cut: Cut) -> Written:
+        """What is written around the tiles."""
+        if not cut.whole:
+            return (self.around + self.whole, self.around)
+        texts = list(self._rows(cut))
+        return (*texts, f"\n\n{self.around}{self.whole}", self.around)
+
+    def _rows(self, cut: Cut) -> Iterator[str]:
+        for row in range(cut.rows):
+            for column in range(cut.columns):
+                ends = "\n" if row and not column else ""
+                yield f"{ends}{self.around}<row_{row + 1}_col_{column + 1}>"
+
+
+Tiling = Annotated[
+    NearestRatio | LongestEdge,
+    Field(discriminator="rule"),
+    # in one piece, as schemas that hold it are parts of others
+    WithJsonSchema({"anyOf": [rule.model_json_schema() for rule in (NearestRatio, LongestEdge)]}),
+]
+
+#: Longer sides are reduced to it by Idefics3's rule, whatever the folder says.
+MOST_PX = 4096
+
+
+@lru_cache(maxsize=4096)
+def _nearest(image: Size, tile: Size, least: int, most: int) -> tuple[int, int]:
+    """Columns and rows; of equally near ones more tiles, as long as half their area is less than
+    the image's."""
+    grids = sorted(
+        (
+            (columns, rows)
+            for columns in range(1, most + 1)
+            for rows in range(1, most + 1)
+            if least <= columns * rows <= most
+        ),
+        key=lambda grid: grid[0] * grid[1],
+    )
+    ratio, best, nearest = image[0] / image[1], (1, 1), math.inf
+    for columns, rows in grids:
+        far = abs(ratio - columns / rows)
+        enough = image[0] * image[1] > 0.5 * tile[1] * tile[0] * columns * rows
+        if far < nearest or (far == nearest and enough):
+            nearest, best = far, (columns, rows)
+    return best
+
+
+def _at_longest(image: Size, longest_px: int) -> Size:
+    """The longer side becomes `longest_px`, the other one even, or 1."""
+    width, height = image
+    ratio = width / height
+    if width >= height:
+        other = int(longest_px / ratio)
+        return longest_px, max(other + other % 2, 1)
+    other = int(longest_px * ratio)
+    return max(other + other % 2, 1), longest_px
+
+
+def _below(image: Size, longest_px: int) -> Size:
+    """Where the longer side is longer, it becomes `longest_px`."""
+    width, height = image
+    ratio = width / height
+    if max(image) <= longest_px:
+        return image
+    if width >= height:
+        return longest_px, max(int(longest_px / ratio), 1)
+    return max(int(longest_px * ratio), 1), longest_px
+
+
+def _whole_tiles(image: Size, tile_px: int) -> Size:
+    """Both sides as whole tiles, of the longer one first."""
+    width, height = image
+    ratio = width / height
+
+    def up(side: float) -> int:
+        return math.ceil(side / tile_px) * tile_px
+
+    if width >= height:
+        wide = up(width)
+        return wide, up(int(wide / ratio))
+    high = up(height)
+    return up(int(high * ratio)), high
