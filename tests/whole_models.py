@@ -112,6 +112,34 @@ def write_llava(
     return model
 
 
+def write_internvl(folder: Path, text: Any = None, tower: Any = None, **fields: Any) -> Any:
+    """An InternVL folder whose images are one tile each; returns its model. `fields` are of its
+    configuration, `text` and `tower` of its LLM's and its tower's."""
+    import transformers
+
+    config = transformers.InternVLConfig(
+        vision_config=TOWER | (tower or {}),
+        text_config={"model_type": "qwen2"} | TEXT | (text or {}),
+        image_token_id=IMAGE,
+        **{"tie_word_embeddings": False} | fields,
+    )
+    model = spread(transformers.InternVLForConditionalGeneration(config))
+    model.save_pretrained(folder)
+    tile_processor().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return model
+
+
+def tile_processor(**fields: Any) -> Any:
+    """The image processor of tiny InternVL models."""
+    from transformers import GotOcr2ImageProcessorPil
+
+    side = TOWER["image_size"]
+    return GotOcr2ImageProcessorPil(
+        size={"height": side, "width": side}, **{"max_patches": 1} | fields
+    )
+
+
 #: By family: the tower's and the LLM's configuration.
 QWEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (

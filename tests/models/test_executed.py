@@ -115,6 +115,27 @@ OTHERS: dict[str, dict[str, Any]] = {
             "lora": {"r": 64, "target_modules": "all-linear"},
         },
     },
+    "internvl": {
+        "eye": {
+            "kind": "encoder",
+            "architecture": "internvl_vision",
+            "merge": 2,
+            "projector": "norm_mlp",
+            "config": IMAGE
+            | {"norm_type": "rms_norm", "use_qk_norm": True, "image_size": 448, "patch_size": 14},
+        },
+        "llm": {"kind": "llm", "architecture": "qwen2", "config": TEXT},
+    },
+    "idefics3": {
+        "eye": {
+            "kind": "encoder",
+            "architecture": "idefics3_vision",
+            "merge": 3,
+            "projector": "linear",
+            "config": IMAGE,
+        },
+        "llm": {"kind": "llm", "architecture": "llama", "config": TEXT},
+    },
     "siglip, mistral, pixart": {
         "eye": {"kind": "encoder", "architecture": "siglip_vision_model", "config": IMAGE},
         "llm": {

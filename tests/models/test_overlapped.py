@@ -40,7 +40,7 @@ def runs(make_run, tmp_path):  # type: ignore[no-untyped-def]
         architecture: {"llm": {"kind": "llm", "architecture": architecture, "config": llm | more}}
         for architecture, more in DECODERS.items()
     }
-    towers = {name: OTHERS[name][1] for name in TOWERS if name in OTHERS}
+    towers = {name: OTHERS[name][1] for name in (*TOWERS, "internvit 6b") if name in OTHERS}
     towers["vit"] = {"kind": "encoder", "architecture": "vit", "merge": 2, "config": VIT | DROPS}
     for name, tower in towers.items():
         # a block for each of DeepStack's features

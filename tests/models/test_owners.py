@@ -24,6 +24,7 @@ PIXART = {
 CONFIGS = (
     {"whisper": AUDIO["config"], "unet2d_condition": UNET, "pixart": PIXART}
     | {name: tower["config"] for name, tower in TOWERS.items()}
+    | {"smolvlm_vision": TOWERS["idefics3_vision"]["config"]}
     | {name: LLAMA for name, entry in ARCHITECTURES.items() if entry.kind == "llm"}
     | {"qwen2_5_vl_text": LLAMA | MROPE}
 )

@@ -9,7 +9,7 @@ import yaml
 from disttrain_cli.runtime.launching.launch import launch
 from tests.models.parallel_worker import names
 from tests.models.test_generators import GENERATORS
-from tests.models.test_towers import TOWERS
+from tests.models.test_towers import INTERNVIT_6B, TOWERS
 
 GENERATOR = {
     "kind": "generator",
@@ -24,6 +24,15 @@ OTHERS = {
         for tower in TOWERS
         if tower != "vit"
     },
+    "internvit 6b": (
+        "image_encoder",
+        {
+            "kind": "encoder",
+            "architecture": "internvl_vision",
+            **TOWERS["internvl_vision"],
+            "config": TOWERS["internvl_vision"]["config"] | INTERNVIT_6B,
+        },
+    ),
     **{name: ("image_generator", GENERATOR | GENERATORS[name]) for name in ("sd xl", "pixart")},
     "qwen3": (
         "llm",

@@ -104,6 +104,40 @@ QWEN3_VL = {
         "spatial_merge_size": 2,
     },
 }
+INTERNVL3 = {
+    "model_type": "internvl",
+    "downsample_ratio": 0.5,
+    "image_seq_length": 256,
+    "image_token_id": 151667,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 70,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151674,
+    },
+    "vision_config": {
+        "attention_bias": True,
+        "hidden_size": 1024,
+        "image_size": [448, 448],
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-06,
+        "model_type": "internvl_vision",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": [14, 14],
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
 #: config.json, preprocessor_config.json, parameters of the published weights, those that are not
 #: read, and the patches of an image of 1920 × 1080 pixels.
 PUBLISHED = {
@@ -113,6 +147,13 @@ PUBLISHED = {
         7_063_427_072,
         12_596_224 + 2 * 1024,  # CLIP's last block and final norm
         (24, 24),
+    ),
+    "internvl3-8b": (
+        INTERNVL3,
+        {"size": {"height": 448, "width": 448}, "max_patches": 1},
+        7_944_373_760,
+        0,
+        (32, 32),
     ),
     "qwen2.5-vl-7b": (
         QWEN2_5_VL,

@@ -2,6 +2,7 @@
 any grids."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from disttrain_cli.models.activations import saved_bytes
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.flops import count_flops, layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
+from disttrain_cli.models.idefics3_vision import places
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
@@ -49,20 +51,30 @@ QWEN3 = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 1],
 }
-TOWERS = {
+TOWERS: dict[str, Any] = {
     "vit": {"merge": 2, "config": SQUARE},
     "clip_vision_model": {"merge": 2, "config": SQUARE},
     "siglip_vision_model": {"merge": 2, "config": SQUARE},
+    "internvl_vision": {"merge": 2, "projector": "norm_mlp", "config": SQUARE},
+    "idefics3_vision": {"merge": 2, "projector": "linear", "config": SQUARE},
     "qwen2_5_vl_vision": {"config": QWEN},
     "qwen3_vl_vision": {"config": QWEN3},
 }
+#: As the largest InternVL towers are.
+INTERNVIT_6B = {
+    "norm_type": "rms_norm",
+    "use_qk_norm": True,
+    "use_mean_pooling": False,
+    "attention_bias": True,
+}
+ASKED_TO_INTERPOLATE = ("vit", "clip_vision_model", "siglip_vision_model")
 GRIDS = [(4, 4), (4, 4), (4, 6), (6, 8), (2, 8)]
 
 
 @pytest.fixture
 def tower(make_run):
     def make(architecture, **changes):
-        spec = TOWERS[architecture]
+        spec = TOWERS[architecture.replace("smolvlm", "idefics3")]
         config = spec["config"] | changes.pop("config", {})
         run = make_run(image_generator=None, image_encoder=None)
         modules = {
@@ -115,18 +127,31 @@ def through(layers, batch, state=None):
     return state
 
 
-@pytest.mark.parametrize("architecture", ["vit", "clip_vision_model", "siglip_vision_model"])
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("vit", {}),
+        ("clip_vision_model", {}),
+        ("siglip_vision_model", {}),
+        ("internvl_vision", {}),
+        ("internvl_vision", INTERNVIT_6B),
+        ("idefics3_vision", {}),
+        ("smolvlm_vision", {"image_size": 28}),
+    ],
+)
 @pytest.mark.parametrize("feature_layer", [None, -1, -2])
-def test_patches_equal_transformers_own(tower, architecture, feature_layer):
-    run = tower(architecture, feature_layer=feature_layer)
-    whole, layers, unused = published(run, architecture, tower(architecture))
+def test_patches_equal_transformers_own(tower, architecture, config, feature_layer):
+    run = tower(architecture, feature_layer=feature_layer, config=config)
+    whole, layers, unused = published(run, architecture, tower(architecture, config=config))
     assert len(layers) == 2 + (3 if feature_layer is None else 4 + feature_layer)
     batch = probe_batch(describe(run), image=GRIDS)
     state = through(layers[:-1], batch)
     found = layers[-1].norm(state["image_hidden"])
     expected = []
     for pixels in batch.of("image").values[0]:
-        made = whole(pixels, interpolate_pos_encoding=True, output_hidden_states=True)
+        # the others always do
+        how = {"interpolate_pos_encoding": True} if architecture in ASKED_TO_INTERPOLATE else {}
+        made = whole(pixels, **how, output_hidden_states=True)
         if feature_layer is not None:
             expected.append(made.hidden_states[feature_layer])
         elif architecture == "clip_vision_model":
@@ -259,8 +284,9 @@ def test_degrees_and_shards(tower, architecture):
         }
         parts = [build_layers(run, place, place + 1, tp=4, tp_rank=rank)[0] for rank in range(4)]
         if layer.kind == "projector":  # a partial sum each: together they are the whole layer's
-            biases = 3 * layer.mlp[2].bias
-            total = sum(part(dict(state), batch)["image_embeds"] for part in parts) - biases
+            total = sum(part(dict(state), batch)["image_embeds"] for part in parts)
+            # alone, each part of an undivided linear makes all rows
+            total = total - 3 * layer.mlp[2].bias if layer.division.row else total / 4
             torch.testing.assert_close(
                 total, layer(dict(state), batch)["image_embeds"], rtol=1e-5, atol=1e-5
             )
@@ -290,6 +316,17 @@ def test_positions_are_interpolated_as_transformers_does(side, rows, columns):
     assert positions(table, side, side) is table
 
 
+def test_layer_scale_starts_as_the_class_says(tower):
+    run = tower("internvl_vision", config={"layer_scale_init_value": 0.3})
+    block = encoder(run)[1].layer
+    assert (block.lambda_1 == 0.3).all() and (block.lambda_2 == 0.3).all()
+
+
+@pytest.mark.parametrize("side", [7, 26, 27, 32])
+def test_a_full_tile_has_every_place_once(side):
+    assert torch.equal(places(side, side, side), torch.arange(side * side))
+
+
 def test_rows_of_a_window_follow_each_other():
     own = layout(6, 8, 2, 4)
     assert own.windows == (16, 16, 8, 8)
@@ -310,6 +347,8 @@ def test_rows_of_a_window_follow_each_other():
         ("clip_vision_model", {"config": {"projection_dims": 3}}, ("projection_dim",)),
         ("qwen2_5_vl_vision", {"feature_layer": -1}, ("feature_layer", "nothing")),
         ("qwen2_5_vl_vision", {"merge": 3}, ("merge", "2, the tower's own")),
+        ("qwen2_5_vl_vision", {"projector": "linear"}, ("projector", "mlp, none")),
+        ("internvl_vision", {"projector": "none"}, ("projector", "mlp, norm_mlp, linear")),
         ("qwen2_5_vl_vision", {"config": {"window_size": 12}}, ("window_size", "multiple")),
         (
             "qwen2_5_vl_vision",

@@ -8,7 +8,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import describe
 from disttrain_cli.spec.runfile import RunFile, read_run
-from tests.whole_models import QWEN, QWEN_TOWER, TEXT, rewritten, run_of
+from tests.whole_models import QWEN, QWEN_TOWER, TEXT, TOWER, rewritten, run_of
 
 LLAVA = {
     "model_type": "llava",
@@ -171,4 +171,35 @@ def test_a_processor_that_does_not_fit_qwens_tower_is_refused(qwen, fields, said
     rewritten(qwen, "preprocessor_config.json", **fields)
     with pytest.raises(SpecError) as refused:
         describe(run_of(qwen))
+    assert said in f"{refused.value.what}\n{refused.value.why}"
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("config", {"downsample_ratio": 0.3}, "downsample_ratio 0.3"),
+        ("config", {"downsample_ratio": "half"}, "downsample_ratio 'half'"),
+        ("config", {"projector_hidden_act": "silu"}, "projector_hidden_act 'silu'"),
+        ("config", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
+        ("config", {"vision_feature_layer": 3}, "vision_feature_layer 3"),
+        ("config", {"vision_config": TOWER | {"norm_type": "batch"}}, "norm_type"),
+        ("config", {"vision_config": TOWER | {"use_mask_token": True}}, "use_mask_token"),
+        ("config", {"vision_config": TOWER | {"projection_dropout": 0.1}}, "projection_dropout"),
+        ("config", {"vision_config": TOWER | {"image_size": [32, 16]}}, "image_size"),
+        ("config", {"text_config": {"model_type": "gpt_oss"}}, "unknown architecture 'gpt_oss'"),
+        ("preprocessor", {"size": {"height": 64, "width": 64}}, "does not fit the tower"),
+    ],
+)
+def test_what_is_not_computed_of_internvl_is_refused_by_name(tmp_path, file, fields, said):
+    folder = tmp_path / "internvl"
+    folder.mkdir()
+    config = {"model_type": "internvl", "vision_config": TOWER, "text_config": TEXT}
+    (folder / "config.json").write_text(json.dumps(config))
+    tile = {"size": {"height": 32, "width": 32}, "max_patches": 1}
+    (folder / "preprocessor_config.json").write_text(json.dumps(tile))
+    joined = run_of(folder).file.model.modules["vision"]
+    assert (joined.merge, joined.projector, joined.feature_layer) == (2, "norm_mlp", None)
+    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
+    with pytest.raises(SpecError) as refused:
+        describe(run_of(folder))
     assert said in f"{refused.value.what}\n{refused.value.why}"

@@ -11,7 +11,7 @@ from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.checks import ModuleConfig
 from disttrain_cli.spec.heads import Head, Item
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.runfile.model import Kind, LossWeights, ModuleSpec
+from disttrain_cli.spec.runfile.model import Kind, LossWeights, ModuleSpec, Projector
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Architecture:
         make: the layers in pipeline order.
         inputs: what it asks of the data; None for an LLM.
         several: whether other modules may work on the same items (`Joined.index`).
-        merges: whether an encoder ends in rows for the LLM, so that it can do without a projector.
+        projectors: what may join an encoder to the LLM (`ModuleSpec.projector`).
     """
 
     kind: Kind
@@ -52,4 +52,4 @@ class Architecture:
     make: Callable[[Joined], list[LayerMaker]]
     inputs: Callable[[Run, ModuleConfig], Head] | None = None
     several: bool = False
-    merges: bool = False
+    projectors: tuple[Projector, ...] = ("mlp",)

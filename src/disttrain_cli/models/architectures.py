@@ -18,6 +18,8 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models import (
     clip,
     decoder,
+    idefics3_vision,
+    internvl_vision,
     pixart,
     qwen3_vision,
     qwen_vision,
@@ -37,11 +39,12 @@ from disttrain_cli.models.configs.checks import (
     wrong_field,
 )
 from disttrain_cli.models.configs.generators import read_noise, read_pixart, read_unet, with_folder
-from disttrain_cli.models.configs.images import CLIP, HALVES, Normal, image_input
+from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, image_input
 from disttrain_cli.models.configs.lora import read_lora
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
+from disttrain_cli.models.projectors import FORMS, Joint
 from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
@@ -91,9 +94,7 @@ def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[Laye
         makers(
             module.name,
             module.config,
-            spec.merge,
-            joined.projector_hidden,
-            joined.llm_width,
+            Joint(spec.projector, spec.merge, joined.projector_hidden, joined.llm_width),
             final_norm=spec.feature_layer is None,
         ),
     )
@@ -170,10 +171,10 @@ def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig)
         run,
         module.name,
         normal,
-        patch_px=module.config.patch_size,
+        patch_px=encoders.side_of(module.config.patch_size),
         merge=merge,
         extra_tokens=extra_tokens,
-        side_px=module.config.image_size,
+        side_px=encoders.side_of(module.config.image_size),
     )
 
 
@@ -220,6 +221,7 @@ _OWN: dict[str, Architecture] = {
         partial(_tower, vit.makers),
         partial(_tower_input, HALVES, 1),
         several=True,
+        projectors=tuple(FORMS),
     ),
     "clip_vision_model": Architecture(
         "encoder",
@@ -229,6 +231,7 @@ _OWN: dict[str, Architecture] = {
         partial(_tower, clip.makers),
         partial(_tower_input, CLIP, 1),
         several=True,
+        projectors=tuple(FORMS),
     ),
     "siglip_vision_model": Architecture(
         "encoder",
@@ -238,7 +241,31 @@ _OWN: dict[str, Architecture] = {
         partial(_tower, siglip.makers),
         partial(_tower_input, HALVES, 0),
         several=True,
+        projectors=tuple(FORMS),
     ),
+    "internvl_vision": Architecture(
+        "encoder",
+        "image",
+        "transformers:InternVLVisionModel",
+        _tower_config("InternVLVisionConfig", encoders.check_internvl_vision),
+        partial(_tower, internvl_vision.makers),
+        partial(_tower_input, IMAGENET, 1),
+        several=True,
+        projectors=tuple(FORMS),
+    ),
+    **{
+        f"{prefix.lower()}_vision": Architecture(
+            "encoder",
+            "image",
+            f"transformers:{prefix}VisionTransformer",
+            _tower_config(f"{prefix}VisionConfig", encoders.check_clip_or_siglip),
+            partial(_tower, idefics3_vision.makers),
+            partial(_tower_input, HALVES, 0),
+            several=True,
+            projectors=tuple(FORMS),
+        )
+        for prefix in ("Idefics3", "SmolVLM")
+    },
     "qwen2_5_vl_vision": Architecture(
         "encoder",
         "image",
@@ -247,7 +274,7 @@ _OWN: dict[str, Architecture] = {
         partial(_merging, qwen_vision.makers),
         partial(_merging_input, CLIP),
         several=True,
-        merges=True,
+        projectors=("mlp", "none"),
     ),
     "qwen3_vl_vision": Architecture(
         "encoder",
@@ -256,7 +283,7 @@ _OWN: dict[str, Architecture] = {
         _transformer("Qwen3VLVisionConfig", encoders.check_qwen3_vision),
         partial(_merging, qwen3_vision.makers),
         partial(_merging_input, HALVES),
-        merges=True,
+        projectors=("mlp", "none"),
     ),
     "whisper": Architecture(
         "encoder",
@@ -348,10 +375,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
             f"model.modules.{name}: {architecture} is of kind {entry.kind}, not {spec.kind}",
             f"architectures of kind {spec.kind}: {names}",
         )
-    if spec.projector == "none" and not entry.merges:
-        merging = ", ".join(name for name, other in ARCHITECTURES.items() if other.merges)
-        allowed = f"mlp: only {merging} end in rows for the LLM themselves"
-        raise wrong_field(name, "projector", "none", allowed)
+    if spec.projector not in entry.projectors:
+        allowed = f"{', '.join(entry.projectors)}, of {architecture}"
+        raise wrong_field(name, "projector", spec.projector, allowed)
     if spec.vae_folder is not None:
         path = run.resolve(spec.vae_folder) / "config.json"
         spec = with_folder(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer
 from disttrain_cli.models.lora import Lora, adapt, draw
@@ -67,7 +66,7 @@ class LayerMaker:
 
 
 @torch.no_grad()
-def _initialise(layer: nn.Module, std: float | None) -> None:
+def _initialise(layer: PipelineLayer, std: float | None) -> None:
     for path, part in layer.named_modules():
         if path.endswith(ADAPTER):
             continue
@@ -76,6 +75,6 @@ def _initialise(layer: nn.Module, std: float | None) -> None:
             continue
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.ndim == 1:
-                parameter.fill_(1.0 if name == "weight" else 0.0)
+                parameter.fill_(layer.starts.get(name, 1.0 if name == "weight" else 0.0))
             else:
                 parameter.normal_(0.0, 0.02 if std is None else std)

@@ -163,6 +163,8 @@ class PipelineLayer(nn.Module):
     row_by_row: bool = False
     group: Group | None = None  # its TP group, if it shares its computation with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
+    # names of vectors that start as another number than ones ("weight") and zeros (all others)
+    starts: Mapping[str, float] = {}
     # prefixes of its parameters' paths → prefixes in the published model's weights
     published: Mapping[str, str] = {}
     # paths of its parameters that are another layer's → (that layer, the path there) (`tying`)

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.towers import Block, PatchEmbed, Projector
+from disttrain_cli.models.projectors import Joint, projector
+from disttrain_cli.models.towers import Block, PatchEmbed
 
 #: Deviation of initial weights; SigLIP's configuration has no field for it.
 STD = 0.02
@@ -22,14 +23,7 @@ def _block(module: str, number: int, config: Any) -> Block:
     return Block(module, number, config, SiglipEncoderLayer(config), extra=0)
 
 
-def makers(
-    module: str,
-    config: Any,
-    merge: int,
-    projector_hidden: int,
-    llm_width: int,
-    final_norm: bool = True,
-) -> list[LayerMaker]:
+def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
     """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
     as it is."""
     norm = "post_layernorm" if final_norm else None
@@ -39,7 +33,5 @@ def makers(
             LayerMaker(partial(_block, module, i, config), STD)
             for i in range(config.num_hidden_layers)
         ),
-        LayerMaker(
-            partial(Projector, module, config, norm, 0, merge, projector_hidden, llm_width), STD
-        ),
+        projector(module, config, norm, 0, joint, STD),
     ]

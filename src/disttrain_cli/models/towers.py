@@ -1,5 +1,5 @@
-"""What image encoders that are plain transformers over square patches share: ViT, CLIP's and
-SigLIP's vision towers.
+"""What image encoders that are plain transformers over square patches share: ViT, CLIP's,
+SigLIP's and Idefics3's vision towers; `projectors` joins them to the LLM.
 
 Images keep their own grid: position embeddings are interpolated to it, and images of equal grid
 (which are adjacent) are embedded as one batch. Rows of an image: the class token where the class
@@ -60,17 +60,6 @@ def images_of(batch: Batch, extra: int, like: Tensor) -> Segments:
     return segments_of(
         batch.cache, f"images + {extra}", lambda: rows_of(batch.of("image").grids, extra), like
     )
-
-
-def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
-    """m × m neighbouring patches side by side, [Σ P / m², m·m·D]; the `extra` first rows of an
-    image are dropped."""
-    blocks = []
-    for view, (_, rows, columns) in zip(by_grid(rows_RD, grids, extra), runs(grids), strict=True):
-        # [N, h, m, w, m, D]
-        grid = view[:, extra:].unflatten(1, (rows // merge, merge, columns // merge, merge))
-        blocks.append(grid.transpose(2, 3).flatten(3, 5).flatten(0, 2))
-    return torch.cat(blocks)
 
 
 def positions(
@@ -189,9 +178,13 @@ class PatchEmbed(ImageLayer):
         grid = self.patch_embedding(pixels.to(table.dtype))  # [N, D, rows, columns]
         hidden_NPD = grid.flatten(2).transpose(1, 2)
         if self.class_embedding is None:
-            return hidden_NPD + positions(table, *grid.shape[2:])
+            return hidden_NPD + self.placed(table, *grid.shape[2:])
         first = (self.class_embedding + table[0]).expand(len(pixels), 1, -1)
-        return torch.cat([first, hidden_NPD + positions(table[1:], *grid.shape[2:])], dim=1)
+        return torch.cat([first, hidden_NPD + self.placed(table[1:], *grid.shape[2:])], dim=1)
+
+    def placed(self, table_PD: Tensor, rows: int, columns: int) -> Tensor:
+        """Position embeddings of the patches of a grid, [rows · columns, D]."""
+        return positions(table_PD, rows, columns)
 
 
 class Block(ImageLayer):
@@ -226,46 +219,3 @@ class Block(ImageLayer):
         hidden = hidden + across(attend, layer.layer_norm1(hidden), rows, self.group)
         hidden = hidden + across(layer.mlp, layer.layer_norm2(hidden), rows, self.group)
         return {"image_hidden": hidden}
-
-
-class Projector(ImageLayer):
-    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the
-    LLM's width.
-
-    `norm` is the name of the final norm in the published weights; None where an inner block's
-    output is read.
-    """
-
-    kind = "projector"
-    reads = ("image_hidden",)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
-
-    def __init__(
-        self,
-        module: str,
-        config: Any,
-        norm: str | None,
-        extra: int,
-        merge: int,
-        hidden: int,
-        width: int,
-    ) -> None:
-        super().__init__()
-        self.name, self.module, self.merge, self.extra = f"{module}.projector", module, merge, extra
-        self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,), split=True),)
-        self.norm = (
-            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if norm else nn.Identity()
-        )
-        self.mlp = nn.Sequential(
-            nn.Linear(merge * merge * config.hidden_size, hidden),
-            nn.GELU(),
-            nn.Linear(hidden, width),
-        )
-        self.published = {"norm": norm} if norm else {}
-
-    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        def project(normed_RD: Tensor) -> Tensor:
-            return self.mlp(merged(normed_RD, batch.of("image").grids, self.merge, self.extra))
-
-        rows = count(batch.of("image").grids, self.extra)
-        return {"image_embeds": across(project, self.norm(state["image_hidden"]), rows, self.group)}

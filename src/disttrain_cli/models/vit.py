@@ -17,7 +17,8 @@ from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
-from disttrain_cli.models.towers import ImageLayer, Projector, count, images_of, positions, rows_of
+from disttrain_cli.models.projectors import Joint, projector
+from disttrain_cli.models.towers import ImageLayer, count, images_of, positions, rows_of
 
 
 class Embed(ImageLayer):
@@ -28,20 +29,24 @@ class Embed(ImageLayer):
     needs = ("image",)
 
     def __init__(self, module: str, config: Any) -> None:
-        from transformers.models.vit.modeling_vit import ViTEmbeddings
-
         super().__init__()
         self.name, self.module = f"{module}.embed", module
         self.writes = (
             TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
         )
-        self.embeddings = ViTEmbeddings(config)
+        self.embeddings = self.embeddings_of(config)
         self.dropout, self.embeddings.dropout = (
             self.embeddings.dropout,
             nn.Identity(),
         )  # over the rows of all images
         self.dropouts = seeded(self)
         self.published = {"embeddings": "embeddings"}
+
+    def embeddings_of(self, config: Any) -> Any:
+        """The library's embeddings."""
+        from transformers.models.vit.modeling_vit import ViTEmbeddings
+
+        return ViTEmbeddings(config)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         hidden = [self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)]
@@ -101,14 +106,7 @@ class Block(ImageLayer):
         return {"image_hidden": hidden}
 
 
-def makers(
-    module: str,
-    config: Any,
-    merge: int,
-    projector_hidden: int,
-    llm_width: int,
-    final_norm: bool = True,
-) -> list[LayerMaker]:
+def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> list[LayerMaker]:
     """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
     as it is."""
     std = config.initializer_range
@@ -119,7 +117,5 @@ def makers(
             LayerMaker(partial(Block, module, i, config), std)
             for i in range(config.num_hidden_layers)
         ),
-        LayerMaker(
-            partial(Projector, module, config, norm, 1, merge, projector_hidden, llm_width), std
-        ),
+        projector(module, config, norm, 1, joint, std),
     ]

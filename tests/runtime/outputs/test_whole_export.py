@@ -14,7 +14,7 @@ from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import origin
 from disttrain_cli.runtime.outputs.export import export, generating
 from tests.runtime.outputs.test_export import trained
-from tests.whole_models import IMAGE, run_of, write_llava, write_qwen
+from tests.whole_models import IMAGE, run_of, write_internvl, write_llava, write_qwen
 
 
 def saved(run, by=0.0):
@@ -25,6 +25,8 @@ def saved(run, by=0.0):
 WRITE = {
     "clip": partial(write_llava, tower="clip"),
     "siglip": partial(write_llava, tower="siglip"),
+    "internvl": write_internvl,
+    "tied internvl": partial(write_internvl, tie_word_embeddings=True),
     "qwen2_5_vl": partial(write_qwen, family="qwen2_5_vl", flat=True),
     "qwen3_vl": partial(write_qwen, family="qwen3_vl"),
     "tied clip": partial(write_llava, text={"tie_word_embeddings": True}, tie_word_embeddings=True),
@@ -35,7 +37,8 @@ WRITE = {
 def question(family, dtype):
     """Arguments of `generate` for a question about an image."""
     if "qwen" not in family:
-        ids, more = [1, *[IMAGE] * 16, 40, 50, 60], {}
+        tokens = 4 if "internvl" in family else 16
+        ids, more = [1, *[IMAGE] * tokens, 40, 50, 60], {}
         pixels = torch.randn(1, 3, 32, 32)
     else:
         ids, pixels = [5, *[IMAGE] * 6, 40, 50, 60], torch.randn(24, 96)

@@ -28,6 +28,20 @@ def check_clip_or_siglip(name: str, spec: ModuleSpec, config: Any) -> None:
     refuse_dropout(name, "attention_dropout", config.attention_dropout)
 
 
+def check_internvl_vision(name: str, spec: ModuleSpec, config: Any) -> None:
+    """InternVLVisionConfig."""
+    _check_tower(name, spec, config, pairs=True)
+    for field in ("hidden_dropout_prob", "attention_dropout", "projection_dropout"):
+        refuse_dropout(name, field, getattr(config, field))
+    for field, allowed in (
+        ("norm_type", ("layer_norm", "rms_norm")),
+        ("use_mask_token", (False,)),
+        ("use_absolute_position_embeddings", (True,)),
+    ):
+        if (given := getattr(config, field)) not in allowed:
+            raise wrong(name, field, given, " or ".join(str(value).lower() for value in allowed))
+
+
 def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
     """Qwen2_5_VLVisionConfig."""
     _check_merging(name, spec, config, "window_size")
@@ -131,8 +145,14 @@ def check_whisper(name: str, spec: ModuleSpec, config: Any) -> None:
         raise wrong_field(name, "merge", spec.merge, allowed)
 
 
-def _check_tower(name: str, spec: ModuleSpec, config: Any) -> None:
-    """A transformer over square patches with learned positions."""
+def side_of(given: Any) -> int:
+    """Side of a square that a configuration gives as one number, or as two equal ones."""
+    return int(given[0] if isinstance(given, (list, tuple)) else given)
+
+
+def _check_tower(name: str, spec: ModuleSpec, config: Any, pairs: bool = False) -> None:
+    """A transformer over square patches with learned positions; `pairs`: its class has two sides of
+    everything."""
     check_widths(
         name,
         config,
@@ -143,9 +163,11 @@ def _check_tower(name: str, spec: ModuleSpec, config: Any) -> None:
         "intermediate_size",
     )
     for field in ("image_size", "patch_size"):
-        if not isinstance(getattr(config, field), int) or getattr(config, field) < 1:
-            raise wrong(name, field, getattr(config, field), "one positive number (squares)")
-    if config.image_size < config.patch_size:
+        given = getattr(config, field)
+        sides = tuple(given) if pairs else (given,)
+        if not all(isinstance(side, int) and side >= 1 for side in sides) or len(set(sides)) != 1:
+            raise wrong(name, field, given, "one positive number (squares)")
+    if side_of(config.image_size) < side_of(config.patch_size):
         raise wrong(
             name, "image_size", config.image_size, f"at least patch_size ({config.patch_size})"
         )

@@ -18,6 +18,7 @@ from disttrain_cli.spec.runfile.published import is_of
 #: Mean and standard deviation of each channel, as the classes' processors have them.
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 _Channels = tuple[float, ...]
 Normal = tuple[_Channels, _Channels]

@@ -350,7 +350,7 @@ def _write_joints(
         name: {
             "kind": spec.kind,
             "merge": spec.merge,
-            "projector": "none" if spec.projector == "none" else None,
+            "projector": None if spec.projector == "mlp" else spec.projector,
             "image_size": spec.image_size,
             "context_tokens": spec.context_tokens if spec.kind == "generator" else None,
             "feature_layer": None if spec.feature_layer is None else -1,

@@ -85,6 +85,22 @@ def only(path: Path, fields: Fields, field: str, default: Any, allowed: Mapping[
     )
 
 
+def feature_layer(path: Path, config: Fields, default: int) -> int:
+    """The tower's block that is read, counted from the end.
+
+    Raises:
+        SpecError: several are, or it is counted from the start.
+    """
+    layer = config.get("vision_feature_layer", default)
+    if isinstance(layer, int) and layer < 0:
+        return layer
+    raise SpecError(
+        f"{path}: vision_feature_layer {layer!r} is not computed here",
+        "allowed: one block, counted from the end: -1, -2, …",
+        "Train its modules by their own folders (model.modules), or another model.",
+    )
+
+
 def _prefixed(name: str, prefixes: Mapping[str, str]) -> str:
     for prefix, instead in prefixes.items():
         if name == prefix or not prefix or name.startswith(f"{prefix}."):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.families.family import Family, Fields, Module, only
+from disttrain_cli.spec.families.family import Family, Fields, Module, feature_layer, only
 from disttrain_cli.spec.families.processors import cropped_or_stretched
 from disttrain_cli.spec.image_processor import ImageProcessor
 
@@ -26,14 +25,7 @@ def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
     only(path, config, "vision_feature_select_strategy", "default", {strategy: strategy})
     only(path, config, "projector_hidden_act", "gelu", {"gelu": "gelu"})
     only(path, config, "multimodal_projector_bias", True, {True: True})
-    layer = config.get("vision_feature_layer", -2)
-    if not isinstance(layer, int) or layer >= 0:
-        raise SpecError(
-            f"{path}: vision_feature_layer {layer!r} is not computed here",
-            "allowed: one block, counted from the end: -1, -2, …",
-            "Train its modules by their own folders (model.modules), or another model.",
-        )
-    return {"vision": {"feature_layer": layer}}
+    return {"vision": {"feature_layer": feature_layer(path, config, -2)}}
 
 
 def _processor(path: Path, fields: Fields) -> ImageProcessor:

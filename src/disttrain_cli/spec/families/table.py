@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from disttrain_cli.spec.families import llava, qwen_vl
+from disttrain_cli.spec.families import internvl, llava, qwen_vl
 from disttrain_cli.spec.families.family import Family
 
 FAMILIES: dict[str, Family] = {
+    "internvl": internvl.FAMILY,
     "llava": llava.FAMILY,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
     "qwen3_vl": qwen_vl.QWEN3_VL,

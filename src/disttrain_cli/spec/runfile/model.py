@@ -11,6 +11,8 @@ from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.lora import LoraSpec
 
 Kind = Literal["encoder", "llm", "generator"]
+#: How an encoder's rows become the LLM's; `models/projectors.py` says what each is.
+Projector = Literal["mlp", "norm_mlp", "linear", "none"]
 PROJECTORS = "projectors"
 UNIT_NAME = r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$"
 MONOLITH = "model"  # the unit that holds every module
@@ -52,8 +54,9 @@ class ModuleSpec(Strict):
         None,
         description=(
             "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
-            " siglip_vision_model, qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral,"
-            " qwen2, qwen3, qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart."
+            " siglip_vision_model, internvl_vision, idefics3_vision, smolvlm_vision,"
+            " qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral, qwen2, qwen3,"
+            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart."
         ),
     )
     folder: str | None = Field(
@@ -92,12 +95,14 @@ class ModuleSpec(Strict):
             " None: the last, normed."
         ),
     )
-    projector: Literal["mlp", "none"] = Field(
+    projector: Projector = Field(
         "mlp",
         exclude_if=lambda given: given == "mlp",
         description=(
-            "Encoders: what joins the module to the LLM: a two-layer MLP of its own, or none, where"
-            " a tower's merger ends in the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision)."
+            "Encoders: what joins the module to the LLM: mlp, a two-layer MLP; norm_mlp, the same"
+            " behind a norm of the merged rows, as InternVL's; linear, one linear without bias, as"
+            " SmolVLM's (the last two: image encoders with merge); none, where a tower's merger"
+            " ends in the LLM's width (qwen2_5_vl_vision, qwen3_vl_vision)."
         ),
     )
     image_size: int | None = Field(
@@ -156,8 +161,8 @@ class ModuleSpec(Strict):
             raise ValueError("image_size belongs to generators, and every generator needs it")
         if self.feature_layer is not None and self.kind != "encoder":
             raise ValueError("feature_layer belongs to image encoders")
-        if self.projector == "none" and self.kind != "encoder":
-            raise ValueError("projector: none belongs to encoders")
+        if self.projector != "mlp" and self.kind != "encoder":
+            raise ValueError(f"projector: {self.projector} belongs to encoders")
         for field in ("vae", "vae_folder", "noise"):
             if getattr(self, field) is not None and self.kind != "generator":
                 raise ValueError(f"{field} belongs to generators")

@@ -1,0 +1,129 @@
+"""What joins an image tower to the LLM: its final norm, m × m neighbouring patches merged to one
+row (pixel shuffle), and linears to the LLM's width, in the forms that published models have.
+
+- `mlp`: linear, GELU, linear, as LLaVA's.
+- `norm_mlp`: the same behind a norm of the merged rows, as InternVL's.
+- `linear`: one linear without bias, as Idefics3's and SmolVLM's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import Batch, TensorSpec
+from disttrain_cli.models.parallel import across, gather, split
+from disttrain_cli.models.towers import EMBEDS, ImageLayer, by_grid, count, runs
+from disttrain_cli.spec.runfile.model import Projector as Form
+
+
+class Joint(NamedTuple):
+    """How a tower is joined to the LLM."""
+
+    form: Form
+    merge: int  # patches per side of what becomes one row
+    hidden: int  # width between the linears, where there are two
+    width: int  # of the LLM
+
+
+def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
+    """m × m neighbouring patches side by side, row by row, [Σ P / m², m·m·D]; the `extra` first
+    rows of an image are dropped."""
+    blocks = []
+    for view, (_, rows, columns) in zip(by_grid(rows_RD, grids, extra), runs(grids), strict=True):
+        # [N, h, m, w, m, D]
+        grid = view[:, extra:].unflatten(1, (rows // merge, merge, columns // merge, merge))
+        blocks.append(grid.transpose(2, 3).flatten(3, 5).flatten(0, 2))
+    return torch.cat(blocks)
+
+
+class Projector(ImageLayer):
+    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the
+    LLM's width.
+
+    `norm` is the name of the final norm in the published weights; None where an inner block's
+    output is read, or the tower has none.
+    """
+
+    kind = "projector"
+    reads = ("image_hidden",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
+
+    def __init__(
+        self, module: str, config: Any, norm: str | None, extra: int, joint: Joint
+    ) -> None:
+        super().__init__()
+        self.name, self.module, self.merge = f"{module}.projector", module, joint.merge
+        self.extra = extra
+        self.writes = (TensorSpec(EMBEDS, "image", "tokens", (joint.width,), split=True),)
+        self.norm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if norm else nn.Identity()
+        )
+        self.published = {"norm": norm} if norm else {}
+        self.join(joint.merge**2 * config.hidden_size, joint)
+
+    def join(self, given: int, joint: Joint) -> None:
+        """Make what maps merged rows, `given` wide, to the LLM's width."""
+        self.mlp = nn.Sequential(
+            nn.Linear(given, joint.hidden), nn.GELU(), nn.Linear(joint.hidden, joint.width)
+        )
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        def project(normed_RD: Tensor) -> Tensor:
+            return self.project(merged(normed_RD, batch.of("image").grids, self.merge, self.extra))
+
+        rows = count(batch.of("image").grids, self.extra)
+        return {EMBEDS: across(project, self.norm(state["image_hidden"]), rows, self.group)}
+
+    def project(self, merged_TD: Tensor) -> Tensor:
+        """What merged rows become."""
+        made: Tensor = self.mlp(merged_TD)
+        return made
+
+
+class NormedProjector(Projector):
+    """The same behind a norm of the merged rows."""
+
+    def join(self, given: int, joint: Joint) -> None:
+        super().join(given, joint)
+        self.merged_norm = nn.LayerNorm(given)
+
+    def project(self, merged_TD: Tensor) -> Tensor:
+        # every rank norms all rows: own patches may end inside one
+        return super().project(self.merged_norm(merged_TD))
+
+
+class LinearProjector(Projector):
+    """One linear without bias: over a TP group every rank has it whole, and makes its own rows."""
+
+    division = Division()
+
+    def join(self, given: int, joint: Joint) -> None:
+        self.linear = nn.Linear(given, joint.width, bias=False)
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        grids = batch.of("image").grids
+        rows = count(grids, self.extra)
+        normed = gather(self.norm(state["image_hidden"]), rows, self.group)
+        blocks = merged(normed, grids, self.merge, self.extra)
+        return {EMBEDS: self.linear(split(blocks, self.group))}
+
+
+#: By the values of `ModuleSpec.projector`.
+FORMS: dict[Form, type[Projector]] = {
+    "mlp": Projector,
+    "norm_mlp": NormedProjector,
+    "linear": LinearProjector,
+}
+
+
+def projector(
+    module: str, config: Any, norm: str | None, extra: int, joint: Joint, std: float
+) -> LayerMaker:
+    """The last layer of a tower."""
+    return LayerMaker(partial(FORMS[joint.form], module, config, norm, extra, joint), std)

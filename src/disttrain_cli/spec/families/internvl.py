@@ -1,0 +1,67 @@
+"""InternVL in its Transformers form: an InternVL tower, pixel shuffle, a two-layer projector behind
+a norm, and a decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.families.family import Family, Fields, Module, feature_layer, only
+from disttrain_cli.spec.families.processors import cropped_or_stretched
+from disttrain_cli.spec.image_processor import ImageProcessor
+
+
+def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
+    only(path, config, "vision_feature_select_strategy", "default", {"default": "default"})
+    only(path, config, "projector_hidden_act", "gelu", {"gelu": "gelu"})
+    layer = feature_layer(path, config, -1)
+    return {
+        "vision": {
+            "merge": _merge(path, config.get("downsample_ratio", 0.5)),
+            "projector": "norm_mlp",
+            **({} if layer == -1 else {"feature_layer": layer}),  # the last one is normed
+        }
+    }
+
+
+def _merge(path: Path, ratio: Any) -> int:
+    """Patches per side of a row, of the ratio by which pixel shuffle reduces sides."""
+    if isinstance(ratio, (int, float)) and 0 < ratio <= 1 and (1 / ratio).is_integer():
+        return int(1 / ratio)
+    raise SpecError(
+        f"{path}: downsample_ratio {ratio!r} is not computed here",
+        "allowed: one over a whole number",
+        "Train its modules by their own folders (model.modules), or another model.",
+    )
+
+
+def _processor(path: Path, fields: Fields) -> ImageProcessor:
+    only(path, fields, "max_patches", 12, {1: 1})
+    return cropped_or_stretched(path, fields, crop=False)
+
+
+FAMILY = Family(
+    published="transformers:InternVLForConditionalGeneration",
+    modules={
+        "vision": Module(
+            "encoder",
+            "vision_config",
+            architecture="internvl_vision",
+            names={"": "model.vision_tower."},
+            joint={
+                "merged_norm": "model.multi_modal_projector.layer_norm",
+                "mlp.0": "model.multi_modal_projector.linear_1",
+                "mlp.2": "model.multi_modal_projector.linear_2",
+            },
+        ),
+        "llm": Module(
+            "llm",
+            "text_config",
+            default="qwen2",
+            names={"model": "model.language_model", "lm_head": "lm_head"},
+        ),
+    },
+    joins=_joins,
+    processor=_processor,
+)
