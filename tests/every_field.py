@@ -47,7 +47,13 @@ SMALL = {
     "deepstack_visual_indexes": [0],
 }
 EXTRA = {"qwen2_5_vl_text": MROPE, "qwen3_vl_text": MROPE | {"head_dim": 12}}
-LORA = {"r": 3, "lora_alpha": 6, "use_rslora": True, "target_modules": ["v_proj", "mlp.up_proj"]}
+LORA = {
+    "r": 3,
+    "lora_alpha": 6,
+    "use_rslora": True,
+    "target_modules": ["v_proj", "mlp.up_proj"],
+    "modules_to_save": ["norm"],
+}
 #: Small configurations of classes, with every kind of dropout that they have.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "encoder": {
@@ -67,6 +73,7 @@ NAMES = {"encoder": "eye", "llm": "llm", "generator": "hand"}
 #: Field → values to choose from, or a function of (random, what is drawn of the run file so far).
 RANGES: dict[str, Any] = {
     "model.folder": lambda draw, file: None,
+    "model.adapter": lambda draw, file: None,
     "name": ["drawn", "d.1_x-y"],
     "model.modules": lambda draw, file: {
         name: draw_module(draw, kind) for kind, name in NAMES.items()
@@ -159,6 +166,7 @@ ELSEWHERE = {
     "rehearse.faults": "tests/runtime/rehearsal/test_rehearse.py",
     "rehearse.distribution": "tests/runtime/rehearsal/test_rehearse.py",
     "model.folder": "tests/models/test_whole.py",
+    "model.adapter": "tests/runtime/outputs/test_adapters.py",
     "model.modules.*.folder": "tests/models/test_weights.py",
     "model.modules.*.vae_folder": "tests/models/test_vae.py",
     "model.modules.*.lora.folder": "tests/runtime/outputs/test_adapters.py",

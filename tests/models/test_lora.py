@@ -33,6 +33,10 @@ CASES = {
         "llama",
         {"r": 3, "use_rslora": True, "target_modules": ["q_proj", "mlp.down_proj"]},
     ),
+    "llama, the norm and the head whole": (
+        "llama",
+        {"r": 2, "target_modules": ["v_proj"], "modules_to_save": ["model.norm", "lm_head"]},
+    ),
     "qwen3, by a regular expression": ("qwen3", {"target_modules": r".*\.(v|o)_proj"}),
 }
 
@@ -54,15 +58,15 @@ def with_adapters(run, module, layers):
     assert not unknown and all(name.startswith(("head.", "pooler.")) for name in missing), missing
     model = get_peft_model(whole, LoraConfig(**spec.model_dump(exclude_none=True)))
     theirs = {
-        name.replace(".default.", "."): tensor
+        name.replace("modules_to_save.", "").replace(".default.", "."): tensor
         for name, tensor in model.named_parameters()
-        if "lora_" in name
+        if "lora_" in name or "modules_to_save" in name
     }
     ours = {
         stored_name(layer, path): parameter
         for layer in layers
         for path, parameter in layer.named_parameters()
-        if is_adapter(path)
+        if layer.trains(path) and layer.published_path(path)
     }
     assert ours.keys() == theirs.keys() and len(ours)
     with torch.no_grad():
@@ -113,7 +117,7 @@ def test_an_llm_equals_pefts(make_run, name):
     (expected * weight).sum().backward()
     assert_same_gradients(ours, theirs)
     assert all(
-        (p.grad is None) != is_adapter(path) for la in layers for path, p in la.named_parameters()
+        (p.grad is None) != la.trains(path) for la in layers for path, p in la.named_parameters()
     )
 
 
@@ -220,6 +224,14 @@ def test_merged_weights_compute_what_adapters_add(make_run):
         ({"target_modules": ["lm_head"]}, "lm_head cannot have an adapter"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens cannot have an adapter"),
         ({"target_modules": "(q"}, "no regular expression"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["score"]},
+            "modules_to_save: nothing is called score",
+        ),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]},
+            "q_proj.weight is trained whole, and has an adapter",
+        ),
         ({"target_modules": r"model\.layers\.1\..*q_proj"}, "llm.block.1 has other adapters"),
     ],
 )
@@ -227,6 +239,26 @@ def test_targets_that_fit_no_layer_are_refused(make_run, lora, told):
     with pytest.raises(SpecError) as caught:
         layer_table(make_run(llm={"lora": lora}))
     assert re.search(told, str(caught.value), re.DOTALL), caught.value
+
+
+def test_what_is_saved_whole_is_not_adapted_too(make_run):
+    lora = {"target_modules": "all-linear", "modules_to_save": ["self_attn", "embed_tokens"]}
+    run = make_run(llm={"lora": lora})
+    layers = [la for la in build_layers(run, 0, len(layer_table(run))) if la.module == "llm"]
+    assert {path.rpartition(".")[2] for la in layers for path in adapters(la)} == {
+        *("gate_proj", "up_proj", "down_proj")
+    }
+    trained = {path for la in layers for path, p in la.named_parameters() if p.requires_grad}
+    assert {"embedding.weight", "layer.self_attn.q_proj.weight"} < trained
+    assert not {"norm.weight", "layer.input_layernorm.weight"} & trained
+
+
+def test_a_tied_weight_is_not_saved_whole(make_run):
+    """peft would train a copy of it apart from the other."""
+    lora = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    run = make_run(llm={"config": {"tie_word_embeddings": True}, "lora": lora})
+    with pytest.raises(SpecError, match="embedding and head are one weight"):
+        layer_table(run)
 
 
 def test_a_module_without_targets_is_refused(make_run):

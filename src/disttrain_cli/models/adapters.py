@@ -1,14 +1,12 @@
-"""Folders of adapters as peft writes and reads them: adapter_config.json and
-adapter_model.safetensors.
+"""Adapters in: folders as peft writes them, of one module or of a whole published model.
 
-peft calls an adapter's parameter by the place of its linear in the adapted model, one of
-transformers or diffusers: base_model.model.PLACE.lora_A.weight.
+What is trained whole beside adapters is there too: `modules_to_save`, and the projector of a whole
+model whose projectors are trained.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
-from disttrain_cli.models.configs import ModuleConfig
-from disttrain_cli.models.configs.lora import BASE, CONFIG, read_config
 from disttrain_cli.models.division import whole_shape
-from disttrain_cli.models.export import Read, Written, import_path, save_tensors
+from disttrain_cli.models.export import Read
 from disttrain_cli.models.layer import PipelineLayer, is_adapter
-from disttrain_cli.models.lora import ADAPTABLE, Lora, matches
-from disttrain_cli.models.published import Weights, on_meta, published_class, weight_files
+from disttrain_cli.models.lora import Lora
+from disttrain_cli.models.published import Weights, on_meta, weight_files, whole_config
 from disttrain_cli.models.weights import (
     Fill,
     fill_parameter,
@@ -31,20 +27,27 @@ from disttrain_cli.models.weights import (
     module_layers,
     source_of,
 )
+from disttrain_cli.spec.adapter import (
+    BASE,
+    CONFIG,
+    NUMBERS,
+    PREFIX,
+    WEIGHTS,
+)
+from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.runfile.lora import ALL_LINEAR
+from disttrain_cli.spec.runfile.adapters import whole_part
 
-WEIGHTS = "adapter_model.safetensors"
-#: Where peft's models hold the adapted one.
-PREFIX = "base_model.model."
-#: peft's names of what a model does, by kind of module.
-TASKS = {"llm": "CAUSAL_LM"}
 _SHOWN = 4  # names shown of many
+
+#: A parameter that a folder of adapters has, by its name there: its layer, path and itself.
+Named = Mapping[str, tuple[PipelineLayer, str, torch.nn.Parameter]]
 
 
 def load_adapters(layers: Sequence[PipelineLayer], run: Run, fill: Fill | None = None) -> list[str]:
-    """Give layers the adapters that the run file names (`lora.folder`); returns notes for the user.
+    """Give layers the adapters that the run file names (`lora.folder`), and the projector that a
+    whole model's adapter has; returns notes for the user.
 
     Layers may be a stage's, of one TP rank, of any dtype, on any device.
 
@@ -53,12 +56,14 @@ def load_adapters(layers: Sequence[PipelineLayer], run: Run, fill: Fill | None =
     """
     notes = []
     for module, group in groupby(layers, key=lambda layer: layer.module):
-        lora = read_configs(run)[module].lora
-        if lora is None or lora.folder is None or not run.file.model.modules[module].pretrained:
+        of_module, spec = list(group), run.file.model.modules[module]
+        if not spec.pretrained:
             continue
-        field = f"model.modules.{module}.lora.folder"
-        fill_adapters(list(group), run, module, lora.folder, field, fill)
-        notes.append(f"{module}: adapters from {lora.folder}.")
+        lora = read_configs(run)[module].lora
+        if lora is not None and lora.folder is not None:
+            fill_adapters(of_module, run, module, lora.folder, _field(run, lora), fill)
+            notes.append(f"{module}: adapters from {lora.folder}.")
+        _fill_joint(of_module, run, module, fill or fill_parameter)
     return notes
 
 
@@ -76,7 +81,7 @@ def check_adapters(run: Run, modules: Collection[str]) -> list[str]:
         if lora.folder is None or not spec.pretrained:
             notes.append(f"{module}: its adapters start at random, its own weights stay.")
             continue
-        field = f"model.modules.{module}.lora.folder"
+        field = _field(run, lora)
         _check_base(run, module, lora.folder, field)
         fill_adapters([], run, module, lora.folder, field)
         notes.append(f"{field}: adapters of {module} start from {lora.folder}.")
@@ -91,17 +96,22 @@ def fill_adapters(
     field: str,
     fill: Fill | None = None,
 ) -> None:
-    """Set the adapters of some layers of a module from a folder, which must be of this very module.
+    """Set the adapters of some layers of a module, and what is trained whole beside them, from a
+    folder, which must be of this very module, or of the whole model.
 
     Args:
         field: what names the folder, as the user wrote it.
         fill: what is done with a tensor, if it is not put into the layer's own parameter.
     """
-    expected = dict(_named(module_layers(run, module)))
+    lora = read_configs(run)[module].lora
+    assert lora is not None
+    whole = bool(lora.within) and folder == lora.folder  # others are of one module
+    part = whole_part(run, module) if whole else None
+    expected = named(module_layers(run, module), part)
     with Weights([folder / WEIGHTS]) as weights:
         shapes = {name: weights.shape(name) for name in weights.names}
         lacking = [name for name in expected if name not in shapes]
-        unknown = [name for name in shapes if name not in expected]
+        unknown = _unknown(run, part, folder, shapes.keys() - expected.keys())
         other = [
             f"{name}: {list(shapes[name])} there, {list(whole_shape(one))} here"
             for name, (_, _, one) in expected.items()
@@ -117,20 +127,92 @@ def fill_adapters(
             raise SpecError(
                 f"{field}: the adapter in {folder} is of another model than {module}",
                 "\n".join([*lines[:_SHOWN], *more]),
-                "Give the adapter of this model, or start from none.",
+                "Give the adapter of this model (one over a whole model as model.adapter), or start"
+                " from none.",
             )
-        for name, (layer, path, _) in _named(layers):
+        for name, (layer, path, _) in named(layers, part).items():
             (fill or fill_parameter)(layer, path, weights.read(name))
 
 
-def _named(
-    layers: Sequence[PipelineLayer],
-) -> Iterator[tuple[str, tuple[PipelineLayer, str, torch.nn.Parameter]]]:
-    """(peft's name, (layer, path, parameter)) of every adapter's parameter."""
-    for layer in layers:
-        for path, parameter in layer.named_parameters():
-            if is_adapter(path):
-                yield stored_name(layer, path), (layer, path, parameter)
+def _field(run: Run, lora: Lora) -> str:
+    """What names the folder of a module's adapters, as the user wrote it."""
+    given = run.file.model.adapter
+    if given is not None and run.resolve(given) == lora.folder:
+        return "model.adapter"
+    return f"model.modules.{lora.module}.lora.folder"
+
+
+def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> list[str]:
+    """Those of an adapter's names, beside those of one module, that say nothing here.
+
+    One over the whole model (`model.adapter`) has names of other modules and of the projector, too,
+    and of parts of the model that nothing here reads.
+
+    Args:
+        part: which module of the whole model that one module is; None: the adapter is of it alone.
+    """
+    given, published = run.file.model.adapter, run.published
+    if part is None or published is None or given is None or run.resolve(given) != folder:
+        return sorted(names)
+    known: set[str] = set()
+    for name, within in published.family.modules.items():
+        layers = module_layers(run, name)
+        known |= {*named(layers, within), *joint(layers, within)}
+    if not names - known:
+        return []
+    there = {
+        name for name, _ in on_meta(published.model_type, whole_config(published)).named_modules()
+    }
+    return sorted(
+        name
+        for name in names - known
+        if name.removeprefix(PREFIX).rpartition(".lora_")[0] not in there
+    )
+
+
+def named(layers: Sequence[PipelineLayer], part: Module | None) -> Named:
+    """What adapters' folders hold of some layers: adapters, and what is trained whole beside
+    them.
+
+    Args:
+        part: which module of the whole model they are, if the folder is of such a one.
+    """
+    return {
+        stored_name(layer, path, part): (layer, path, parameter)
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+        if is_adapter(path) or path in layer.saved
+    }
+
+
+def joint(layers: Sequence[PipelineLayer], part: Module) -> Named:
+    """The parameters of a projector that the whole model has."""
+    return {
+        f"{PREFIX}{part.joint_in_whole(path)}": (layer, path, parameter)
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+        if part.joint and layer.published_path(path) is None
+    }
+
+
+def _fill_joint(layers: Sequence[PipelineLayer], run: Run, module: str, fill: Fill) -> None:
+    """Set a projector from the adapter over the whole model, where it has one."""
+    given, part = run.file.model.adapter, whole_part(run, module)
+    wanted = joint(layers, part) if given is not None and part is not None else {}
+    if not wanted or given is None:
+        return
+    with Weights([run.resolve(given) / WEIGHTS]) as weights:
+        for name, (layer, path, parameter) in wanted.items():
+            if name not in weights.names:
+                continue
+            if weights.shape(name) != whole_shape(parameter):
+                raise SpecError(
+                    f"model.adapter: a tensor of {given} has another shape",
+                    f"{name}: {list(weights.shape(name))} there, {list(whole_shape(parameter))}"
+                    " here",
+                    "Give the adapter of this model, or start from none.",
+                )
+            fill(layer, path, weights.read(name))
 
 
 def _check_base(run: Run, module: str, folder: Path, field: str) -> None:
@@ -149,67 +231,52 @@ def _check_base(run: Run, module: str, folder: Path, field: str) -> None:
         )
 
 
-def check_alike(lora: Lora, folder: Path, field: str) -> None:
-    """SpecError where the adapter in a folder is not computed as a module's adapters are."""
-    there = read_config(folder, field)
-    for name in ("r", "lora_alpha", "use_rslora"):
+def check_alike(lora: Lora, there: Mapping[str, Any], origin: Path) -> None:
+    """SpecError where adapters of an origin are not computed as a module's adapters are.
+
+    Args:
+        there: the numbers of its adapters (`NUMBERS`) that are known.
+    """
+    for name in NUMBERS:
         if name in there and there[name] != getattr(lora, name):
             raise SpecError(
-                f"{field}: the adapters in {folder} are others than those of {lora.module}",
+                f"--from: the adapters in {origin} are others than those of {lora.module}",
                 f"{name}: {there[name]} there, {getattr(lora, name)} in the run file",
                 f"Make model.modules.{lora.module}.lora as it was there.",
             )
 
 
-def write_adapter(
-    folder: Path,
-    module: ModuleConfig,
+def unchanged_base(
+    run: Run,
     layers: Sequence[PipelineLayer],
     read: Read,
     dtype: torch.dtype,
-    base: Path,
-) -> Written:
-    """Write a module's adapters as peft does; what is said to load them is the class of their base.
-
-    Args:
-        layers: all layers of the module, without memory for their weights.
-        read: whole tensors of a layer by the paths of its parameters.
-        base: folder of the model that they belong to.
-    """
-    assert module.lora is not None
-    folder.mkdir(parents=True)
-    tensors = {
-        stored_name(layer, path): tensor.to(dtype)
-        for layer in layers
-        for path, tensor in read(layer).items()
-        if is_adapter(path)
-    }
-    save_tensors(tensors, folder / WEIGHTS)
-    places = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-    named = _targets(module.lora, places, on_meta(module.architecture, module.config))
-    described = _described(module.lora, base, TASKS.get(module.kind), named)
-    (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
-    made = import_path(published_class(module.architecture))
-    return Written(folder.name, made, sum(tensor.numel() for tensor in tensors.values()))
-
-
-def unchanged_base(
-    run: Run, layers: Sequence[PipelineLayer], read: Read, dtype: torch.dtype
+    written: Collection[str] = (),
+    *,
+    whole: bool = False,
 ) -> Path | None:
-    """The folder that the run file names for a module, if it holds the weights that the adapters
-    belong to, bit for bit in `dtype`, and no others.
+    """The folder that the run file names for a module or for a whole model, if it holds the weights
+    that the adapters belong to, bit for bit in `dtype`, and no others.
 
     Args:
-        layers: all layers of the module, without memory for their weights.
+        layers: all layers of the module, or of all modules of the whole model, without memory for
+            their weights.
         read: whole tensors of a layer by the paths of its parameters.
+        whole: they are all modules of the whole model.
+        written: LAYER/PARAMETER of what the adapter's folder has itself, beside `layer.saved`.
     """
-    source = source_of(run, layers[0].module, "module")
-    if source is None or source.part is not None or not weight_files(source.folder):
+    sources = [
+        source_of(run, name, "module") for name in dict.fromkeys(layer.module for layer in layers)
+    ]
+    first = sources[0]
+    if first is None or any(one is None or one.folder != first.folder for one in sources):
+        return None
+    if not weight_files(first.folder) or (first.part is not None) != whole:
         return None
     known: dict[str, Mapping[str, torch.Tensor]] = {}  # of the layer that is compared
 
     def compare(layer: PipelineLayer, path: str, whole: torch.Tensor) -> None:
-        if path in layer.tied:
+        if path in layer.tied or path in layer.saved or f"{layer.name}/{path}" in written:
             return
         if layer.name not in known:
             known.clear()
@@ -221,50 +288,19 @@ def unchanged_base(
         load_into(layers, run, fill=compare)
     except _Changed:
         return None
-    return source.folder
+    return first.folder
 
 
 class _Changed(Exception):
     """A weight is not that of the folder."""
 
 
-def _targets(lora: Lora, places: set[str], model: torch.nn.Module) -> Collection[str] | str:
-    """`target_modules` with which peft finds these very places: as they were given, by their ends,
-    or one by one."""
-    adaptable = [name for name, part in model.named_modules() if isinstance(part, ADAPTABLE)]
-    ends = {place.rpartition(".")[2] for place in places}
-    for named in (lora.target_modules, ends):
-        if named != ALL_LINEAR and {n for n in adaptable if matches(named, n)} == places:
-            return named
-    return places
-
-
-def stored_name(layer: PipelineLayer, path: str) -> str:
-    """What peft calls an adapter's parameter in a file."""
-    return f"{PREFIX}{layer.published_path(path)}"
-
-
-def _described(
-    lora: Lora, base: Path, task: str | None, named: Collection[str]
-) -> Mapping[str, Any]:
-    """peft's configuration of an adapter.
+def stored_name(layer: PipelineLayer, path: str, part: Module | None = None) -> str:
+    """What peft calls an adapter's parameter, or one that is trained whole, in a file.
 
     Args:
-        base: folder of the model that it belongs to.
-        task: peft's name of what the model does, if it has one.
-        named: `target_modules`.
+        part: which module of the whole model the layer is of, if that is what is adapted.
     """
-    return {
-        "peft_type": "LORA",
-        "task_type": task,
-        BASE: str(base),
-        "r": lora.r,
-        "lora_alpha": lora.lora_alpha,
-        "target_modules": named if isinstance(named, str) else sorted(named),
-        "use_rslora": lora.use_rslora,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
+    name = layer.published_path(path)
+    assert name is not None
+    return f"{PREFIX}{name if part is None else part.name_in_whole(name)}"

@@ -151,7 +151,9 @@ class PipelineLayer(nn.Module):
     needs: tuple[str, ...] = ()
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
-    adapted: bool = False  # of its module's weights only adapters are ever trained (`lora`)
+    # of its module's weights only adapters, and `saved`, are ever trained (`lora`)
+    adapted: bool = False
+    saved: frozenset[str] = frozenset()  # paths of parameters that are trained beside adapters
     # whether this run trains any of its weights; set when a stage is put together, as is the next
     trained: bool = True
     passes: bool = True  # whether gradients of its inputs are asked for
@@ -207,7 +209,7 @@ class PipelineLayer(nn.Module):
     def trains(self, path: str) -> bool:
         """Whether a parameter is trained where its owner is."""
         own = self.adapted and self.owner_of(path) == self.module
-        return not self.frozen and (not own or is_adapter(path))
+        return not self.frozen and (not own or is_adapter(path) or path in self.saved)
 
     def ask_for_gradients(self, wanted: bool = True) -> None:
         """Have all parameters that can be trained ask for gradients, and no others; or none."""

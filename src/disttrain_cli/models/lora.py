@@ -17,7 +17,7 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
+from disttrain_cli.spec.families.family import prefixed
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
 #: Parts of models that peft, too, could adapt.
@@ -41,7 +42,12 @@ class Lora:
     lora_alpha: int
     target_modules: tuple[str, ...] | str
     use_rslora: bool
+    #: parts of the published model that are trained whole beside them
+    modules_to_save: tuple[str, ...] = ()
     folder: Path | None = None  # they start from
+    #: prefixes of names in the module's own published class → in the whole model that names of
+    #: targets are of; none: they are of the module's own
+    within: tuple[tuple[str, str], ...] = ()
 
     @property
     def scale(self) -> float:
@@ -50,7 +56,19 @@ class Lora:
 
     def matches(self, path: str) -> bool:
         """Whether a part of the published model is a target, as peft decides it."""
-        return matches(self.target_modules, path)
+        return matches(self.target_modules, self.name_of(path))
+
+    def saves(self, path: str) -> bool:
+        """Whether a parameter of the published model is trained whole."""
+        parts = self.name_of(path).split(".")
+        return any(
+            matches(self.modules_to_save, ".".join(parts[:count])) for count in range(1, len(parts))
+        )
+
+    def name_of(self, path: str) -> str:
+        """What the adapted model calls a part or a parameter of the module's own published
+        class."""
+        return prefixed(path, dict(self.within)) if self.within else path
 
 
 def matches(targets: Collection[str] | str, path: str) -> bool:
@@ -63,9 +81,15 @@ def matches(targets: Collection[str] | str, path: str) -> bool:
 
 def adapt(layer: PipelineLayer, lora: Lora) -> None:
     """Give the layer's linears that are targets their adapters, without values yet; of the module's
-    weights these alone are trained from now on."""
+    weights these and what is saved whole are trained from now on.
+
+    Raises:
+        SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts;
+            what is saved whole has targets in it, or shares its weights.
+    """
     if layer.weights_of != "module":
         return
+    layer.saved = frozenset(_saved(layer, lora))
     for linear in list(targets(layer, lora)):
         linear.lora_A = nn.Linear(linear.in_features, lora.r, bias=False)
         linear.lora_B = nn.Linear(lora.r, linear.out_features, bias=False)
@@ -74,6 +98,23 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
         layer.row_by_row = False  # its linears do not send themselves (`overlapped`)
     layer.adapted = True
     layer.ask_for_gradients()
+
+
+def _saved(layer: PipelineLayer, lora: Lora) -> Iterator[str]:
+    """Paths of the layer's parameters that are trained whole."""
+    field = f"model.modules.{lora.module}.lora.modules_to_save"
+    for path, _ in layer.named_parameters():
+        name = layer.published_name(path)
+        if name is None or not lora.saves(name):
+            continue
+        part = path.rpartition(".")[0]
+        if isinstance(layer.get_submodule(part), nn.Linear) and _is_target(layer, part, lora):
+            raise SpecError(
+                f"{field}: {name} is trained whole, and has an adapter",
+                f"target_modules: {lora.target_modules}",
+                "Name it in one of the two.",
+            )
+        yield path
 
 
 def _add(linear: Any, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
@@ -87,19 +128,33 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[Any]:
         SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts.
     """
     for path, part in layer.named_modules():
-        name = layer.published_path(path)
-        if name is None or not isinstance(part, ADAPTABLE):
+        if not isinstance(part, ADAPTABLE) or not _is_target(layer, path, lora):
             continue
-        adaptable = isinstance(part, nn.Linear) and path not in layer.division.vocabulary
-        wanted = adaptable if lora.target_modules == ALL_LINEAR else lora.matches(name)
-        if wanted and not adaptable:
+        if not _is_adaptable(layer, path):
+            name = layer.published_path(path)
             raise SpecError(
                 f"model.modules.{lora.module}.lora.target_modules: {name} cannot have an adapter",
                 "adapters are of linear layers, and of an LLM's head there are none",
                 "Name the linear layers alone, or give all-linear.",
             )
-        if wanted:
-            yield part
+        yield part
+
+
+def _is_adaptable(layer: PipelineLayer, path: str) -> bool:
+    return (
+        isinstance(layer.get_submodule(path), nn.Linear) and path not in layer.division.vocabulary
+    )
+
+
+def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:
+    """Whether a part of a layer is named by `target_modules`; all-linear leaves out what is saved
+    whole."""
+    name = layer.published_path(path)
+    if name is None:
+        return False
+    if lora.target_modules == ALL_LINEAR:
+        return _is_adaptable(layer, path) and not lora.saves(f"{name}.weight")
+    return lora.matches(name)
 
 
 def adapters(layer: PipelineLayer) -> dict[str, Any]:
@@ -123,7 +178,7 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
     one kind have other adapters than each other."""
     of_kind: dict[str, set[str]] = {}
     for layer in layers:
-        here = set(adapters(layer))
+        here = {*adapters(layer), *layer.saved}
         if of_kind.setdefault(layer.kind, here) != here:
             raise SpecError(
                 f"model.modules.{lora.module}.lora.target_modules: {layer.name} has other adapters"
@@ -133,17 +188,21 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
                 "Layers of one kind must have the same adapters: name them without numbers.",
             )
     names = {
-        name
+        lora.name_of(name)
         for layer in layers
         for path in adapters(layer)
         if (name := layer.published_path(path)) is not None
     }
     given = lora.target_modules
-    missing = (
-        [given] * (not names)
-        if isinstance(given, str)
-        else [end for end in given if not any(matches((end,), name) for name in names)]
-    )
+    each = [given] if isinstance(given, str) else given
+    missing = [
+        end
+        for end in each
+        if not any(isinstance(given, str) or matches((end,), name) for name in names)
+    ]
+    if lora.within and names:  # it names other modules' linears, too
+        missing = []
+    _check_saved(lora, layers)
     if missing:
         there = dict.fromkeys(
             name.rpartition(".")[2]
@@ -159,6 +218,38 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
             f" {', '.join(missing)}",
             f"linear layers of {lora.module}: {', '.join(there)}",
             "Name some of these.",
+        )
+
+
+def _check_saved(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
+    """SpecError where what is saved whole fits no layer, or is one weight with another's."""
+    field = f"model.modules.{lora.module}.lora.modules_to_save"
+    saved = {(layer.name, path) for layer in layers for path in layer.saved}
+    pairs = [
+        pair
+        for layer in layers
+        for path, owner in layer.tied.items()
+        for pair in ((layer.name, path), owner)
+    ]
+    if tied := [f"{name}/{path}" for name, path in pairs if (name, path) in saved]:
+        raise SpecError(
+            f"{field}: the LLM's embedding and head are one weight",
+            f"named: {', '.join(tied)}; peft would train a copy of it apart from the other",
+            f"Set tie_word_embeddings: false in model.modules.{lora.module}.config, and name both.",
+        )
+    found = {
+        end
+        for layer in layers
+        for path in layer.saved
+        for end in lora.modules_to_save
+        if replace(lora, modules_to_save=(end,)).saves(layer.published_path(path) or "")
+    }
+    missing = [end for end in lora.modules_to_save if end not in found]
+    if missing and not lora.within:
+        raise SpecError(
+            f"{field}: nothing is called {', '.join(missing)}",
+            f"sought by the ends of names in {lora.module}",
+            "Name parts of the model with weights, such as embed_tokens, lm_head or norm.",
         )
 
 

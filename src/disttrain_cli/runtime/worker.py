@@ -121,7 +121,7 @@ def main(payload: dict[str, Any]) -> None:
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
         first = (
             checkpoint.resume(
-                run.dir.checkpoints, made_from(run.file, job.index.fingerprint), engine, average
+                run.dir.checkpoints, made_from(run, job.index.fingerprint), engine, average
             )
             if told["resume"]
             else 0

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
-from disttrain_cli.errors import SpecError
-from disttrain_cli.models.adapters import check_adapters, load_adapters, stored_name
+from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.models.adapters import check_adapters, load_adapters
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import is_adapter
-from disttrain_cli.models.lora import adapters
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weights import load_into
+from disttrain_cli.runtime.checkpoints.folder import check_belongs, model_of
 from disttrain_cli.runtime.checkpoints.origin import check, start_from, starts
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import read_run
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.outputs.test_export import check_equal, trained, written_run
-from tests.whole_models import run_of, write_llava
+from tests.whole_models import IMAGE, run_of, write_llava
 
 LORA = {
     "image_encoder": {"r": 2, "target_modules": ["q_proj", "fc1"]},
@@ -243,29 +244,135 @@ def test_an_adapter_of_another_model_is_refused_by_name(exported, tmp_path):
         check_adapters(adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}}), ["llm"])
 
 
-def test_adapters_of_a_whole_published_folder(tmp_path):
-    """Merged they become one folder like it; else every module is written, and its base."""
-    from transformers import AutoModelForImageTextToText
+def whole_run(folder, given=None, **model):
+    """A run of a whole LLaVA with adapters of two ranks, and what else of its LLM is trained."""
+    given = given or {
+        "modules": {
+            "llm": {"lora": {"r": 2, "target_modules": "all-linear", "modules_to_save": ["norm"]}},
+            "vision": {"lora": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj"]}},
+        }
+    }
+    return run_of(folder, given | model)
+
+
+def logits(model):
+    """Of a question about two images."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, 260, (1, 24), generator=generator)
+    ids[0, 3:19] = IMAGE
+    pixels = torch.randn(1, 3, 32, 32, generator=generator)
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, pixel_values=pixels).logits
+
+
+def test_adapters_of_a_whole_published_folder_are_one(tmp_path):
+    """One folder, over the published one itself, with the projector among `modules_to_save`; the
+    same from a run that starts from it, and merged."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText as Model
 
     given = write_llava(tmp_path / "llava")
-    lora = {"r": 2, "target_modules": "all-linear"}
-    run = run_of(tmp_path / "llava", {"modules": {"llm": {"lora": lora}, "vision": {"lora": lora}}})
+    run = whole_run(tmp_path / "llava")
     layers = trained(run, by=0.1, start=lambda layers: load_into(layers, run))
-    said = export(run, tmp_path / "merged", merge=True)
-    assert said.generates_with is not None
-    found = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").state_dict()
-    changed = {
-        name for name, tensor in given.state_dict().items() if not torch.equal(tensor, found[name])
-    }
-    pairs = {
-        name for layer in layers for name in layer.to_published(dict(layer.named_parameters()))
-    }
-    adapted_linears = {stored_name(la, path) for la in layers for path in adapters(la)}
-    assert len(changed) == len(adapted_linears) + 4 and len(pairs) > len(adapted_linears)
-    assert {m.base for m in export(run, tmp_path / "parts").modules.values()} == {
-        "llm_base",
-        "vision_base",
-    }
+    said = export(run, tmp_path / "out")
+    assert said.modules["llava"].base == str(tmp_path / "llava")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "llava")
+    assert config["r"] == 3 and set(config["rank_pattern"].values()) == {2}
+    assert config["modules_to_save"] == [
+        "model.language_model.norm",
+        "model.multi_modal_projector.linear_1",
+        "model.multi_modal_projector.linear_2",
+    ]
+    found = logits(PeftModel.from_pretrained(Model.from_pretrained(tmp_path / "llava"), said.path))
+    export(run, tmp_path / "merged", merge=True)
+    expected = logits(Model.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (expected - logits(given)).abs().max() > 0.1
+
+    again = whole_run(tmp_path / "llava", {"adapter": "out"})
+    assert all("start from" in note for note in check_adapters(again, ["vision", "llm"]))
+    others = build_layers(again, 0, len(layer_table(again)))
+    load_into(others, again)
+    assert len(load_adapters(others, again)) == 2
+    expected = weights(layers)
+    for name, values in weights(others).items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_what_peft_writes_over_a_whole_model_is_read(tmp_path):
+    """With adapters of a block of the tower that nothing reads."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText as Model
+
+    write_llava(tmp_path / "llava")
+    model = get_peft_model(
+        Model.from_pretrained(tmp_path / "llava"),
+        LoraConfig(
+            r=2,
+            lora_alpha=6,
+            target_modules=["v_proj", "up_proj"],
+            modules_to_save=["multi_modal_projector", "lm_head"],
+            rank_pattern={"up_proj": 2},
+            init_lora_weights=False,
+        ),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+    model.save_pretrained(tmp_path / "adapter")
+    run = whole_run(tmp_path / "llava", {"adapter": "adapter"})
+    assert {name for name, one in read_configs(run).items() if one.lora} == {"vision", "llm"}
+    starts(run, None, resume=False)
+    trained(run, by=0.0, start=lambda layers: (load_into(layers, run), load_adapters(layers, run)))
+    export(run, tmp_path / "merged", merge=True)
+    torch.testing.assert_close(
+        logits(Model.from_pretrained(tmp_path / "merged")), logits(model), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_an_adapter_of_another_whole_model_is_refused_by_name(exported, tmp_path):
+    write_llava(tmp_path / "llava")
+    run = whole_run(tmp_path / "llava")
+    trained(run, start=lambda layers: load_into(layers, run))
+    export(run, tmp_path / "out")
+    with pytest.raises(SpecError, match=r"model.adapter: .* is of another model than model.folder"):
+        whole_run(tmp_path / "llava", {"adapter": str(exported.folder / "out" / "llm")})
+    write_llava(tmp_path / "other", text={"intermediate_size": 48})
+    with pytest.raises(SpecError, match=r"model.adapter: .* is of another model than vision"):
+        starts(whole_run(tmp_path / "other", {"adapter": "out"}), None, resume=False)
+    with pytest.raises(SpecError, match="adapter belongs to folder"):
+        changed_model(exported.run, tmp_path, adapter=str(tmp_path / "out"))
+    with pytest.raises(SpecError, match="one over a whole model as"):
+        of_llm = {"modules": {"llm": {"lora": {"folder": "out"}}}}
+        starts(whole_run(tmp_path / "llava", of_llm), None, resume=False)
+
+
+def changed_model(run, folder, **fields):
+    content = yaml.safe_load(run.path.read_text())
+    content["model"] |= fields
+    (folder / "changed.yaml").write_text(yaml.safe_dump(content))
+    return read_run(folder / "changed.yaml")
+
+
+def test_a_checkpoint_knows_what_no_tensor_says(exported, tmp_path):
+    """An adapter's folder may say another lora_alpha than it said when training began."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(exported.folder / "out" / "llm", adapter)
+    run = adapted(tmp_path / "run", {"llm": {"lora": {"folder": str(adapter)}}})
+    trained(run)
+    newest = run.dir.checkpoints / "step-000001"
+    check_belongs(newest, model_of(run))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 24}))
+    with pytest.raises(MismatchError, match=r"other adapters[^$]*'lora_alpha': 12[^$]*24"):
+        check_belongs(newest, model_of(run))
+    with pytest.raises(MismatchError, match="other adapters"):
+        export(run, tmp_path / "out")
+    other = adapted(tmp_path / "other", {"llm": {"lora": LORA["llm"] | {"lora_alpha": 24}}})
+    with pytest.raises(SpecError, match="lora_alpha: 12 there, 24 in the run file"):
+        check(other, newest)
 
 
 def test_what_peft_writes_is_read(exported, tmp_path):

@@ -17,7 +17,13 @@ from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.tying import tie
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, sealed
+from disttrain_cli.runtime.checkpoints.folder import (
+    DESCRIPTION,
+    TENSORS,
+    VERSION,
+    model_of,
+    sealed,
+)
 from disttrain_cli.runtime.checkpoints.origin import starts
 from disttrain_cli.runtime.checkpoints.storage import DTYPES, _box_name, write_tensors
 from disttrain_cli.runtime.outputs.export import export
@@ -105,7 +111,7 @@ def trained(run, step=1, averaged=(), ties=True, by=0.02, start=lambda layers: N
                 {
                     "version": VERSION,
                     "step": step,
-                    "model": run.file.model_fingerprint(),
+                    **model_of(run),
                     "skipped_steps": 0,
                     "updates": {},
                     "files": {

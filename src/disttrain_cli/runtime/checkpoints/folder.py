@@ -15,7 +15,8 @@ from typing import Any
 
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
-from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.adapters import numbers
 
 VERSION = 3
 ANEW = "start at step 0 with --restart"
@@ -109,19 +110,33 @@ def describe(folder: Path) -> dict[str, Any]:
     return value
 
 
-def made_from(run: RunFile, data_fingerprint: str) -> dict[str, Any]:
+def made_from(run: Run, data_fingerprint: str) -> dict[str, Any]:
     """What a checkpoint must have been made from for a run to go on from it: model, data, and its
     place in them."""
     return {
-        "model": run.model_fingerprint(),
+        **model_of(run),
         "dataset": data_fingerprint,
-        "seed": run.train.seed,
-        "global_batch_size": run.train.global_batch_size,
+        "seed": run.file.train.seed,
+        "global_batch_size": run.file.train.global_batch_size,
+    }
+
+
+def model_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint of the model must have been made from: the model, and what no tensor says
+    of its adapters."""
+    adapters = numbers(run)
+    return {
+        "model": run.file.model_fingerprint(),
+        **({"adapters": adapters} if adapters else {}),
     }
 
 
 REMEDIES = {
     "model": ("another model", "restore the model section of the run file"),
+    "adapters": (
+        "other adapters",
+        "give r, lora_alpha and use_rslora of the adapters their old values",
+    ),
     "dataset": ("another dataset", "bring the data back as it was"),
     "seed": ("another seed", "give train.seed its old value"),
     "global_batch_size": (

@@ -21,6 +21,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
     latest,
     newly_trained,
 )
+from disttrain_cli.spec.adapter import BASE, CONFIG, read_fields
 from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run, read_run
@@ -58,6 +59,8 @@ def find(given: Path) -> Path:
             " export",
             f"A whole model: set model.folder: {given} in the run file."
             if published_in(given) is not None
+            else f"An adapter over a whole model: set model.adapter: {given} in the run file."
+            if (given / CONFIG).is_file()
             else "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain"
             " export wrote.",
         )
@@ -144,7 +147,6 @@ def check(run: Run, folder: Path) -> list[str]:
 
 def adapted_in(folder: Path) -> set[str]:
     """Names of the modules of which an origin has adapters."""
-    from disttrain_cli.models.configs.lora import CONFIG
     from disttrain_cli.models.layer import is_adapter
 
     if not _is_checkpoint(folder):
@@ -168,8 +170,12 @@ def _check_adapted(run: Run, folder: Path, modules: list[str]) -> None:
                 "Give it the lora that it had; or export with --merge, and start from what that"
                 " wrote.",
             )
-        if not _is_checkpoint(folder):
-            check_alike(lora, folder / name, "--from")
+        there = (
+            describe(folder).get("adapters", {}).get(name, {})
+            if _is_checkpoint(folder)
+            else read_fields(folder / name, "--from")
+        )
+        check_alike(lora, there, folder)
 
 
 def _check_latents(run: Run, folder: Path, modules: list[str]) -> None:
@@ -401,8 +407,6 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
 def base_of(folder: Path, module: str) -> Path:
     """The folder of the model that an exported adapter belongs to: in the export itself, or where
     it says."""
-    from disttrain_cli.models.configs.lora import BASE, CONFIG
-
     beside = folder / f"{module}_base"
     if beside.exists():
         return beside

@@ -7,7 +7,8 @@ OUT/MODULE_base/           what these belong to, where no folder of the run file
 OUT/projectors.safetensors parameters of ours alone, as LAYER.PARAMETER OUT/model.json,
 README.md  how the parts are joined
 
-A run of a whole published model (`model.folder`) becomes one folder of the same kind instead.
+A run of a whole published model (`model.folder`) becomes one folder of the same kind instead; with
+lora one adapter over it, and in OUT/base what it belongs to where `model.folder` is not that.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
-import shlex
 import shutil
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
@@ -31,26 +30,28 @@ from torch import Tensor
 
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.adapters import unchanged_base, write_adapter
+from disttrain_cli.models.adapter_folder import Adapted, one_adapter, write_adapter
+from disttrain_cli.models.adapters import unchanged_base
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.export import (
     Read,
     Written,
     copy_beside,
+    import_path,
     write_model,
     write_own,
-    write_whole,
 )
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.lora import merged
+from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.tying import untie
 from disttrain_cli.models.vae import decoder_maker, encoder_maker
 from disttrain_cli.models.weights import load_into, module_layers, source_of
 from disttrain_cli.runtime.checkpoints import checkpoint
-from disttrain_cli.runtime.checkpoints.folder import all_of, check_belongs, latest
-from disttrain_cli.spec.families.folder import PublishedFolder
+from disttrain_cli.runtime.checkpoints.folder import all_of, check_belongs, latest, model_of
+from disttrain_cli.runtime.outputs.whole import generating, write_over, write_published
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_all
@@ -99,7 +100,7 @@ def export(
         MismatchError: the checkpoint is of another model.
     """
     folder = _checkpoint(run, step)
-    number = check_belongs(folder, {"model": run.file.model_fingerprint()})
+    number = check_belongs(folder, model_of(run))
     if to.exists():
         raise SpecError(
             f"{to} exists",
@@ -120,10 +121,18 @@ def export(
     whole = _with_adapters(configs, read)
     published = run.published
     apart = not merge and any(module.lora for module in configs.values())
-    if published is not None and is_all(published, run.file.model) and not apart:
+    if (
+        published is not None
+        and is_all(published, run.file.model)
+        and (not apart or one_adapter(configs))
+    ):
+        progress("writing", 0, 1)
         with _whole_folder(to, made=False) as temporary:
-            progress("writing", 0, 1)
-            written = _write_published(run, published, opened.names(), temporary, whole, dtype)
+            about = (temporary, run, published, opened.names())
+            if apart:
+                one, over = write_over(*about, read, dtype, to.resolve())
+            else:
+                one, over = write_published(*about, whole, dtype), None
         progress("writing", 1, 1)
         return Exported(
             path=str(to),
@@ -131,11 +140,11 @@ def export(
             step=number,
             modules={
                 published.model_type: ExportedModule(
-                    **{**vars(written), "folder": "."}, averaged=bool(averaged)
+                    **{**vars(one), "folder": "."}, averaged=bool(averaged), base=over
                 )
             },
             projectors=None,
-            generates_with=generating(to),
+            generates_with=generating(to, None if over is None else to / over),
         )
     modules, exported, tokenizer = dict[str, ExportedModule](), [], read_tokenizer(run)
     with _whole_folder(to) as temporary:
@@ -154,11 +163,11 @@ def export(
             if module.lora is None or merge:
                 written = _write_module(run, temporary / name, module, layers, whole, dtype)
             elif folder_of := unchanged_base(run, layers, read, dtype):
-                written, base = write_adapter(temporary / name, *known, folder_of), str(folder_of)
+                written, base = _write_adapter(temporary / name, *known, folder_of), str(folder_of)
             else:
                 base = f"{name}_base"
                 _write_module(run, temporary / base, *known)
-                written = write_adapter(temporary / name, *known, to.resolve() / base)
+                written = _write_adapter(temporary / name, *known, to.resolve() / base)
             modules[name] = ExportedModule(**vars(written), averaged=name in averaged, base=base)
             if module.vae is not None:
                 modules[f"{name}_vae"] = ExportedModule(
@@ -174,48 +183,6 @@ def export(
         modules=modules,
         projectors=str(to / "projectors.safetensors") if shapes else None,
     )
-
-
-def generating(folder: Path) -> str:
-    """A command that answers a question about an image with an exported folder."""
-    content = [{"type": "image", "url": "IMAGE.jpg"}, {"type": "text", "text": "What is this?"}]
-    code = (
-        f"from transformers import pipeline; p = pipeline('image-text-to-text', {str(folder)!r}); "
-        f"print(p(text={[{'role': 'user', 'content': content}]!r}, return_full_text=False))"
-    )
-    plain = not re.search(r'["$`\\!]', code)  # what double quotes of a shell leave as it is
-    return f'python -c "{code}"' if plain else shlex.join(["python", "-c", code])
-
-
-def _write_published(
-    run: Run,
-    published: PublishedFolder,
-    stored: Container[str],
-    folder: Path,
-    read: Read,
-    dtype: torch.dtype,
-) -> Written:
-    modules = run.file.model.modules
-    layers = {name: module_layers(run, name) for name in published.family.modules}
-    for of_module in layers.values():
-        untie(of_module, stored)
-    tied = {name: any(layer.tied for layer in of_module) for name, of_module in layers.items()}
-    return write_whole(
-        folder,
-        published,
-        layers,
-        {name: spec.config | _tie(published, name, tied[name]) for name, spec in modules.items()},
-        read,
-        dtype,
-    )
-
-
-def _tie(published: PublishedFolder, name: str, tied: bool) -> dict[str, bool]:
-    """What to say of an LLM's head where it is not as in the published model."""
-    module = published.family.modules[name]
-    if module.kind != "llm" or published.section(module)["tie_word_embeddings"] == tied:
-        return {}
-    return {"tie_word_embeddings": tied}
 
 
 def _checkpoint(run: Run, step: int | None) -> Path:
@@ -277,6 +244,20 @@ def _with_adapters(configs: Mapping[str, ModuleConfig], read: Read) -> Read:
         return tensors if lora is None else merged(layer, lora, tensors)
 
     return whole
+
+
+def _write_adapter(
+    folder: Path,
+    module: ModuleConfig,
+    layers: Sequence[PipelineLayer],
+    read: Read,
+    dtype: torch.dtype,
+    base: Path,
+) -> Written:
+    """A module's adapters; what is said to load them is the class of their base."""
+    model = on_meta(module.architecture, module.config)
+    count = write_adapter(folder, [Adapted(module, layers)], model, read, dtype, base)
+    return Written(folder.name, import_path(published_class(module.architecture)), count)
 
 
 def _write_module(

@@ -15,7 +15,12 @@ from disttrain_cli.data.digits import check_judge
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.models.host import use_cuda
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, latest
+from disttrain_cli.runtime.checkpoints.folder import (
+    DESCRIPTION,
+    check_belongs,
+    latest,
+    model_of,
+)
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
 from disttrain_cli.runtime.checkpoints.origin import EXPORT
 from disttrain_cli.runtime.outputs.prompts import Prompt, header_of
@@ -167,6 +172,7 @@ def _check_model(run: Run, folder: Path) -> None:
             "Restore the model section of the run file, or name the run file that it was trained "
             "with: --run RUN.yaml",
         )
+    check_belongs(folder, model_of(run))
 
 
 def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:

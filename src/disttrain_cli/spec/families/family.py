@@ -37,11 +37,20 @@ class Module:
 
     def name_in_whole(self, name: str) -> str:
         """What the whole model's class calls a tensor of the module's own class."""
-        return _prefixed(name, self.names)
+        return prefixed(name, self.names)
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of the whole model is this module's, by a name that only such a model
+        has."""
+        return any(
+            name.startswith(f"{theirs.rstrip('.')}.")
+            for own, theirs in self.names.items()
+            if theirs != own
+        )
 
     def joint_in_whole(self, path: str) -> str:
         """What the whole model's class calls a parameter of the projector."""
-        return _prefixed(path, self.joint)
+        return prefixed(path, self.joint)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,8 @@ def feature_layer(path: Path, config: Fields, default: int) -> int:
     )
 
 
-def _prefixed(name: str, prefixes: Mapping[str, str]) -> str:
+def prefixed(name: str, prefixes: Mapping[str, str]) -> str:
+    """A name with the prefix that it begins with exchanged; KeyError if it has none of them."""
     for prefix, instead in prefixes.items():
         if name == prefix or not prefix or name.startswith(f"{prefix}."):
             return instead + name[len(prefix) :]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
 
 #: peft's word for every linear layer but an LLM's head.
 ALL_LINEAR = "all-linear"
+#: peft's own numbers where none are given.
+DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "use_rslora": False, "modules_to_save": ()}
+FIELDS = (*DEFAULTS, "target_modules")
 
 
 class LoraSpec(Strict):
@@ -46,6 +51,15 @@ class LoraSpec(Strict):
         description=(
             "Scale by lora_alpha / √r instead (Kalajdzievski 2023, arXiv 2312.03732); false if not"
             " given."
+        ),
+    )
+
+    modules_to_save: list[str] | None = Field(
+        None,
+        exclude_if=lambda given: given is None,
+        description=(
+            "Parts of the module that are trained whole beside adapters, by the ends of their names"
+            " as in peft: embed_tokens, lm_head, norm."
         ),
     )
 

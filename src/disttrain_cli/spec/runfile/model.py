@@ -196,6 +196,14 @@ class ModelSpec(Strict):
             " one of that name."
         ),
     )
+    adapter: str | None = Field(
+        None,
+        exclude_if=lambda adapter: adapter is None,
+        description=(
+            "Local folder of an adapter of peft over the whole published model of `folder`, which"
+            " gives its modules their `lora`, and from which they start."
+        ),
+    )
     modules: dict[str, ModuleSpec] = Field(
         default_factory=dict, description="Modules by name, in any order."
     )
@@ -224,6 +232,15 @@ class ModelSpec(Strict):
                     f" digits, _, + and -, a letter or digit first, and not {PROJECTORS!r} (the"
                     " layers between)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_of_folder(self) -> ModelSpec:
+        if self.adapter is not None and self.folder is None:
+            raise ValueError(
+                "adapter belongs to folder, the whole model that it is of; that of one module is"
+                " modules.NAME.lora.folder"
+            )
         return self
 
     @model_validator(mode="after")

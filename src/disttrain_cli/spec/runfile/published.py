@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.adapter import places_of, read_names
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.runfile.model import ModelSpec, ModuleSpec
 
@@ -33,6 +35,9 @@ def with_folder(value: Any, folder: Path) -> Any:
         name: _adjusted(spec, modules.get(name), given)
         for name, spec in published.specs(given).items()
     }
+    adapter = model.get("adapter")
+    if isinstance(adapter, str):
+        filled = _with_adapter(filled, published, adapter, (folder / adapter).resolve())
     data = value.get("data")
     if isinstance(data, dict):
         defaults: dict[str, Any] = {"tokenizer": given}
@@ -76,6 +81,34 @@ def is_all(published: PublishedFolder | None, model: ModelSpec) -> bool:
         and joins_as(published, model)
         and set(model.modules) == set(published.family.modules)
     )
+
+
+def _with_adapter(
+    modules: Mapping[str, Any], published: PublishedFolder, given: str, folder: Path
+) -> dict[str, Any]:
+    """Modules with the adapters that one over the whole model has of them.
+
+    Raises:
+        SpecError: it has none of any.
+    """
+    names = read_names(folder)
+    adapted = {
+        name
+        for name, part in published.family.modules.items()
+        if any(part.has(place) for place in places_of(names))
+    }
+    if not adapted:
+        raise SpecError(
+            f"model.adapter: the adapter in {folder} is of another model than model.folder",
+            f"it has {', '.join(names[:2]) or 'nothing'}",
+            "Give one over the whole model, or that of a module as model.modules.NAME.lora.folder.",
+        )
+    return {
+        name: {**spec, "lora": {"folder": given, **(spec.get("lora") or {})}}
+        if name in adapted and isinstance(spec, dict) and not spec.get("architecture")
+        else spec
+        for name, spec in modules.items()
+    }
 
 
 def _adjusted(spec: Mapping[str, Any], given: Any, folder: str) -> Any:

@@ -1,0 +1,171 @@
+"""Adapters out: a folder that peft loads, of one module or of a whole published model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.adapters import joint, named
+from disttrain_cli.models.configs import ModuleConfig
+from disttrain_cli.models.export import Read, save_tensors
+from disttrain_cli.models.layer import PipelineLayer, is_adapter
+from disttrain_cli.models.lora import ADAPTABLE, matches
+from disttrain_cli.spec.adapter import BASE, CONFIG, PREFIX, WEIGHTS
+from disttrain_cli.spec.families.family import Module
+from disttrain_cli.spec.runfile.lora import ALL_LINEAR
+
+#: peft's names of what a model does, by kind of module.
+TASKS = {"llm": "CAUSAL_LM"}
+_SHOWN = 4  # names shown of many
+
+
+def one_adapter(modules: Mapping[str, ModuleConfig]) -> bool:
+    """Whether one configuration of peft's can say what the adapters of all modules are."""
+    loras = [one.lora for one in modules.values() if one.lora is not None]
+    return len({lora.use_rslora for lora in loras}) == 1
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A module with what belongs into an adapter's folder.
+
+    Attributes:
+        layers: all layers of the module, without memory for their weights.
+        part: which module of the whole model it is, if the adapter is over that.
+        projector: whether its projector belongs there too.
+    """
+
+    config: ModuleConfig
+    layers: Sequence[PipelineLayer]
+    part: Module | None = None
+    projector: bool = False
+
+    def tensors(self, read: Read) -> dict[str, torch.Tensor]:
+        """Whole tensors by their names in the file."""
+        found: dict[str, torch.Tensor] = {}
+        for layer in self.layers:
+            values = read(layer)
+            here = dict(named([layer], self.part))
+            if self.part is not None and self.projector:
+                here |= joint([layer], self.part)
+            found |= {name: values[path] for name, (_, path, _) in here.items()}
+        return found
+
+
+def write_adapter(
+    folder: Path,
+    modules: Sequence[Adapted],
+    model: torch.nn.Module,
+    read: Read,
+    dtype: torch.dtype,
+    base: Path,
+) -> int:
+    """Write the adapters of a module, or of all of a whole model, as peft does; returns how many
+    numbers they are.
+
+    Args:
+        model: what they adapt, of the library's class, without memory for its weights.
+        read: whole tensors of a layer by the paths of its parameters.
+        base: folder of the model that they belong to.
+
+    Raises:
+        SpecError: peft's format has no words for what was trained.
+    """
+    folder.mkdir(parents=True)
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, set[str]] = {}  # of the linears with adapters, by module
+    for one in modules:
+        own = {name: tensor.to(dtype) for name, tensor in one.tensors(read).items()}
+        places[one.config.name] = {
+            name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in own if is_adapter(name)
+        }
+        tensors |= own
+    save_tensors(tensors, folder / WEIGHTS)
+    saved = [name.removeprefix(PREFIX) for name in tensors if not is_adapter(name)]
+    described = _described([one.config for one in modules], places, model, saved, base)
+    (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _described(
+    modules: Sequence[ModuleConfig],
+    places: Mapping[str, Set[str]],
+    model: torch.nn.Module,
+    saved: Sequence[str],
+    base: Path,
+) -> Mapping[str, Any]:
+    """peft's configuration of adapters, whose first module's numbers are the usual ones.
+
+    Args:
+        places: of the linears with adapters, by module.
+        saved: names of the parameters that are trained whole.
+        base: folder of the model that they belong to.
+    """
+    loras = [one.lora for one in modules if one.lora is not None]
+    first, everywhere = loras[0], set[str]().union(*places.values())
+    targets = _targets([lora.target_modules for lora in loras], everywhere, model)
+    others: dict[str, dict[str, int]] = {"rank_pattern": {}, "alpha_pattern": {}}
+    for lora in loras[1:]:
+        for pattern, value, usual in (
+            ("rank_pattern", lora.r, first.r),
+            ("alpha_pattern", lora.lora_alpha, first.lora_alpha),
+        ):
+            if value != usual:
+                others[pattern] |= dict.fromkeys(sorted(places[lora.module]), value)
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS.get(modules[0].kind) if len(modules) == 1 else None,
+        BASE: str(base),
+        "r": first.r,
+        "lora_alpha": first.lora_alpha,
+        **{pattern: values for pattern, values in others.items() if values},
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "modules_to_save": _modules_of(saved, model) or None,
+        "use_rslora": first.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _targets(
+    given: Sequence[Collection[str] | str], places: Set[str], model: torch.nn.Module
+) -> Collection[str] | str:
+    """`target_modules` with which peft finds these very places: as they were given, by their ends,
+    or one by one."""
+    adaptable = [name for name, part in model.named_modules() if isinstance(part, ADAPTABLE)]
+    ends = {place.rpartition(".")[2] for place in places}
+    for tried in (*given[:1], ends):
+        if tried != ALL_LINEAR and {name for name in adaptable if matches(tried, name)} == places:
+            return tried
+    return places
+
+
+def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
+    """The parts of a model that consist of these parameters and no others (`modules_to_save`).
+
+    Raises:
+        SpecError: some of them are only some of a part's.
+    """
+    found = sorted({name.rpartition(".")[0] for name in saved})
+    there = [name for name, _ in model.named_parameters()]
+    rest = [
+        name
+        for name in there
+        if name not in saved and any(name.startswith(f"{part}.") for part in found if part)
+    ]
+    if rest or "" in found:
+        raise SpecError(
+            "What was trained beside the adapters is no whole part of the model",
+            f"of the same part, and not trained: {', '.join(rest[:_SHOWN])}",
+            "Export with --merge.",
+        )
+    return found

@@ -1,0 +1,126 @@
+"""Exports of runs of a whole published model: one folder like it, or one adapter over it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Container
+from pathlib import Path
+
+import torch
+
+from disttrain_cli.models.adapter_folder import Adapted, write_adapter
+from disttrain_cli.models.adapters import unchanged_base
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.export import Read, Written, copy_beside, import_path, write_whole
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.published import on_meta, published_class, whole_config
+from disttrain_cli.models.tying import untie
+from disttrain_cli.models.weights import module_layers
+from disttrain_cli.spec.families.folder import PublishedFolder
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import PROJECTORS
+
+
+def generating(folder: Path, base: Path | None = None) -> str:
+    """A command that answers a question about an image with an exported folder; of an adapter, over
+    the folder that it belongs to."""
+    content = [{"type": "image", "url": "IMAGE.jpg"}, {"type": "text", "text": "What is this?"}]
+    asked = f"print(p(text={[{'role': 'user', 'content': content}]!r}, return_full_text=False))"
+    code = (
+        f"from transformers import pipeline; p = pipeline('image-text-to-text', {str(folder)!r}); "
+        f"{asked}"
+        if base is None
+        else "from peft import PeftModel; from transformers import"
+        " AutoModelForImageTextToText as M, AutoProcessor as P, pipeline;"
+        f" m = PeftModel.from_pretrained(M.from_pretrained({str(base)!r}), {str(folder)!r});"
+        " p = pipeline('image-text-to-text', m.merge_and_unload(),"
+        f" processor=P.from_pretrained({str(folder)!r})); {asked}"
+    )
+    plain = not re.search(r'["$`\\!]', code)  # what double quotes of a shell leave as it is
+    return f'python -c "{code}"' if plain else shlex.join(["python", "-c", code])
+
+
+def write_over(
+    folder: Path,
+    run: Run,
+    published: PublishedFolder,
+    stored: Container[str],
+    read: Read,
+    dtype: torch.dtype,
+    to: Path,
+) -> tuple[Written, str]:
+    """The adapters of a run of a whole published model as one over it; also returns the folder of
+    the model that they belong to: `model.folder`, or one in the new folder.
+
+    Args:
+        stored: LAYER/PARAMETER of all weights of the checkpoint.
+        read: whole tensors of a layer by the paths of its parameters.
+        to: what the new folder will be called.
+    """
+    configs, layers = read_configs(run), _layers_of(run, published, stored)
+    everything = [layer for of_module in layers.values() for layer in of_module]
+    projector = PROJECTORS in run.file.model.trained_names
+    written = {
+        f"{layer.name}/{path}"
+        for layer in everything
+        for path, _ in layer.named_parameters()
+        if projector and layer.published_path(path) is None
+    }
+    unchanged = unchanged_base(run, everything, read, dtype, written, whole=True)
+    base = to / "base" if unchanged is None else unchanged
+    modules = [
+        Adapted(configs[name], layers[name], part, projector)
+        for name, part in published.family.modules.items()
+    ]
+    model = on_meta(published.model_type, whole_config(published))
+    count = write_adapter(folder, modules, model, read, dtype, base)
+    if unchanged is None:
+        write_published(folder / "base", run, published, stored, read, dtype)
+    copy_beside(published.path, folder)
+    made = import_path(published_class(published.model_type))
+    return Written(folder.name, made, count), str(base) if unchanged is not None else "base"
+
+
+def write_published(
+    folder: Path,
+    run: Run,
+    published: PublishedFolder,
+    stored: Container[str],
+    read: Read,
+    dtype: torch.dtype,
+) -> Written:
+    """A run of a whole published model as a folder like it.
+
+    Args:
+        stored: LAYER/PARAMETER of all weights of the checkpoint.
+        read: whole tensors of a layer by the paths of its parameters.
+    """
+    modules, layers = run.file.model.modules, _layers_of(run, published, stored)
+    tied = {name: any(layer.tied for layer in of_module) for name, of_module in layers.items()}
+    return write_whole(
+        folder,
+        published,
+        layers,
+        {name: spec.config | _tie(published, name, tied[name]) for name, spec in modules.items()},
+        read,
+        dtype,
+    )
+
+
+def _layers_of(
+    run: Run, published: PublishedFolder, stored: Container[str]
+) -> dict[str, list[PipelineLayer]]:
+    """By module of the published model all its layers, without memory for their weights."""
+    layers = {name: module_layers(run, name) for name in published.family.modules}
+    for of_module in layers.values():
+        untie(of_module, stored)
+    return layers
+
+
+def _tie(published: PublishedFolder, name: str, tied: bool) -> dict[str, bool]:
+    """What to say of an LLM's head where it is not as in the published model."""
+    module = published.family.modules[name]
+    if module.kind != "llm" or published.section(module)["tie_word_embeddings"] == tied:
+        return {}
+    return {"tie_word_embeddings": tied}
