@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.data import tiled
 
 TEXT: dict[str, Any] = {
     "vocab_size": 300,
@@ -112,32 +113,40 @@ def write_llava(
     return model
 
 
-def write_internvl(folder: Path, text: Any = None, tower: Any = None, **fields: Any) -> Any:
-    """An InternVL folder whose images are one tile each; returns its model. `fields` are of its
-    configuration, `text` and `tower` of its LLM's and its tower's."""
+#: A tower of tiles, and an LLM of their processors' ids.
+TILE_TOWER: dict[str, Any] = TOWER | {"image_size": tiled.TILE, "patch_size": tiled.PATCH}
+TILE_TEXT: dict[str, Any] = TEXT | {"vocab_size": 400}
+
+
+def write_tiled(
+    folder: Path, family: str, text: Any = None, tower: Any = None, cut: Any = None, **fields: Any
+) -> Any:
+    """A folder of a family that cuts images into tiles; returns its model. `fields` are of its
+    configuration, `text`, `tower` and `cut` of its LLM's, its tower's and its image processor's."""
     import transformers
 
-    config = transformers.InternVLConfig(
-        vision_config=TOWER | (tower or {}),
-        text_config={"model_type": "qwen2"} | TEXT | (text or {}),
-        image_token_id=IMAGE,
+    prefix, llm = TILED[family]
+    processor = tiled.FAMILIES[family.replace("smolvlm", "idefics3")][0](**(cut or {}))
+    words = processor.tokenizer
+    image = words.convert_tokens_to_ids(processor.image_token)
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=TILE_TOWER | (tower or {}),
+        text_config={"model_type": llm, "pad_token_id": 0} | TILE_TEXT | (text or {}),
+        image_token_id=image,
         **{"tie_word_embeddings": False} | fields,
     )
-    model = spread(transformers.InternVLForConditionalGeneration(config))
+    model = spread(getattr(transformers, f"{prefix}ForConditionalGeneration")(config))
     model.save_pretrained(folder)
-    tile_processor().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tiled.written(folder, processor)
     return model
 
 
-def tile_processor(**fields: Any) -> Any:
-    """The image processor of tiny InternVL models."""
-    from transformers import GotOcr2ImageProcessorPil
-
-    side = TOWER["image_size"]
-    return GotOcr2ImageProcessorPil(
-        size={"height": side, "width": side}, **{"max_patches": 1} | fields
-    )
+#: By family that cuts images into tiles: prefix of its classes, and its LLM.
+TILED = {
+    "internvl": ("InternVL", "qwen2"),
+    "idefics3": ("Idefics3", "llama"),
+    "smolvlm": ("SmolVLM", "llama"),
+}
 
 
 #: By family: the tower's and the LLM's configuration.

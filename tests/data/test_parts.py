@@ -123,22 +123,29 @@ def expected(
     processor: Any, sizes: list[tuple[int, int]]
 ) -> tuple[list[int], list[int], list[Any]]:
     """(ids, which of them an assistant writes, tiles as bytes), of transformers."""
+    given = told(processor, sizes)
     pictures = [Image.open(io.BytesIO(picture(*size))) for size in in_order(sizes)]
-    turns, images = messages(sizes), iter(pictures)
-    for turn in turns:
-        for part in turn["content"]:
-            if part["type"] == "image":
-                part["image"] = next(images)
-    told = processor.apply_chat_template(
-        turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
     raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
     crops = {"crop_to_patches": True} if "InternVL" in type(processor).__name__ else {}
     tiles = []
     for one in pictures:
         values = processor.image_processor([one], **raw, **crops)["pixel_values"]
         tiles += list(values.reshape(-1, *values.shape[-3:]))
-    return told["input_ids"][0], told["assistant_masks"][0], tiles
+    return given["input_ids"][0], given["assistant_masks"][0], tiles
+
+
+def told(processor: Any, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """What a processor makes of a conversation about images of these sizes."""
+    pictures = (Image.open(io.BytesIO(picture(*size))) for size in in_order(sizes))
+    turns = messages(sizes)
+    for turn in turns:
+        for part in turn["content"]:
+            if part["type"] == "image":
+                part["image"] = next(pictures)
+    made = processor.apply_chat_template(
+        turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return dict(made)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ FAMILIES = {
             }
         },
     ),
+    "qwen2, dynamic": (
+        "qwen2",
+        {
+            "max_position_embeddings": 48,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+        },
+    ),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "qwen3 wide": (
         "qwen3",
@@ -170,7 +177,21 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(make_run):
     ("config", "words"),
     [
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+                "max_position_embeddings": 40,
+            },
+            ("rope_type", "sequence_length of at most 40", "not 48"),
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "factor": 2.0,
+                    "short_factor": [1.0] * 6,
+                    "long_factor": [2.0] * 6,
+                }
+            },
             ("rope_type", "longest sample"),
         ),
         ({"layer_types": ["full_attention"]}, ("layer_types", "num_hidden_layers")),

@@ -150,7 +150,7 @@ PUBLISHED = {
     ),
     "internvl3-8b": (
         INTERNVL3,
-        {"size": {"height": 448, "width": 448}, "max_patches": 1},
+        {"size": {"height": 448, "width": 448}, "max_patches": 12, "crop_to_patches": False},
         7_944_373_760,
         0,
         (32, 32),

@@ -21,14 +21,11 @@ from disttrain_cli.models.weights import load_into, starting_weights
 from disttrain_cli.spec.runfile.published import is_all, joins_as
 from tests.batches import changed
 from tests.models.conftest import VIT
-from tests.models.test_towers import INTERNVIT_6B
 from tests.whole_models import (
     IMAGE,
     image_processor,
     qwen_processor,
     run_of,
-    tile_processor,
-    write_internvl,
     write_llava,
     write_qwen,
 )
@@ -75,16 +72,6 @@ FAMILIES = {
     "siglip and llama": (
         partial(write_llava, tower="siglip", vision_feature_layer=-3),
         image_processor("siglip"),
-    ),
-    "internvl": (write_internvl, tile_processor()),
-    "internvl, qwen3": (
-        partial(
-            write_internvl,
-            text={"model_type": "qwen3", "head_dim": 12},
-            tower=INTERNVIT_6B,
-            vision_feature_layer=-2,
-        ),
-        tile_processor(),
     ),
     "qwen2_5_vl": (partial(write_qwen, family="qwen2_5_vl", flat=True), qwen_processor()),
     "qwen3_vl": (partial(write_qwen, family="qwen3_vl"), qwen_processor()),

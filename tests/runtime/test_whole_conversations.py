@@ -13,9 +13,14 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.runfile.published import is_all
 from tests.commands.conftest import make_profile
+from tests.data import tiled
+from tests.data.test_parts import SIZES as IMAGES_OF_CHATS
+from tests.data.test_parts import told, write_json
+from tests.models.test_towers import INTERNVIT_6B
 from tests.models.test_whole import FAMILIES, loaded, loss_of, picture
-from tests.whole_models import IMAGE, run_of
+from tests.whole_models import IMAGE, run_of, write_tiled
 
 LENGTH = 512
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}: \
@@ -96,16 +101,65 @@ def test_the_loss_of_conversations_is_the_librarys_own(tmp_path, family):
         total += torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
         count += int((labels >= 0).sum())
 
+    batch = loaded_batch(run, index, layers)
+    assert int((batch.labels >= 0).sum()) == count == batch.label_tokens
+    torch.testing.assert_close(loss_of(layers, batch), total / count, atol=1e-4, rtol=0)
+
+
+def loaded_batch(run, index, layers):
+    """What the data of a run's first step are, on one device."""
     unit = UnitPlan(
         name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layer_table(run))]
     )
     layout = Layout(
         global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=1, units=[unit]
     )
-    profile = make_profile(run.file).model_copy(update={"inputs": inputs})
+    profile = make_profile(run.file).model_copy(update={"inputs": describe(run)})
     orders = Orders(run.file, layout, index, profile)
     fields = {field for layer in layers for field in layer.needs}
     with Loader(run, orders, unit="all", replica=0, fields=fields) as loader:
-        batch = to_batch(loader.fetch(0, 0), loader.order(0), torch.device("cpu"), torch.float32)
+        return to_batch(loader.fetch(0, 0), loader.order(0), torch.device("cpu"), torch.float32)
+
+
+#: Family, and what its folder differs in: blocks as the largest InternVL has them; tiles of 3 × 3
+#: patches to a row, which no power of two divides.
+TILES = {
+    "internvl": ("internvl", {}),
+    "internvl, 6B": (
+        "internvl",
+        {
+            "tower": INTERNVIT_6B,
+            "text": {"model_type": "qwen3", "head_dim": 12},
+            "vision_feature_layer": -2,
+        },
+    ),
+    "idefics3": ("idefics3", {}),
+    "smolvlm": ("smolvlm", {"tie_word_embeddings": True}),
+    "smolvlm, uncut": ("smolvlm", {"cut": {"do_image_splitting": False}}),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_the_loss_of_conversations_about_tiles_is_the_librarys_own(tmp_path, name):
+    """Through the processor's own template, tiles and separators."""
+    family, fields = TILES[name]
+    model = write_tiled(tmp_path / "whole", family, **fields)
+    write_json(tmp_path / "data")
+    run = run_of(tmp_path / "whole", data={"sequence_length": 2 * LENGTH}, global_batch_size=1)
+    assert is_all(run.published, run.file.model)
+    layers, index = loaded(run), build_index(run, describe(run))
+    assert not index.skipped and len(index) == len(IMAGES_OF_CHATS)
+    processor = tiled.FAMILIES[family.replace("smolvlm", "idefics3")][0](**fields.get("cut", {}))
+    batch = loaded_batch(run, index, layers)
+    total, count = torch.zeros(()), 0
+    for sizes in IMAGES_OF_CHATS:
+        given = told(processor, sizes)
+        trained = torch.tensor(given.pop("assistant_masks"))[0].bool()
+        given = {key: torch.as_tensor(np.array(value)) for key, value in given.items()}
+        with torch.no_grad():
+            logits = model(**given).logits[0]
+        labels = torch.where(trained, given["input_ids"][0], -100)[1:]
+        total += torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
+        count += int((labels >= 0).sum())
     assert int((batch.labels >= 0).sum()) == count == batch.label_tokens
     torch.testing.assert_close(loss_of(layers, batch), total / count, atol=1e-4, rtol=0)

@@ -124,6 +124,33 @@ def test_the_pixels_of_an_image_must_allow_the_one_size(folder):
         describe(run_of(folder, data={"max_image_pixels": 900}))
 
 
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("config", {"scale_factor": 0.5}, "scale_factor 0.5"),
+        ("config", {"vision_config": TOWER | {"attention_dropout": 0.1}}, "attention_dropout"),
+        ("config", {"text_config": {"model_type": "gemma"}}, "unknown architecture 'gemma'"),
+        ("preprocessor", {"max_image_size": {"longest_edge": 64}}, "does not fit the tower"),
+        ("processor", {"image_seq_len": 16}, "4 rows in the LLM"),
+    ],
+)
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_what_is_not_computed_of_idefics3_is_refused_by_name(tmp_path, family, file, fields, said):
+    folder = tmp_path / family
+    folder.mkdir()
+    config = {"model_type": family, "vision_config": TOWER, "text_config": TEXT}
+    (folder / "config.json").write_text(json.dumps(config))
+    tile = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(tile))
+    (folder / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
+    joined = run_of(folder).file.model.modules["vision"]
+    assert (joined.merge, joined.projector, joined.feature_layer) == (2, "linear", None)
+    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
+    with pytest.raises(SpecError) as refused:
+        describe(run_of(folder))
+    assert said in f"{refused.value.what}\n{refused.value.why}"
+
+
 @pytest.fixture
 def qwen(tmp_path):
     """A Qwen2.5-VL folder without weights, as published: the LLM's fields at the top."""
@@ -195,8 +222,9 @@ def test_what_is_not_computed_of_internvl_is_refused_by_name(tmp_path, file, fie
     folder.mkdir()
     config = {"model_type": "internvl", "vision_config": TOWER, "text_config": TEXT}
     (folder / "config.json").write_text(json.dumps(config))
-    tile = {"size": {"height": 32, "width": 32}, "max_patches": 1}
+    tile = {"size": {"height": 32, "width": 32}}
     (folder / "preprocessor_config.json").write_text(json.dumps(tile))
+    (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
     joined = run_of(folder).file.model.modules["vision"]
     assert (joined.merge, joined.projector, joined.feature_layer) == (2, "norm_mlp", None)
     rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)

@@ -354,6 +354,8 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
                 "Remove one of them from model.modules.",
             )
     llm = next(c for c in configs.values() if c.kind == "llm")
+    if llm.architecture in decoders.FAMILIES:
+        decoders.check_length(llm.name, llm.config, run.file.data.sequence_length)
     if run.file.data.tokenizer == "bytes" and llm.config.vocab_size < BYTE_TOKENS:
         allowed = f"at least {BYTE_TOKENS}, the ids of the tokenizer 'bytes'"
         raise wrong(llm.name, "vocab_size", llm.config.vocab_size, allowed)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs.decoders import FAMILIES
+from disttrain_cli.models.configs.decoders import DYNAMIC, FAMILIES
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms, with_rows_added
@@ -39,7 +39,10 @@ def library(config: Any, part: str) -> Any:
 
 def _rotary(config: Any, device: torch.device) -> Any:
     with torch.device("cpu"):
-        return library(config, "RotaryEmbedding")(config)._apply(partial(to_device, device=device))
+        made = library(config, "RotaryEmbedding")(config)
+    if config.rope_parameters["rope_type"] == DYNAMIC:
+        made.rope_type = "default"  # samples are not longer (`check_length`), so do not look
+    return made._apply(partial(to_device, device=device))
 
 
 def ties(config: Any) -> bool:

@@ -13,8 +13,9 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import origin
 from disttrain_cli.runtime.outputs.export import export, generating
+from tests.data import tiled
 from tests.runtime.outputs.test_export import trained
-from tests.whole_models import IMAGE, run_of, write_internvl, write_llava, write_qwen
+from tests.whole_models import IMAGE, TILED, run_of, write_llava, write_qwen, write_tiled
 
 
 def saved(run, by=0.0):
@@ -25,8 +26,11 @@ def saved(run, by=0.0):
 WRITE = {
     "clip": partial(write_llava, tower="clip"),
     "siglip": partial(write_llava, tower="siglip"),
-    "internvl": write_internvl,
-    "tied internvl": partial(write_internvl, tie_word_embeddings=True),
+    "internvl": partial(write_tiled, family="internvl"),
+    "tied internvl": partial(write_tiled, family="internvl", tie_word_embeddings=True),
+    "idefics3": partial(write_tiled, family="idefics3"),
+    "smolvlm": partial(write_tiled, family="smolvlm"),
+    "tied smolvlm": partial(write_tiled, family="smolvlm", tie_word_embeddings=True),
     "qwen2_5_vl": partial(write_qwen, family="qwen2_5_vl", flat=True),
     "qwen3_vl": partial(write_qwen, family="qwen3_vl"),
     "tied clip": partial(write_llava, text={"tie_word_embeddings": True}, tie_word_embeddings=True),
@@ -34,11 +38,15 @@ WRITE = {
 }
 
 
-def question(family, dtype):
+def question(family, model):
     """Arguments of `generate` for a question about an image."""
-    if "qwen" not in family:
-        tokens = 4 if "internvl" in family else 16
-        ids, more = [1, *[IMAGE] * tokens, 40, 50, 60], {}
+    dtype = model.dtype
+    if family.endswith(tuple(TILED)):  # of one tile
+        ids, more = [1, *[model.config.image_token_id] * tiled.TOKENS, 40, 50, 60], {}
+        images = (1,) if family.endswith("internvl") else (1, 1)
+        pixels = torch.randn(*images, 3, tiled.TILE, tiled.TILE)
+    elif "qwen" not in family:
+        ids, more = [1, *[IMAGE] * 16, 40, 50, 60], {}
         pixels = torch.randn(1, 3, 32, 32)
     else:
         ids, pixels = [5, *[IMAGE] * 6, 40, 50, 60], torch.randn(24, 96)
@@ -82,7 +90,7 @@ def test_with_no_step_taken_the_folder_is_the_one_that_the_run_started_from(
         tmp_path / "out", output_loading_info=True, dtype=dtype
     )
     assert not said["missing_keys"] and not said["unexpected_keys"]
-    asked = question(family, dtype)
+    asked = question(family, model)
     assert again.generate(**asked).tolist() == model.generate(**asked).tolist()
 
 

@@ -38,8 +38,9 @@ FAMILIES = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Rotary positions whose frequencies follow the longest sample of a batch: they would depend on the
-# layout.
-_BY_LONGEST = ("dynamic", "longrope")
+# layout. Those of "dynamic" do so in samples longer than `max_position_embeddings` only.
+_BY_LONGEST = ("longrope",)
+DYNAMIC = "dynamic"
 
 
 def head_width(config: Any) -> int:
@@ -117,6 +118,20 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
     if window is None and SLIDING in types:
         raise wrong(
             name, "sliding_window", None, f"a number of tokens: layer_types holds {SLIDING}"
+        )
+
+
+def check_length(name: str, config: Any, longest: int) -> None:
+    """Refuse samples for which a decoder's rotary positions would follow the longest one of a
+    batch."""
+    most = config.max_position_embeddings
+    if config.rope_parameters["rope_type"] == DYNAMIC and longest > most:
+        raise wrong(
+            name,
+            "rope_parameters.rope_type",
+            DYNAMIC,
+            f"it with a data.sequence_length of at most {most} (max_position_embeddings), not"
+            f" {longest}; in longer samples it would depend on the layout",
         )
 
 

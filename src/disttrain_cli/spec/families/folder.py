@@ -22,8 +22,6 @@ AGAIN = "Download the folder again."
 NOT_YET = {
     "llava_next": "images cut into tiles of one size beside a thumbnail",
     "llava_onevision": "images cut into tiles of one size beside a thumbnail",
-    "idefics3": "images cut into tiles with separator tokens, and pixel shuffle",
-    "smolvlm": "images cut into tiles with separator tokens, and pixel shuffle",
 }
 
 

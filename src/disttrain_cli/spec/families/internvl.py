@@ -8,8 +8,7 @@ from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.family import Family, Fields, Module, feature_layer, only
-from disttrain_cli.spec.families.processors import cropped_or_stretched
-from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.families.tilings import nearest_ratio
 
 
 def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
@@ -36,11 +35,6 @@ def _merge(path: Path, ratio: Any) -> int:
     )
 
 
-def _processor(path: Path, fields: Fields) -> ImageProcessor:
-    only(path, fields, "max_patches", 12, {1: 1})
-    return cropped_or_stretched(path, fields, crop=False)
-
-
 FAMILY = Family(
     published="transformers:InternVLForConditionalGeneration",
     modules={
@@ -63,5 +57,5 @@ FAMILY = Family(
         ),
     },
     joins=_joins,
-    processor=_processor,
+    processor=nearest_ratio,
 )
