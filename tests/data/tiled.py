@@ -3,6 +3,7 @@ transformers saves them."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,59 @@ def idefics3(**fields: Any) -> Any:
     )
 
 
+SIDES = (TILE, 2 * TILE, 3 * TILE)
+
+
+def llava_next(**fields: Any) -> Any:
+    """LLaVA-NeXT's processor."""
+    from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
+
+    given = {
+        "size": {"shortest_edge": TILE},
+        "crop_size": {"height": TILE, "width": TILE},
+        "image_grid_pinpoints": [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]],
+        **fields,
+    }
+    words = _rules((), "<image>", image_token="<image>")
+    return LlavaNextProcessor(
+        LlavaNextImageProcessorPil(**given),
+        words,
+        patch_size=PATCH * MERGE,  # there is no merge in its models
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=words.chat_template,
+    )
+
+
+def llava_onevision(**fields: Any) -> Any:
+    """LLaVA-OneVision's processor."""
+    from transformers import LlavaOnevisionImageProcessorPil, LlavaOnevisionProcessor
+
+    given = {
+        "size": {"height": TILE, "width": TILE},
+        "image_grid_pinpoints": [[height, width] for height in SIDES for width in SIDES],
+        **fields,
+    }
+    words = _rules(("<video>",), "<image>", image_token="<image>", video_token="<video>")
+    return _without_videos(LlavaOnevisionProcessor)(
+        LlavaOnevisionImageProcessorPil(**given),
+        words,
+        num_image_tokens=TOKENS,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+        chat_template=words.chat_template,
+    )
+
+
 #: Of a family, its processor and how we read its numbers.
 FAMILIES = {
     "internvl": (internvl, tilings.nearest_ratio),
     "idefics3": (idefics3, tilings.longest_edge),
+    "llava_next": (llava_next, partial(tilings.joined, vision_aspect_ratio=None)),
+    "llava_onevision": (
+        llava_onevision,
+        partial(tilings.joined, vision_aspect_ratio="anyres_max_9"),
+    ),
 }
 
 

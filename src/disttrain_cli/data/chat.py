@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from disttrain_cli.data.chat_templates import ChatTemplate, Message
 from disttrain_cli.data.sources.chats import MARK, no_numbers
 from disttrain_cli.data.sources.samples import Measure, Part, Turn
+from disttrain_cli.spec.cutting import ALONE
+from disttrain_cli.spec.cutting import Written as Around
 from disttrain_cli.spec.heads import ImageInput, Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.tiling import ALONE
-from disttrain_cli.spec.tiling import Written as Around
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Rules

@@ -13,10 +13,10 @@ import numpy as np
 
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources.samples import Segment
+from disttrain_cli.spec.cutting import Written
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import AROUND, ITEMS, KINDS, TEMPLATED, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.tiling import Written
 
 
 def in_parts(segments: Sequence[Segment], inputs: ModelInputs) -> list[Segment]:

@@ -339,10 +339,12 @@ def _members(members: Members, chosen: Ints) -> Ints:
 
 
 def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) -> Ints:
-    """Places in M·L of the tokens of `items`, in their order; they are all the items of these
-    sequences."""
+    """Places in M·L of the rows of `items`, in their order, -1 of those that the LLM does not see;
+    they are all the items of these sequences."""
     rows = [
-        index + number * length for number, plan in enumerate(plans) for index in plan.rows(kind)
+        np.where(places < 0, places, places + number * length)
+        for number, plan in enumerate(plans)
+        for places in plan.rows(kind)
     ]
     assert len(rows) == len(items)
     first = int(items.min()) if len(items) else 0

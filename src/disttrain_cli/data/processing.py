@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.spec.cutting import Size
 from disttrain_cli.spec.image_processor import ImageProcessor
-from disttrain_cli.spec.tiling import Size
 
 Bytes = NDArray[np.uint8]
 
@@ -26,24 +27,40 @@ def tiles(pixels: Bytes, processor: ImageProcessor, parts: int) -> Callable[[int
     `parts` of them; ValueError where it becomes another number."""
     assert processor.tiling is not None
     (wide, high), image = processor.tile, (pixels.shape[1], pixels.shape[0])
-    cut = processor.tiling.cut(image, processor.tile)
+    cut = processor.tiling.cut(image, processor.tile, alone=parts > 1)
     if cut.parts != parts:
         raise ValueError(f"an image of {cut.parts} parts, {parts} when it was indexed")
 
     @cache
-    def canvas() -> Bytes:
-        made = pixels
+    def resized() -> Bytes:
+        made = pixels if cut.square is None else _squared(pixels, cut.square)
         for size in cut.resized:
             made = _resized(made, size, processor)
-        return made
+        return made if cut.canvas is None else _amid(made, cut.canvas)
 
     def tile(part: int) -> Bytes:
-        if part == cut.rows * cut.columns:
-            return _resized(pixels if cut.whole == "image" else canvas(), (wide, high), processor)
-        top, left = part // cut.columns * high, part % cut.columns * wide
-        return canvas()[top : top + high, left : left + wide]
+        place = cut.place(part)
+        if place is None:
+            return _resized(pixels if cut.whole == "image" else resized(), (wide, high), processor)
+        top, left = place[0] * high, place[1] * wide
+        return resized()[top : top + high, left : left + wide]
 
     return tile
+
+
+def _squared(pixels: Bytes, color: tuple[int, ...]) -> Bytes:
+    """[side, side, BGR or grey] with an image in the middle of a colour (RGB)."""
+    side = max(pixels.shape[:2])
+    return _amid(pixels, (side, side), color[::-1])
+
+
+def _amid(pixels: Bytes, size: Size, color: Any = 0) -> Bytes:
+    """An image in the middle of a larger one of one colour."""
+    canvas = np.full((size[1], size[0], pixels.shape[2]), color, np.uint8)
+    height, width = pixels.shape[:2]
+    top, left = (size[1] - height) // 2, (size[0] - width) // 2
+    canvas[top : top + height, left : left + width] = pixels
+    return canvas
 
 
 def _resized(pixels: Bytes, size: Size, processor: ImageProcessor) -> Bytes:

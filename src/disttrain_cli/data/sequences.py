@@ -19,8 +19,8 @@ from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.positions import grid_positions, sample_positions
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.heads import ImageInput
-from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.heads import Head, ImageInput
+from disttrain_cli.spec.index import ITEMS, KINDS, SAMPLE_SPECIALS, TEXT
 
 NOT_TRAINED = -100
 PADDING_DOCUMENT = -1
@@ -46,6 +46,7 @@ class SequencePlan:
         self.kinds = index.kinds[segments]
         self.tokens = index.tokens[segments]
         self.grids = index.grids[segments]
+        self.segments, self.index = segments, index
         self.trained = index.trained[segments]
         self.end_trained = index.end_trained[self.samples]
         self.specials = index.specials[self.samples]
@@ -56,9 +57,33 @@ class SequencePlan:
         self.segment_at = starts_of(self.tokens)[:-1] + np.repeat(before, counts)
 
     def rows(self, kind: int) -> list[Ints]:
-        """Places of the tokens of each item of a kind."""
+        """Places of the rows of each item of a kind, in the LLM; -1 of those that it does not
+        see."""
         chosen = np.flatnonzero(self.kinds == kind)
-        return [np.arange(self.segment_at[s], self.segment_at[s] + self.tokens[s]) for s in chosen]
+        head = next(iter(self.inputs.of(ITEMS[kind])), None)
+        if head is not None and head.cuts:
+            return [one for file in self._files(chosen) for one in self._rows_of(file, head)]
+        return [self._run(segment) for segment in chosen.tolist()]
+
+    def _run(self, segment: int) -> Ints:
+        return np.arange(self.segment_at[segment], self.segment_at[segment] + self.tokens[segment])
+
+    def _files(self, items: Ints) -> list[Ints]:
+        """Items by their files."""
+        assert self.index.part is not None
+        begins = np.flatnonzero(self.index.part[self.segments[items]] == 0)
+        return np.split(items, begins[1:])
+
+    def _rows_of(self, parts: Ints, head: Head) -> list[Ints]:
+        """Places of the rows of the parts of a file."""
+        if not len(parts):
+            return []
+        assert self.index.numbers is not None
+        first, numbers = self.segment_at[parts[0]], self.index.numbers[self.segments[parts[0]]]
+        places = head.places(tuple(numbers.tolist()), len(parts))
+        if places is None:
+            return [self._run(segment) for segment in parts.tolist()]
+        return [np.where(own < 0, own, own + first) for own in places]
 
     def layout(self) -> tuple[Ints, Ints]:
         """(positions [L], or [3, L] with M-RoPE, documents [L]): restarting with every sample;
@@ -103,8 +128,10 @@ class SequencePlan:
             self.end_trained[own],
         )
         for item, kind in KINDS.items():
-            for index in self.rows(kind):
-                ids[index] = tokenizer.context if item == "target" else tokenizer.image
+            for places in self.rows(kind):
+                ids[places[places >= 0]] = (
+                    tokenizer.context if item == "target" else tokenizer.image
+                )
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

@@ -11,9 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, WithJsonSchema, model_validator
 
+from disttrain_cli.spec import joined_tiles
+from disttrain_cli.spec.cutting import ALONE, Cut, Written
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import ImageProcessor
-from disttrain_cli.spec.tiling import ALONE, Written
+from disttrain_cli.spec.joined_tiles import JoinedTiles
 from disttrain_cli.spec.work import Work
 
 FRAME_MS = 10  # of sound in a column of a spectrogram
@@ -100,6 +102,11 @@ class Head(Strict):
         """Tokens [N] in the LLM of items that are part number `part` [N] of the `parts` [N] of a
         file with these numbers [N, 2]."""
         return self.rows("tokens").of(self.size(self.grids(sizes).prod(axis=1)))
+
+    def places(self, numbers: Numbers, parts: int) -> list[Any] | None:
+        """Of each of the `parts` of a file the places of its "tokens" rows among all tokens of the
+        file, -1 of those that the LLM does not see; None where they follow each other."""
+        return None
 
     def size(self, area: Any) -> Any:
         """Sizes of items of these areas: int64 array, or a number."""
@@ -212,8 +219,56 @@ class ImageInput(Head):
     def written(self, files: Sequence[Numbers]) -> list[Written]:
         if self.processor is None or self.processor.tiling is None:
             return super().written(files)
-        tiling, tile = self.processor.tiling, self.processor.tile
-        return [tiling.written(tiling.cut((width, height), tile)) for width, height in files]
+        tiling, written = self.processor.tiling, []
+        for width, height in files:
+            cut = self.cut((width, height), alone=len(files) == 1)
+            if isinstance(tiling, JoinedTiles) and (
+                reason := tiling.too_large((width, height), cut, self.tile_side)
+            ):
+                raise ValueError(reason)
+            written.append(tiling.written(cut))
+        return written
+
+    def cut(self, size: tuple[int, int], alone: bool) -> Cut:
+        """How an image of this width and height becomes tiles; `alone`: its sample has no
+        other."""
+        assert self.processor is not None and self.processor.tiling is not None
+        return self.processor.tiling.cut(size, self.processor.tile, alone)
+
+    @property
+    def joined(self) -> bool:
+        """Whether rows of tiles are those of a joined picture, with `image_newline` at their ends
+        (`spec.joined_tiles`)."""
+        return self.processor is not None and isinstance(self.processor.tiling, JoinedTiles)
+
+    @property
+    def tile_side(self) -> int:
+        """Tokens per side of a tile."""
+        assert self.processor is not None
+        return self.processor.tile[0] // self.patch_px // self.merge
+
+    @property
+    def newlines(self) -> int:
+        """Rows of `image_newline` behind each image's own rows in "tokens"."""
+        return self.tile_side if self.joined else 0
+
+    def tokens_of(self, sizes: Any, part: Any, parts: Any) -> Any:
+        if not self.joined:
+            return super().tokens_of(sizes, part, parts)
+        import numpy as np
+
+        each = zip(sizes.tolist(), part.tolist(), parts.tolist(), strict=True)
+        seen = [self._seen((width, height), count)[at] for (width, height), at, count in each]
+        return np.array(seen, dtype=np.int64)
+
+    def _seen(self, size: tuple[int, int], parts: int) -> tuple[int, ...]:
+        return joined_tiles.tokens(size, self.cut(size, alone=parts > 1), self.tile_side)
+
+    def places(self, numbers: Numbers, parts: int) -> list[Any] | None:
+        if not self.joined:
+            return None
+        size = numbers[0], numbers[1]
+        return joined_tiles.places(size, self.cut(size, alone=parts > 1), self.tile_side)
 
     def misfit(self, width: int, height: int) -> str | None:
         """Sides too unlike for the processor."""
@@ -268,8 +323,9 @@ class ImageInput(Head):
         return area
 
     def rows(self, column: str) -> Rows:
-        """ "patches", with the extra ones; "tokens"."""
-        return {"patches": Rows(self.extra_tokens, 1), "tokens": Rows(0, self.merge**2)}[column]
+        """ "patches", with the extra ones; "tokens", with the newlines behind."""
+        of_tokens = Rows(self.newlines, self.merge**2)
+        return {"patches": Rows(self.extra_tokens, 1), "tokens": of_tokens}[column]
 
     def shape_of(self, grid: Grid) -> tuple[int, ...]:
         """Channels, height and width."""

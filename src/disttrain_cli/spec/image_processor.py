@@ -87,7 +87,7 @@ class ImageProcessor(Strict):
         """Why an image of this size cannot be resized, if it cannot."""
         if self.tiling is not None:
             try:
-                self.tiling.cut((width_px, height_px), self.tile)
+                self.tiling.cut((width_px, height_px), self.tile, alone=True)
             except ValueError as error:
                 return str(error)
         long, short = max(width_px, height_px), min(width_px, height_px)
@@ -135,7 +135,7 @@ class ImageProcessor(Strict):
         if self.resize == "budget":
             return (wanted_px[1], wanted_px[0]), (0, 0)
         assert self.height_px is not None and self.width_px is not None
-        if self.resize == "stretch":
+        if self.resize in ("stretch", "tiles"):  # the whole image as one tile
             return (self.width_px, self.height_px), (0, 0)
         short, long = sorted((width_px, height_px))
         assert self.shortest_px is not None

@@ -6,40 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from disttrain_cli.spec.cutting import Cut, Size, Written
 from disttrain_cli.spec.files import Strict
-
-#: Width and height in pixels.
-Size = tuple[int, int]
-
-#: The texts before, between and behind the parts of a file: one more than parts.
-Written = tuple[str, ...]
-
-#: Of a file that is one item and nothing else.
-ALONE: Written = ("", "")
-
-
-class Cut(NamedTuple):
-    """How an image becomes tiles.
-
-    Attributes:
-        resized: sizes that it is resized to, one after the other.
-        rows, columns: tiles of the last of them.
-        whole: what becomes one more tile behind the others: the image, the resized one, or none.
-    """
-
-    resized: tuple[Size, ...]
-    rows: int
-    columns: int
-    whole: Literal["image", "resized", ""] = ""
-
-    @property
-    def parts(self) -> int:
-        """How many tiles there are."""
-        return self.rows * self.columns + bool(self.whole)
+from disttrain_cli.spec.joined_tiles import JoinedTiles
 
 
 class NearestRatio(Strict):
@@ -55,7 +28,7 @@ class NearestRatio(Strict):
     begin: str = Field("<img>", description="Written before the tiles.")
     end: str = Field("</img>", description="Written behind them.")
 
-    def cut(self, image: Size, tile: Size) -> Cut:
+    def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
         """Tiles of an image of this size."""
         columns, rows = _nearest(image, tile, self.least, self.most) if self.most > 1 else (1, 1)
         resized = (columns * tile[0], rows * tile[1])
@@ -80,7 +53,7 @@ class LongestEdge(Strict):
     around: str = "<fake_token_around_image>"
     whole: str = Field("<global-img>", description="Written before the whole image.")
 
-    def cut(self, image: Size, tile: Size) -> Cut:
+    def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
         """Tiles of an image of this size; ValueError where a side would have no pixel."""
         first = _below(_at_longest(image, self.longest_px), MOST_PX)
         if not self.splits:
@@ -105,11 +78,12 @@ class LongestEdge(Strict):
                 yield f"{ends}{self.around}<row_{row + 1}_col_{column + 1}>"
 
 
+RULES = (NearestRatio, LongestEdge, JoinedTiles)
 Tiling = Annotated[
-    NearestRatio | LongestEdge,
+    NearestRatio | LongestEdge | JoinedTiles,
     Field(discriminator="rule"),
     # in one piece, as schemas that hold it are parts of others
-    WithJsonSchema({"anyOf": [rule.model_json_schema() for rule in (NearestRatio, LongestEdge)]}),
+    WithJsonSchema({"anyOf": [rule.model_json_schema() for rule in RULES]}),
 ]
 
 #: Longer sides are reduced to it by Idefics3's rule, whatever the folder says.

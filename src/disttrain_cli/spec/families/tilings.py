@@ -16,8 +16,11 @@ from disttrain_cli.spec.families.processors import (
 )
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.joined_tiles import JoinedTiles
 from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
 
+SIDES, MOST_TILES = ("height", "width"), "anyres_max_"
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 AGAIN = "Download the folder again."
 #: Files that name a tokenizer's special tokens.
 NAMES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -67,6 +70,61 @@ def longest_edge(path: Path, fields: Fields) -> ImageProcessor:
     )
 
 
+def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> ImageProcessor:
+    """The processor of LLaVA-NeXT, or of LLaVA-OneVision, whose config.json has the
+    `vision_aspect_ratio`."""
+    refuse(path, fields, "do_resize", True)
+    tile, size = _tile(path, fields), fields.get("size")
+    given = fields.get("image_grid_pinpoints")
+    pairs = given if isinstance(given, list) else []
+    if not pairs or not all(
+        isinstance(one, (list, tuple))
+        and len(one) == 2
+        and all(isinstance(side, int) and side >= tile and side % tile == 0 for side in one)
+        for one in pairs
+    ):
+        allowed = f"heights and widths of whole tiles of {tile} pixels, as size {size} says"
+        raise refused(path, "image_grid_pinpoints", given, allowed)
+    tokens = None
+    background = most = None
+    if vision_aspect_ratio is not None:
+        background = tuple(int(value * 255) for value in fields.get("image_mean", CLIP_MEAN))
+        most = _most(path, vision_aspect_ratio)
+        tokens = _tokens(path.parent, "num_image_tokens")
+    return ImageProcessor(
+        resize="tiles",
+        resample=resample(path, fields),
+        height_px=tile,
+        width_px=tile,
+        tokens=tokens,
+        tiling=JoinedTiles(
+            resolutions=tuple((height, width) for height, width in pairs),
+            background=background,
+            most_tiles=most,
+        ),
+    )
+
+
+def _tile(path: Path, fields: Fields) -> int:
+    """The side of the one size that whole images and tiles have."""
+    size = fields.get("size")
+    names = ("shortest_edge",) if isinstance(size, dict) and "shortest_edge" in size else SIDES
+    given = {*sides(path, "size", size, *names)}
+    if fields.get("do_center_crop"):
+        given |= {*sides(path, "crop_size", fields.get("crop_size"), *SIDES)}
+    tile = next(iter(given))
+    if len(given) != 1 or tile is None:
+        raise refused(path, "size", size, "one side for images and tiles, that of crop_size")
+    return tile
+
+
+def _most(path: Path, ratio: str) -> int:
+    number = ratio.removeprefix(MOST_TILES)
+    if not ratio.startswith(MOST_TILES) or not number.isdecimal():
+        raise refused(path, "vision_aspect_ratio", ratio, f"{MOST_TILES}N")
+    return whole(path, "vision_aspect_ratio", int(number))
+
+
 def _longest(path: Path, field: str, given: Any) -> int:
     edge = given.get("longest_edge") if isinstance(given, dict) else None
     if edge is None:
@@ -74,12 +132,12 @@ def _longest(path: Path, field: str, given: Any) -> int:
     return whole(path, f"{field}.longest_edge", edge)
 
 
-def _tokens(folder: Path, field: str, default: int) -> int:
-    """How many placeholders the processor writes for a tile."""
+def _tokens(folder: Path, field: str, default: int | None = None) -> int | None:
+    """How many placeholders the processor writes for a tile, where the folder says so."""
     path = folder / NESTED
-    fields = parse_json(path, "processor configuration", AGAIN) if path.exists() else {}
-    given = fields.get(field, default) if isinstance(fields, dict) else default
-    return whole(path, field, given)
+    fields = parse_json(path, "processor configuration", AGAIN) if path.exists() else None
+    given = fields.get(field, default) if isinstance(fields, dict) else None
+    return None if given is None else whole(path, field, given)
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
