@@ -303,6 +303,21 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
             "are not read",
         ),
         ("vision", {"messages": [{"role": "tool", "content": "a"}]}, "is of 'tool'"),
+        (
+            "vision",
+            {"messages": [*turns_of(["a"]), {"role": "assistant", "content": "b", "weight": 0.5}]},
+            "has the weight 0.5; read are 0 and 1",
+        ),
+        (
+            "marked",
+            {
+                "messages": [
+                    *turns_of(["a"]),
+                    {"role": "assistant", "content": None, "tool_calls": [{}]},
+                ]
+            },
+            "are not read",
+        ),
         ("vision", {"conversations": [{"from": "function", "value": "a"}]}, "is of 'function'"),
         (
             "vision",
@@ -316,6 +331,54 @@ def test_what_a_template_does_not_take_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         written(folders[name], record)
+
+
+@pytest.mark.parametrize("begins", ["", "{{ bos_token }}"])
+def test_a_processor_adds_special_tokens_unless_the_template_begins_with_bos(
+    tmp_path: Path, begins: str
+) -> None:
+    """As LLaVA's: its template writes no BOS, its tokenizer's post-processor does."""
+    from tokenizers import Tokenizer, processors
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    folder = write_folder(tmp_path / "llava", "inst")
+    template = begins + (
+        "{% for m in messages %}{{ m.role | upper + ': ' }}"
+        "{% for part in m.content %}{{ part.text + ' ' }}{% endfor %}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    rules = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rules.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", rules.token_to_id("<s>"))]
+    )
+    rules.save(str(folder / "tokenizer.json"))
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("user", "What?"), ("assistant", "A cat."))
+    ]
+    tokenizer = theirs(folder)
+    tokenizer.image_token = "</s>"
+    processor = LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=template)
+    tokens = FolderTokenizer(folder, rules.token_to_id("</s>"), processor=True)
+    assert tokens.chat is not None
+    ids, trained = joined(conversation({"messages": messages}, tokens.chat), tokens.image)
+    assert ids == processor.apply_chat_template(messages, tokenize=True)[0]
+    assert ids[0] == rules.token_to_id("<s>") and not trained[0] and any(trained)
+    assert ids.count(ids[0]) == 1
+
+
+@pytest.mark.parametrize("name", ["vision", "marked"])
+def test_answers_of_weight_0_are_not_trained(folders: dict[str, Path], name: str) -> None:
+    messages = turns_of(["what", "that", "why", "so"])
+    whole = written(folders[name], {"messages": messages})
+    last = written(
+        folders[name], {"messages": [messages[0], messages[1] | {"weight": 0}, *messages[2:]]}
+    )
+    none = [one | {"weight": 0} for one in messages]
+    assert last[0] == whole[0] and written(folders[name], {"messages": none})[1].count(True) == 0
+    first = whole[1].index(True)
+    end = first + whole[1][first:].index(False)
+    assert last[1] == [False] * end + whole[1][end:] and any(last[1])
 
 
 @pytest.mark.parametrize(

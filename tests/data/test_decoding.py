@@ -11,7 +11,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from benchmarks.decode import noise
 from disttrain_cli.data import decoding
@@ -153,16 +153,49 @@ def test_animations_show_their_first_picture(kind: str) -> None:
     assert np.array_equal(colours(file), PIXELS)
 
 
-def test_orientation_is_not_applied() -> None:
-    """So that width and height are the header's, which the index read."""
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("wanted", [(6, 4), (1, 1)])  # the file's size; decoded smaller
+def test_images_are_seen_upright(orientation: int, wanted: tuple[int, int]) -> None:
+    """As PIL's `exif_transpose`, which transformers and datasets read images by."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (6, 4, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+    exif = Image.Exif()
+    exif[0x010F] = "a maker, before"
+    exif[0x0112] = orientation
+    upright = Image.fromarray(blocks)
+    turn = Image.Transpose
+    turns = {
+        2: turn.FLIP_LEFT_RIGHT,
+        3: turn.ROTATE_180,
+        4: turn.FLIP_TOP_BOTTOM,
+        5: turn.TRANSPOSE,
+        6: turn.ROTATE_90,
+        7: turn.TRANSVERSE,
+        8: turn.ROTATE_270,
+    }
+    turned = upright if orientation == 1 else upright.transpose(turns[orientation])
+    data = stored(turned, "jpeg", exif=exif, quality=100, subsampling=0)
+    header = read_header(lambda offset, length: data[offset : offset + length])
+    assert (header.width_px, header.height_px) == upright.size
+    head = ImageInput(module="vision", patch_px=8, max_pixels=1 << 20)
+    image = decode_image(data, wanted, head)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.abs(np.asarray(expected, float) - blocks).max() < 40
+    if wanted == (6, 4):
+        got = np.round((image.transpose(1, 2, 0) * 0.5 + 0.5) * 255)
+        assert np.abs(got - np.asarray(expected)).max() <= 1
+
+
+def test_broken_exif_turns_nothing() -> None:
+    image = Image.fromarray(np.zeros((16, 24, 3), np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6
-    for kind in ("JPEG", "PNG", "WEBP"):
-        turned, plain = stored(PICTURE, kind, exif=exif), stored(PICTURE, kind)
-        assert Image.open(io.BytesIO(turned)).getexif()[0x0112] == 6
-        header = read_header(lambda offset, length, data=turned: data[offset : offset + length])
-        assert (header.width_px, header.height_px) == (40, 32)
-        assert np.array_equal(colours(turned), colours(plain))
+    data = stored(image, "jpeg", exif=exif)
+    place = data.index(b"Exif\0\0") + 6
+    for tags in (0, 1 << 31):
+        broken = data[: place + 4] + tags.to_bytes(4, "big") + data[place + 8 :]
+        header = read_header(lambda offset, length, of=broken: of[offset : offset + length])
+        assert (header.width_px, header.height_px) == (24, 16)
 
 
 def test_libpng_keeps_to_itself_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_webp_kinds_and_segments_before_the_frame() -> None:
     assert {header(d)[1:3] for d in (lossless, lossy, extended)} == {(45, 20)}
     jpeg = encoded(40, 24)
     with_segment = jpeg[:2] + b"\xff\xe1" + struct.pack(">H", 60002) + bytes(60000) + jpeg[2:]
-    assert header(with_segment) == ("jpeg", 40, 24, False)
+    assert header(with_segment) == ("jpeg", 40, 24, False, 1)
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,18 @@ class Written(NamedTuple):
 class Chat:
     """What writes conversations; safe to use from several threads."""
 
-    def __init__(self, template: ChatTemplate, rules: Rules, image: str | None) -> None:
-        """`image`: the tokenizer's own placeholder of an image, if it has one."""
+    def __init__(
+        self, template: ChatTemplate, rules: Rules, image: str | None, processor: bool = False
+    ) -> None:
+        """
+        Args:
+            image: the tokenizer's own placeholder of an image, if it has one.
+            processor: tokens are those of a processor's `apply_chat_template`, which adds the
+                tokenizer's special ones (BOS) unless the template begins with BOS; a tokenizer's
+                adds none.
+        """
         self._template, self._rules, self._image = template, rules, image
+        self._processor = processor
         self._mark = image or MARK
         self._head: ImageInput | None = None
         self.fingerprint = template.fingerprint
@@ -125,6 +134,7 @@ class Chat:
                 f" {marks} images"
             )
         spans = spans if self._template.marks else self._answers(messages, text)
+        spans = _trained(turns, spans)
         text, spans, inside = _with_parts(text, self._mark, around or [ALONE] * marks, spans)
         ids, begins, ends = self._tokens(text)
         trained = np.zeros(len(ids), dtype=bool)
@@ -198,6 +208,8 @@ class Chat:
     def _tokens(self, text: str) -> tuple[NDArray[np.int64], ...]:
         """(ids, first character, last + 1) of each token, [N]."""
         pieces = [text] if self._image else text.split(self._mark)
+        begins = self._template.bos
+        specials = self._processor and not (begins and text.startswith(begins))
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         at = 0
@@ -205,7 +217,7 @@ class Chat:
             if number:
                 ids.append(IMAGE_ROW)
                 offsets.append((at - len(self._mark), at))
-            encoding = self._rules.encode(piece, add_special_tokens=False)
+            encoding = self._rules.encode(piece, add_special_tokens=specials and len(pieces) == 1)
             ids += encoding.ids
             offsets += [(first + at, end + at) for first, end in encoding.offsets]
             at += len(piece) + len(self._mark)
@@ -296,6 +308,19 @@ def _with_parts(
     inside = [(end - len(one), end) for end, one in zip(ends, joined, strict=True)]
     whole = "".join(one for pair in zip(pieces, [*joined, ""], strict=True) for one in pair)
     return whole, [(moved(first), moved(end)) for first, end in spans], inside
+
+
+def _trained(turns: list[Turn], spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of the answers that are trained: not those of weight 0."""
+    trained = [turn.trained for turn in turns if turn.role == "assistant"]
+    if all(trained):
+        return spans
+    if len(trained) != len(spans):
+        raise ValueError(
+            f"a turn has the weight 0, but the chat template marks {len(spans)} parts of"
+            f" {len(trained)} answers"
+        )
+    return [span for span, kept in zip(spans, trained, strict=True) if kept]
 
 
 def _content(text: str) -> list[dict[str, str]]:

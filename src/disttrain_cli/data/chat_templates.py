@@ -56,6 +56,11 @@ class ChatTemplate:
         """
         return self.render_marked(messages, prompt)[0]
 
+    @property
+    def bos(self) -> str | None:
+        """The token that begins a text, if there is one."""
+        return self._tokens.get("bos_token")
+
     def render_marked(
         self, messages: list[Message], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:

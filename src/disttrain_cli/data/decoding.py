@@ -6,9 +6,8 @@ over; PNG and WebP through OpenCV. Which it is, the content says. What is seen:
 - 8 bits of sRGB: deeper PNGs are rounded to 8 bits, CMYK converted without a profile, colour
   profiles ignored.
 - Transparent pixels over white, as on most pages. The first picture of an animation.
-- Pixels as they are stored: an EXIF orientation is not applied, so that width and height are those
-  of the header,
-  from which the index made the patches.
+- Upright: the EXIF orientation of a JPEG is applied, to the header's width and height too, from
+  which the index made the patches.
 
 An image of a published model with a processor of its own is decoded at its full size and resized by
 that processor's rule (`processing`).
@@ -121,13 +120,27 @@ def _decoded(
         pixels = _jpeg(data, header, channels, shrink)
     else:
         pixels = _png_or_webp(data, channels)
-    expected = (-(-header.height_px // shrink), -(-header.width_px // shrink))
+    stored_height, stored_width = header.stored_px
+    expected = (-(-stored_height // shrink), -(-stored_width // shrink))
     if pixels.shape[:2] != expected:
         raise ValueError(
             f"decoded to {pixels.shape[1]}x{pixels.shape[0]} pixels, not"
             f" {expected[1]}x{expected[0]}"
         )
-    return pixels
+    return _upright(pixels, header.orientation)
+
+
+def _upright(pixels: Bytes, orientation: int) -> Bytes:
+    """[H, W, C] of an image that is stored turned or mirrored (EXIF 2.3, tag 0x0112)."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _jpeg(data: bytes, header: ImageHeader, channels: int, shrink: int) -> Bytes:
@@ -141,8 +154,8 @@ def _jpeg(data: bytes, header: ImageHeader, channels: int, shrink: int) -> Bytes
         simplejpeg.decode_jpeg,
         data,
         "BGR" if channels == 3 else "GRAY",
-        min_height=-(-header.height_px // shrink),
-        min_width=-(-header.width_px // shrink),
+        min_height=-(-header.stored_px[0] // shrink),
+        min_width=-(-header.stored_px[1] // shrink),
         min_factor=shrink,
     )
     try:

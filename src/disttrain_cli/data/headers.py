@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple
 #: Larger images are refused before anything is decoded (a few bytes can claim gigabytes of pixels).
 MAX_PIXELS = 100_000_000
 
+ORIENTATION, SHORT = 0x0112, 3  # a tag of EXIF, and the type of its value
+MOST_TAGS = 256  # of EXIF that are looked at
+
 TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
 PIECE_BYTES = 2**20  # read at once, where it does not
 
@@ -30,10 +33,19 @@ Read = Callable[[int, int], bytes]
 
 
 class ImageHeader(NamedTuple):
+    """What an image file says of itself; width and height are those of the upright image."""
+
     format: Literal["jpeg", "png", "webp"]
     width_px: int
     height_px: int
     progressive: bool = False
+    orientation: int = 1  # how a JPEG is stored (EXIF 2.3, tag 0x0112), 1 to 8; 1 = upright
+
+    @property
+    def stored_px(self) -> tuple[int, int]:
+        """Height and width as they are stored; orientations from 5 swap them."""
+        sides = (self.height_px, self.width_px)
+        return sides[::-1] if self.orientation >= 5 else sides
 
 
 def read_header(read: Read) -> ImageHeader:
@@ -100,11 +112,34 @@ def _jpeg_segments(read: Read) -> Iterator[tuple[int, int]]:
 
 
 def _jpeg(read: Read) -> ImageHeader:
+    orientation = 1
     for code, at in _jpeg_segments(read):
+        if code == 0xE1 and orientation == 1:
+            orientation = _orientation(read, at + 4)
         if 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack(">HH", read(at + 5, 4))
-            return ImageHeader("jpeg", width, height, progressive=code in (0xC2, 0xC6, 0xCA, 0xCE))
+            width, height = (height, width) if orientation >= 5 else (width, height)
+            progressive = code in (0xC2, 0xC6, 0xCA, 0xCE)
+            return ImageHeader("jpeg", width, height, progressive, orientation)
     raise ValueError("JPEG without a frame header")
+
+
+def _orientation(read: Read, at: int) -> int:
+    """The orientation that EXIF in an APP1 segment at `at` gives; 1 where it gives none."""
+    head = read(at, 14)
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[6:10])
+    if order is None or not head.startswith(b"Exif\0\0"):
+        return 1
+    try:
+        tags = at + 6 + struct.unpack(f"{order}I", head[10:])[0]
+        (count,) = struct.unpack(f"{order}H", read(tags, 2))
+        for first in range(tags + 2, tags + 2 + 12 * min(count, MOST_TAGS), 12):
+            tag, kind, values, value = struct.unpack(f"{order}HHIH", read(first, 10))
+            if tag == ORIENTATION:
+                return value if (kind, values) == (SHORT, 1) and 1 <= value <= 8 else 1
+    except struct.error:  # as PIL, which then sees no orientation either
+        pass
+    return 1
 
 
 def _jpeg_ends(read: Read, size: int) -> bool:

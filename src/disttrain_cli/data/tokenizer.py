@@ -79,10 +79,11 @@ class FolderTokenizer:
 
     Which of its tokens begin, end and pad a text is said by tokenizer_config.json or
     special_tokens_map.json. `image` is the id of an image's placeholder, where the model has one of
-    its own; else, with a chat template, it is the tokenizer's, where that has one.
+    its own; else, with a chat template, it is the tokenizer's, where that has one. `processor`:
+    the folder is of a whole model, whose processor writes conversations.
     """
 
-    def __init__(self, folder: Path, image: int | None = None) -> None:
+    def __init__(self, folder: Path, image: int | None = None, processor: bool = False) -> None:
         from tokenizers import Tokenizer as Rules
 
         try:
@@ -109,13 +110,15 @@ class FolderTokenizer:
         self.vocabulary = max(self.vocabulary, (image or 0) + 1)
         self.image = self._special(placeholder) if image is None else image
         self.context = self._special(None)
-        self.chat = Chat(template, rules, placeholder) if template else None
+        self.chat = Chat(template, rules, placeholder, processor) if template else None
         content = hashlib.sha256()
         for path in (folder / name for name in FILES):
             if path.is_file():
                 content.update(path.name.encode() + path.read_bytes())
         if image is not None:
             content.update(f"image {image}".encode())
+        if processor:
+            content.update(b"processor")
         self.fingerprint = content.hexdigest()[:16]
 
     def _special(self, token: Any) -> int:
@@ -156,7 +159,7 @@ def read_tokenizer(run: Run) -> Tokenizer:
     folder = run.resolve(name)
     if folder.is_dir():
         own = run.published if name == run.file.model.folder else None
-        return FolderTokenizer(folder, None if own is None else own.image_token)
+        return FolderTokenizer(folder, own and own.image_token, own is not None)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         raise SpecError(
             f"There is no tokenizer folder at {folder} (data.tokenizer)",

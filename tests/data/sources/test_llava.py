@@ -137,6 +137,13 @@ def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
     assert read(tmp_path, [turns("<image>", "a", image="link.jpg")])[0] == ["x"]
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_whole_paths_inside_the_folder_are_followed(tmp_path: Path, scheme: str) -> None:
+    write_llava(tmp_path)
+    record = turns("<image>", "a", image=f"{scheme}{tmp_path / 'a.jpg'}")
+    assert read(tmp_path, [record])[0] == ["x"]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -240,6 +247,19 @@ def test_what_the_system_says_stands_first_and_is_not_trained() -> None:
     ]
 
 
+def test_answers_of_weight_0_are_not_trained() -> None:
+    record = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "weight": 0},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d", "weight": 1},
+        ]
+    }
+    trained = [part.trained for part in conversation(record) if part.kind == TEXT]
+    assert trained == [False, False, False, True]
+
+
 SAME = [
     turns("<image>hi", "hello", "more", "end", image="a.jpg", system="Be brief."),
     {
@@ -261,10 +281,10 @@ SAME = [
             {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
             {
                 "role": "user",
-                "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "hi"}],
+                "content": [{"type": "image", "path": "a.jpg"}, {"text": "hi"}],
             },
             {"role": "assistant", "content": "hello"},
-            {"role": "user", "content": "more"},
+            {"role": "user", "content": ["more"]},
             {
                 "role": "assistant",
                 "content": [{"type": "text", "text": "e"}, {"type": "text", "text": "nd"}],

@@ -3,7 +3,8 @@
 Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role,
 content}` (OpenAI, chat templates), whose content may be a list of parts `{type: text, text}`,
 `{type: image, image: NAME}` and `{type: image_url, image_url: {url: NAME}}`. `<image>` in a text
-marks where one of the record's images stands. A chat template writes them (`data.chat`); where the
+marks where one of the record's images stands. An assistant's turn with `weight: 0` is not trained
+(OpenAI's form). A chat template writes them (`data.chat`); where the
 tokenizer has none, they are `USER: … ASSISTANT: …EOS` behind what the system says, and only what
 stands behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485,
 section 4.2). The last EOS is the sample's own.
@@ -25,7 +26,9 @@ MARK = "<image>"
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
-SAID = {"from", "role", "value", "content"}  # keys of a turn that are read without a template
+# keys of a turn that are read without a template
+SAID = {"from", "role", "value", "content", "weight"}
+NO_TOOLS = "`tools` and `tool_calls` are not read"
 TURNS = ("conversations", "messages")
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 
@@ -55,8 +58,8 @@ def conversation(
         raise ValueError(f"{marks} marks {MARK} for {len(names)} images")
     if chat is None:
         return _plain(turns, names)
-    if record.get("tools") or any(turn.others.get("tool_calls") for turn in turns):
-        raise ValueError("`tools` and `tool_calls` are not read")
+    if record.get("tools"):
+        raise ValueError(NO_TOOLS)
     return chat.parts(turns, names, measure)
 
 
@@ -77,7 +80,7 @@ def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
                 parts.append(Part(IMAGE, next(images)))
             if answers:
                 before = _text(parts, before, trained=False)
-                _text(parts, piece if index else " " + piece, trained=True)
+                _text(parts, piece if index else " " + piece, trained=turn.trained)
             else:
                 before += piece
     _text(parts, before, trained=False)
@@ -133,7 +136,9 @@ def _turn(turn: Any, where: str) -> Turn:
     texts: list[str] = []
     for part in parts:
         match part:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text", "text": str(text)} | str(text):
+                texts.append(clean(text))
+            case {"text": str(text), **others} if not others:
                 texts.append(clean(text))
             case {"type": "image" | "image_url"}:
                 texts.append(MARK)
@@ -143,6 +148,8 @@ def _turn(turn: Any, where: str) -> Turn:
             case _:
                 texts = []
                 break
+    if given.get("tool_calls"):
+        raise ValueError(NO_TOOLS)
     if role not in BEFORE or (parts and not texts):
         known = "system, human, gpt, user, assistant"
         if isinstance(who, str) and role not in BEFORE:
@@ -151,14 +158,22 @@ def _turn(turn: Any, where: str) -> Turn:
             f"{where} must have `from` or `role` ({known}), and `value` or `content` (a text, or a"
             " list of texts and images)"
         )
+    weight = given.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1, None):
+        raise ValueError(f"{where} has the weight {weight!r}; read are 0 and 1")
     others = {key: given[key] for key in given.keys() - SAID if given[key] is not None}
-    return Turn(role, texts, images, isinstance(said, list), others)
+    return Turn(role, texts, images, isinstance(said, list), others, weight != 0)
 
 
 def _named(part: dict[str, Any]) -> list[str]:
     """The name of an image that a part of a turn has, unless the record has it."""
     url = part.get("image_url")
-    given = [part.get("image"), url.get("url") if isinstance(url, dict) else url, part.get("url")]
+    given = [
+        part.get("image"),
+        url.get("url") if isinstance(url, dict) else url,
+        part.get("url"),
+        part.get("path"),
+    ]
     return [name for name in given if isinstance(name, str)][:1]
 
 

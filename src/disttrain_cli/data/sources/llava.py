@@ -116,10 +116,12 @@ def read_llava(
 
 
 def open_image(folder: str, name: str) -> File:
-    """Open an image below `folder`, or one that its name holds itself (`data:`); ValueError where
-    there is none, or the name leads elsewhere."""
+    """Open an image below `folder`, named from there or as a whole path, or one that its name holds
+    itself (`data:`); ValueError where there is none, or the name leads elsewhere."""
     if name.startswith(DATA):
         return HeldFile(_held(name))
+    if not is_url(folder):
+        name = name.removeprefix("file://").removeprefix(os.path.join(os.path.abspath(folder), ""))
     if name.startswith(("/", "\\")) or is_url(name) or "\0" in name or LEADS_UP.search(name):
         raise ValueError(f"the image {name} leads out of the folder of images")
     path = join(folder, name)

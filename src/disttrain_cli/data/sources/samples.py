@@ -84,6 +84,7 @@ class Turn(NamedTuple):
     images: list[str]  # that the turn itself names
     listed: bool = False  # whether it was given as a list of parts
     others: Mapping[str, Any] = {}  # what else its record says, for a chat template
+    trained: bool = True  # an assistant's
 
     @property
     def said(self) -> str:
