@@ -159,7 +159,7 @@ def read_tokenizer(run: Run) -> Tokenizer:
     folder = run.resolve(name)
     if folder.is_dir():
         own = run.published if name == run.file.model.folder else None
-        return FolderTokenizer(folder, own and own.image_token, own is not None)
+        return FolderTokenizer(folder, None if own is None else own.image_token, own is not None)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         raise SpecError(
             f"There is no tokenizer folder at {folder} (data.tokenizer)",

@@ -138,7 +138,7 @@ def _turn(turn: Any, where: str) -> Turn:
         match part:
             case {"type": "text", "text": str(text)} | str(text):
                 texts.append(clean(text))
-            case {"text": str(text), **others} if not others:
+            case {"text": str(text)} if len(part) == 1:
                 texts.append(clean(text))
             case {"type": "image" | "image_url"}:
                 texts.append(MARK)
