@@ -301,6 +301,8 @@ def test_a_tower_inside_a_whole_models_folder_with_its_processor(make_run, tmp_p
     for wrong, words in (
         ({"image_std": [1, 0, 1]}, "image_std"),
         ({"image_mean": "grey"}, "image_mean"),
+        ({"image_std": float("nan")}, "image_std"),
+        ({"rescale_factor": float("inf")}, "rescale_factor"),
         ({"rescale_factor": -1}, "rescale_factor"),
     ):
         (folder / "preprocessor_config.json").write_text(json.dumps(wrong))

@@ -153,8 +153,12 @@ def test_a_folder_saved_by_an_older_library_is_read_too(tmp_path):
         save_file(
             {name: tensors[name] for name in names if file_of[name] == part}, file.parent / part
         )
-    (file.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    index = file.parent / "model.safetensors.index.json"
     file.unlink()
+    index.write_text(json.dumps({"weight_map": file_of | {names[0]: 3}}))
+    with pytest.raises(SpecError, match="is damaged"):
+        starting_weights(run)
+    index.write_text(json.dumps({"weight_map": file_of}))
     found = {key: p for layer in loaded(run) for key, p in layer.named_parameters(layer.name)}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in found)

@@ -119,6 +119,16 @@ def test_a_folder_that_is_not_there_or_without_a_processor_is_refused(folder):
         run_of(folder, {"folder": "elsewhere"})
 
 
+def test_numbers_nested_in_the_processors_file_go_first(folder):
+    """As transformers 5 reads a folder that has both."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    nested = PROCESSOR | {"image_mean": [0.25, 0.5, 0.75]}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
+    expected, _ = ImageProcessingMixin.get_image_processor_dict(folder)
+    assert list(describe(run_of(folder)).image.mean) == expected["image_mean"] == [0.25, 0.5, 0.75]
+
+
 def test_the_pixels_of_an_image_must_allow_the_one_size(folder):
     with pytest.raises(SpecError, match="max_image_pixels"):
         describe(run_of(folder, data={"max_image_pixels": 900}))

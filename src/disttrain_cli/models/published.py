@@ -78,7 +78,11 @@ def weight_files(folder: Path) -> list[Path]:
 def _of_index(index: Path) -> list[Path]:
     described = parse_json(index, "index of weights", f"Download {index.parent} again.")
     named = described.get("weight_map") if isinstance(described, dict) else None
-    if not isinstance(named, dict) or not named or any("/" in str(name) for name in named.values()):
+    if (
+        not isinstance(named, dict)
+        or not named
+        or any(not isinstance(name, str) or "/" in name for name in named.values())
+    ):
         raise SpecError(
             f"The index of weights {index} is damaged",
             "weight_map must name the file of every tensor",

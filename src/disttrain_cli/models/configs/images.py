@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from disttrain_cli.errors import SpecError
@@ -158,7 +159,7 @@ def _from_folder(
     else:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     factor = fields.get("rescale_factor", 1 / 255) if fields.get("do_rescale", True) else 1.0
-    if not isinstance(factor, (int, float)) or factor <= 0:
+    if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         raise SpecError(
             f"{path}: rescale_factor does not fit", f"given: {factor!r}; allowed: a positive number"
         )
@@ -174,7 +175,7 @@ def _channels(path: Any, field: str, given: Any) -> _Channels:
     if (
         isinstance(values, (list, tuple))
         and len(values) == 3
-        and all(isinstance(v, (int, float)) for v in values)
+        and all(isinstance(v, (int, float)) and math.isfinite(v) for v in values)
     ):
         return tuple(float(value) for value in values)
     raise SpecError(

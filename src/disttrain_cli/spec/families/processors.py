@@ -17,12 +17,13 @@ AGAIN = "Download the folder again, with the files of its processor."
 
 
 def image_processor_fields(folder: Path) -> tuple[Path, Fields]:
-    """The image processor's file and its fields.
+    """The image processor's file and its fields; where both files are there, the nested ones go
+    first, as in transformers.
 
     Raises:
         SpecError: there is none, or it cannot be read.
     """
-    for name in (OWN, NESTED):
+    for name in (NESTED, OWN):
         path = folder / name
         if not path.exists():
             continue
