@@ -23,6 +23,7 @@ from disttrain_cli.spec.runfile.model import NoiseSpec
 from disttrain_cli.spec.runfile.train import ModuleOptimizerSpec
 from tests.models.conftest import LLAMA, MROPE, UNET
 from tests.models.test_towers import TOWERS
+from tests.models.test_weights import SD3
 
 PIXART = {
     "num_attention_heads": 2,
@@ -66,8 +67,14 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         name: LLAMA | {"num_hidden_layers": 1} | EXTRA.get(name, {})
         for name in ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text")
     },
-    "generator": {"unet2d_condition": UNET | {"dropout": 0.1}, "pixart": PIXART | {"dropout": 0.2}},
+    "generator": {
+        "unet2d_condition": UNET | {"dropout": 0.1},
+        "pixart": PIXART | {"dropout": 0.2},
+        "sd3": SD3 | {"num_layers": 1},
+    },
 }
+#: Fields of a flow's noise.
+FLOWS = ("density", "logit_mean", "logit_std", "mode_scale", "shift")
 NAMES = {"encoder": "eye", "llm": "llm", "generator": "hand"}
 
 #: Field → values to choose from, or a function of (random, what is drawn of the run file so far).
@@ -81,6 +88,7 @@ RANGES: dict[str, Any] = {
     "model.modules.*.noise.beta_start": [1e-4, None],
     "model.modules.*.noise.beta_end": [0.03, 0.2],
     "model.modules.*.noise.timesteps": [50, 4],
+    "model.modules.*.noise.shift": [3.0, "resolution", None],
     "model.projector_hidden": [None, 20],
     "model.loss_weights.modules": [{"hand": 0.25}, {}],
     "model.trained": [["projectors", "hand"], ["eye", "llm"], None],
@@ -247,6 +255,11 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         module["lora"] = dict(LORA)
     if kind == "generator":
         noise = draw_section(draw, NoiseSpec, "model.modules.*.noise.", {}, {})
+        noise["prediction"] = "flow" if architecture == "sd3" else noise["prediction"]
+        own = {"logit_normal": ("logit_mean", "logit_std"), "mode": ("mode_scale",)}
+        flows = ("density", "shift", *own.get(noise["density"], ()))
+        kept = flows if noise["prediction"] == "flow" else ()
+        noise |= dict.fromkeys({*FLOWS} - {*kept})
         module |= {
             "image_size": 16,
             "context_tokens": draw.choice([2, 4]),

@@ -91,6 +91,17 @@ PIXART = {
     "caption_channels": 4096,
     "use_additional_conditions": False,
 }
+SD35 = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 64,
+    "num_layers": 3,
+    "pos_embed_max_size": 384,
+    "caption_projection_dim": 1536,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 2048,
+    "dual_attention_layers": [0],
+    "qk_norm": "rms_norm",
+}
 VAE = {
     "in_channels": 3,
     "out_channels": 3,
@@ -151,6 +162,20 @@ OTHERS: dict[str, dict[str, Any]] = {
             "cached_latents": True,
             "config": PIXART,
             "vae": VAE,
+        },
+    },
+    "siglip, llama, sd3.5": {
+        "eye": {"kind": "encoder", "architecture": "siglip_vision_model", "config": IMAGE},
+        "llm": {"kind": "llm", "architecture": "llama", "config": TEXT},
+        "brush": {
+            "kind": "generator",
+            "architecture": "sd3",
+            "image_size": 512,
+            "context_tokens": 120,
+            "cached_latents": True,
+            "noise": {"density": "logit_normal", "shift": 3.0},
+            "config": SD35,
+            "vae": VAE | {"latent_channels": 16},
         },
     },
     "clip, qwen3, sdxl": {
@@ -317,6 +342,7 @@ def test_what_layers_keep_and_run_is_what_they_are_priced_at(tmp_path: Path) -> 
                     "image_generator.down.0",
                 ),
                 "adapters": ("llm.block.0",),
+                "siglip, llama, sd3.5": ("brush.block.0",),
             },
         )
     )

@@ -21,7 +21,7 @@ from disttrain_cli.models.group import Group
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weight_parts import WeightPart, deferred, split
-from tests.models.test_generators import PIXART, VAE
+from tests.models.test_generators import GENERATORS, PIXART, VAE
 from tests.models.test_towers import TOWERS
 
 TP = 4
@@ -51,6 +51,14 @@ MODELS = {
             "config": PIXART,
             "vae": VAE,
             "image_size": 32,
+            "context_tokens": 4,
+        }
+    },
+    "sd3.5": {
+        "image_generator": {
+            "kind": "generator",
+            **GENERATORS["sd3.5"],
+            "image_size": 16,
             "context_tokens": 4,
         }
     },

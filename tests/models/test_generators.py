@@ -1,9 +1,10 @@
-"""Image generators against diffusers' own forward: U-Nets like SD 1.5, 2.1, XL, and PixArt; noise,
-cuts, sampling."""
+"""Image generators against diffusers' own forward: U-Nets like SD 1.5, 2.1, XL, PixArt and SD3;
+noise, cuts, sampling."""
 
 import copy
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -46,6 +47,18 @@ PIXART = {
     "caption_channels": 20,
     "use_additional_conditions": True,
 }
+SD3 = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 3,
+    "patch_size": 2,
+    "joint_attention_dim": 20,
+    "caption_projection_dim": 48,
+    "pooled_projection_dim": 24,
+    "pos_embed_max_size": 7,
+}
 GENERATORS = {
     "sd 1.5": {"config": SD | {"attention_head_dim": 4}, "vae": VAE, "noise": SCALED},
     "sd 2.1": {
@@ -83,12 +96,32 @@ GENERATORS = {
         },
         "noise": {"prediction": "flow"},
     },
+    "sd3": {"architecture": "sd3", "config": SD3, "vae": VAE | {"shift_factor": 0.06}},
+    "sd3.5": {
+        "architecture": "sd3",
+        "config": SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": [0]},
+        "vae": VAE,
+        "noise": {"density": "logit_normal", "shift": 3.0},
+    },
+    "sd3, pixels": {
+        "architecture": "sd3",
+        "config": SD3
+        | {
+            "in_channels": 3,
+            "out_channels": 3,
+            "num_layers": 1,
+            "patch_size": 4,
+            "qk_norm": "layer_norm",
+            "dual_attention_layers": [0],
+        },
+        "noise": {"density": "mode"},
+    },
     "pixels, velocity": {
         "config": SD | {"in_channels": 3, "out_channels": 3, "attention_head_dim": 4},
         "noise": {"prediction": "v_prediction", "betas": "squaredcos_cap_v2"},
     },
 }
-QUICK = ("sd xl", "pixart", "pixart, small")
+QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5")
 ANY = pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in GENERATORS],
@@ -142,13 +175,20 @@ def library_model(run, layers):
             weights |= layer.to_published(dict(layer.named_parameters()))
     if config.architecture == "pixart":  # positions are no weights
         model.pos_embed = type(model)(**config.config).pos_embed
-    assert set(model.load_state_dict(weights, strict=False).missing_keys) == set()
+    found = model.load_state_dict(weights, strict=False)
+    assert not found.missing_keys and not found.unexpected_keys
     return model, config
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_layers_equal_diffusers_own_model(setting, kind):
     run, _, layers, batch, state = setting(kind)
+    torch.manual_seed(1)
+    with torch.no_grad():  # norms that are not all alike
+        for layer in layers:
+            for parameter in layer.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
     model, config = library_model(run, layers)
     state = through(layers, batch, state)
     canvas, out = layers[-1].canvas, layers[-1]
@@ -170,7 +210,13 @@ def test_layers_equal_diffusers_own_model(setting, kind):
             if kind == "pixart"
             else {"resolution": None, "aspect_ratio": None}
         )
-    times = timesteps + 1 if config.noise.prediction == "flow" else timesteps
+    if kind.startswith("sd3"):
+        projector = next(layer for layer in layers if layer.kind == "projector")
+        arguments["encoder_hidden_states"] = projector(state, batch)["conditioning"].unflatten(
+            0, (3, 4)
+        )
+        arguments["pooled_projections"] = state["pooled"]
+    times = config.noise.times(timesteps)
     predicted = model(noisy, timestep=times, **arguments).sample[:, : canvas.shape[0]]
     torch.testing.assert_close(out.predict(state), predicted, rtol=1e-5, atol=1e-5)
     goal = {
@@ -215,6 +261,50 @@ def test_noise_is_mixed_as_diffusers_does_and_flows_are_straight_lines(betas):
     torch.testing.assert_close(
         flow.mix(clean, drawn, timesteps)[1], 0.499 * clean[1] + 0.501 * drawn[1]
     )
+
+
+def drawn_sigmas(count=20_000, **noise):
+    generator = torch.Generator().manual_seed(0)
+    schedule = Noise("flow", **noise)
+    drawn = torch.stack([schedule.draw(generator) for _ in range(count)])
+    assert drawn.dtype == torch.int64 and drawn.min() >= 0 and drawn.max() < schedule.timesteps
+    return (drawn + 0.5) / schedule.timesteps
+
+
+def test_timesteps_have_the_densities_of_the_paper():
+    """arXiv 2403.03206, section 3.1, by the shares of timesteps below some of them."""
+    at = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
+    normal, logit = torch.distributions.Normal(0.4, 0.7), at.log() - (1 - at).log()
+    s = 1.2
+    u = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+    mode = 1 - u - s * (torch.cos(torch.pi / 2 * u) ** 2 - 1 + u)
+    expected = {
+        "uniform": ({}, at),
+        "logit_normal": ({"logit_mean": 0.4, "logit_std": 0.7}, normal.cdf(logit)),
+        "mode": ({"mode_scale": s}, (mode[:, None] < at).double().mean(0)),
+    }
+    for density, (fields, below) in expected.items():
+        shares = (drawn_sigmas(density=density, **fields)[:, None] < at).double().mean(0)
+        torch.testing.assert_close(shares, below.double(), rtol=0, atol=0.012)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_flows_times_are_its_schedulers(shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    noise = Noise("flow", shift=shift)
+    theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
+    drawn = torch.tensor([0, 137, 500, 999])
+    times = theirs.timesteps.flip(0)[drawn]
+    torch.testing.assert_close(noise.times(drawn).float(), times)
+    clean, gauss = torch.randn(4, 2, 3, 3), torch.randn(4, 2, 3, 3)
+    torch.testing.assert_close(
+        noise.mix(clean, gauss, drawn), theirs.scale_noise(clean, times, gauss)
+    )
+    mine = noise.sampler(bounded=False)
+    for scheduler in (mine, theirs):
+        scheduler.set_timesteps(5)
+    assert torch.equal(mine.sigmas, theirs.sigmas)
 
 
 @ANY
@@ -313,7 +403,9 @@ def test_counted_and_divided(setting, kind):
         state = state | layer(given, batch)
 
 
-@pytest.mark.parametrize("kind", ["sd 2.1", "pixart, small", "pixels, velocity", "sd 1.5"])
+@pytest.mark.parametrize(
+    "kind", ["sd 2.1", "pixart, small", "pixels, velocity", "sd 1.5", "sd3.5", "sd3, pixels"]
+)
 def test_a_perfect_predictor_leads_to_the_image(setting, kind, monkeypatch):
     run, inputs, _, _, _ = setting(kind, targets=1)
     noise, seen = read_configs(run)[NAME].noise, {}
@@ -404,6 +496,54 @@ def test_the_schedule_is_the_folders_and_the_run_files_over_it(make_run, tmp_pat
         noise()
 
 
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+DYNAMIC = FLOW | {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "expected"),
+    [
+        (FLOW | {"shift": 3.0}, {}, 3.0),
+        (FLOW | {"shift": 3.0}, {"shift": 2.0}, 2.0),
+        (FLOW, {}, 1.0),
+        (DYNAMIC, {}, math.exp(0.5 + 0.65 * (16 - 256) / 3840)),
+        (DYNAMIC | {"time_shift_type": "linear"}, {}, 0.5 + 0.65 * (16 - 256) / 3840),
+        (FLOW, {"shift": "resolution"}, math.exp(0.5 + 0.65 * (16 - 256) / 3840)),
+        (None, {"density": "logit_normal"}, 1.0),
+        ({"_class_name": "EulerDiscreteScheduler"}, {}, "of another family"),
+        ({"_class_name": "FlowMatchHeunDiscreteScheduler"}, {}, "of another family"),
+        ({"num_train_timesteps": 1000}, {}, "no _class_name"),
+        (FLOW | {"invert_sigmas": True}, {}, "invert_sigmas"),
+        (FLOW | {"shift": "much"}, {}, r"noise\.shift"),
+    ],
+)
+def test_a_flows_schedule_is_its_folders_and_no_other_familys(
+    make_run, tmp_path, fields, spec, expected
+):
+    on_meta("sd3", SD3).save_config(tmp_path / "pipe" / "transformer")
+    if fields is not None:
+        (tmp_path / "pipe" / "scheduler").mkdir()
+        (tmp_path / "pipe" / "scheduler" / "scheduler_config.json").write_text(json.dumps(fields))
+    run = make_run()
+    plain = run.file.model_dump(mode="json", exclude_none=True)
+    plain["model"]["modules"][NAME] = {
+        "kind": "generator",
+        "image_size": 16,
+        "context_tokens": 4,
+        "folder": "pipe/transformer",
+        "vae": VAE,
+        "noise": spec,
+    }
+    run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+    if isinstance(expected, str):
+        with pytest.raises(SpecError, match=expected):
+            read_configs(run)
+        return
+    noise = read_configs(run)[NAME].noise
+    assert noise.prediction == "flow" and noise.shift == pytest.approx(expected)
+    assert noise.density == spec.get("density", "uniform")
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "others", "words"),
     [
@@ -437,6 +577,15 @@ def test_the_schedule_is_the_folders_and_the_run_files_over_it(make_run, tmp_pat
         ),
         ("sd xl", {"addition_embed_type": "image"}, {}, ("addition_embed_type", "text_time")),
         ("sd 1.5", {}, {"noise": {"beta_start": 0.5}}, ("noise.beta_start", "less than beta_end")),
+        ("sd 1.5", {}, {"noise": {"shift": 3.0}}, ("noise.shift", "prediction: flow")),
+        ("sd3", {}, {"noise": {"prediction": "epsilon"}}, ("noise.prediction", "sd3's own")),
+        ("sd3", {}, {"noise": {"logit_std": 0.5}}, ("noise.logit_std", "density: logit_normal")),
+        ("sd3", {"caption_projection_dim": 40}, {}, ("config.caption_projection_dim", "48")),
+        ("sd3", {"pos_embed_max_size": 3}, {}, ("config.pos_embed_max_size", "4 or more")),
+        ("sd3", {"qk_norm": "l2"}, {}, ("config.qk_norm", "rms_norm, layer_norm, or nothing")),
+        ("sd3", {"dual_attention_layers": [3]}, {}, ("dual_attention_layers", "below 3")),
+        ("sd3", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
+        ("sd3", {"attention_head_dim": 0}, {}, ("config.attention_head_dim", "1 or more")),
     ],
 )
 def test_wrong_configurations_are_named(make_run, kind, config, others, words):
@@ -464,7 +613,13 @@ BIG_VAE = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-#: The published configurations, their image size and parameters.
+SD3_MEDIUM = {
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "pos_embed_max_size": 192,
+}
+#: The published configurations, their image size and parameters; of SD3 with its positions.
 PUBLISHED = {
     "Stable Diffusion 1.5": (
         "unet2d_condition",
@@ -500,8 +655,23 @@ PUBLISHED = {
         1024,
         2_567_463_684,
     ),
+    "Stable Diffusion 3 Medium": ("sd3", SD3_MEDIUM, 1024, 2_028_328_000 + 192**2 * 1536),
+    "Stable Diffusion 3.5 Medium": (
+        "sd3",
+        SD3_MEDIUM
+        | {
+            "pos_embed_max_size": 384,
+            "qk_norm": "rms_norm",
+            "dual_attention_layers": list(range(13)),
+        },
+        1024,
+        2_243_171_520 + 384**2 * 1536,
+    ),
     "PixArt-α 1024": ("pixart", {"caption_channels": 4096}, 1024, 611_349_152),
 }
+
+
+CHANNELS = {"unet2d_condition": 4, "pixart": 4, "sd3": 16}
 
 
 @pytest.mark.slow
@@ -516,7 +686,7 @@ def test_published_generators_are_described(make_run, name):
         "context_tokens": 77,
         "architecture": architecture,
         "config": config,
-        "vae": BIG_VAE,
+        "vae": BIG_VAE | {"latent_channels": CHANNELS[architecture]},
     }
     run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
     table = [info for info in layer_table(run) if info.module == NAME]

@@ -33,7 +33,10 @@ OTHERS = {
             "config": TOWERS["internvl_vision"]["config"] | INTERNVIT_6B,
         },
     ),
-    **{name: ("image_generator", GENERATOR | GENERATORS[name]) for name in ("sd xl", "pixart")},
+    **{
+        name: ("image_generator", GENERATOR | GENERATORS[name])
+        for name in ("sd xl", "pixart", "sd3.5")
+    },
     "qwen3": (
         "llm",
         {

@@ -1,7 +1,7 @@
 import torch
 
 from disttrain_cli.models.graph import build_layers, describe, layer_table
-from disttrain_cli.models.noise import draw_noise
+from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.probe import entry_state, probe_batch
 from tests.batches import changed
 
@@ -41,7 +41,7 @@ def check_equal_to_diffusers(run):
     batch = probe_batch(inputs, target=3)
     batch.of("target").weights.copy_(torch.tensor([1.0, 0.0, 1.0]))
     state = through(layers, batch, entry_state(layer_table(run), "image_generator", inputs, batch))
-    timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
+    timesteps, noise = draw_noise(batch, (3, 16, 16), Noise())
     noisy = DDPMScheduler().add_noise(batch.of("target").values[0][0], noise, timesteps)
     conditioning = state["conditioning"].unflatten(0, (3, 4))
     predicted = whole(noisy, timesteps, conditioning).sample
@@ -75,7 +75,7 @@ def test_deeper_unets_too(make_run):
 
 def test_noise_depends_on_the_images_seed_only(make_run):
     batch = probe_batch(describe(make_run()), target=4)
-    timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
+    timesteps, noise = draw_noise(batch, (3, 16, 16), Noise())
     order = torch.tensor([2, 0])
     targets = batch.of("target")
     part = changed(
@@ -86,7 +86,7 @@ def test_noise_depends_on_the_images_seed_only(make_run):
         values={0: [targets.values[0][0][order]]},
     )
     torch.manual_seed(99)
-    some_timesteps, some_noise = draw_noise(part, (3, 16, 16), 1000)
+    some_timesteps, some_noise = draw_noise(part, (3, 16, 16), Noise())
     assert torch.equal(some_timesteps, timesteps[order]) and torch.equal(some_noise, noise[order])
     assert len(set(timesteps.tolist())) > 1 and 0.9 < float(noise.std()) < 1.1
 

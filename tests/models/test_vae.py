@@ -6,7 +6,7 @@ from disttrain_cli.models.activations import saved_bytes
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
-from disttrain_cli.models.noise import draw_noise
+from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.posterior import draw
 from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.sampling import generate
@@ -82,7 +82,7 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
         posterior = whole.encode(batch.of("target").values[0][0]).latent_dist
     drawn = (state["latents"] / whole.config.scaling_factor - posterior.mean) / posterior.std
     torch.testing.assert_close(drawn, draw(batch, (4, 8, 8), 0), rtol=1e-4, atol=1e-4)
-    timesteps, noise = draw_noise(batch, (4, 8, 8), 1000)
+    timesteps, noise = draw_noise(batch, (4, 8, 8), Noise())
     assert not torch.equal(drawn, noise)
     first = start.start(
         {}, DDPMScheduler().add_noise(state["latents"], noise, timesteps), timesteps

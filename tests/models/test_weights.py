@@ -53,6 +53,19 @@ PIXART = {
     "caption_channels": 20,
     "norm_num_groups": 1,
 }
+SD3 = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 3,
+    "out_channels": 3,
+    "num_layers": 2,
+    "joint_attention_dim": 20,
+    "caption_projection_dim": 24,
+    "pooled_projection_dim": 16,
+    "pos_embed_max_size": 8,
+    "qk_norm": "rms_norm",
+    "dual_attention_layers": [0],
+}
 ENCODER, GENERATOR = (
     {"kind": "encoder", "merge": 2},
     {"kind": "generator", "image_size": 16, "context_tokens": 4},
@@ -76,6 +89,7 @@ CLASSES = {
     "qwen3_vl_text": ({"kind": "llm"}, LLAMA | MROPE | {"head_dim": 12}),
     "unet2d_condition": (GENERATOR, UNET),
     "pixart": (GENERATOR, PIXART),
+    "sd3": (GENERATOR, SD3),
 }
 
 

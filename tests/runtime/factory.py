@@ -94,6 +94,27 @@ REFINER: dict[str, Any] = {
 }
 
 
+#: A flow over joint attention in the latent space of the same VAE.
+PAINTER: dict[str, Any] = REFINER | {
+    "architecture": "sd3",
+    "noise": {"density": "logit_normal", "shift": 3.0},
+    "config": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 3,
+        "joint_attention_dim": 20,
+        "caption_projection_dim": 48,
+        "pooled_projection_dim": 24,
+        "pos_embed_max_size": 9,
+        "qk_norm": "rms_norm",
+        "dual_attention_layers": [0],
+    },
+    "vae": REFINER["vae"] | {"scaling_factor": 1.5, "shift_factor": 0.06},
+}
+
+
 #: Adapters of every module, on all that can have some and on a few.
 LORA: dict[str, dict[str, Any]] = {
     "image_encoder": {"r": 3, "target_modules": ["q_proj", "o_proj", "fc1"]},
@@ -119,7 +140,7 @@ def write_run(
 ) -> Run:
     """A run file in `folder` over the sample data in `data`, with `lora` of modules; `train`
     overrides its training section."""
-    known = MODEL["modules"] | {"refiner": REFINER}
+    known = MODEL["modules"] | {"refiner": REFINER, "painter": PAINTER}
     if tied:
         llm = known["llm"]
         known = known | {"llm": llm | {"config": llm["config"] | {"tie_word_embeddings": True}}}

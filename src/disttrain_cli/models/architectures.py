@@ -23,6 +23,7 @@ from disttrain_cli.models import (
     pixart,
     qwen3_vision,
     qwen_vision,
+    sd3,
     siglip,
     unet,
     vae,
@@ -38,9 +39,16 @@ from disttrain_cli.models.configs.checks import (
     wrong,
     wrong_field,
 )
-from disttrain_cli.models.configs.generators import read_noise, read_pixart, read_unet, with_folder
+from disttrain_cli.models.configs.generators import (
+    read_pixart,
+    read_sd3,
+    read_unet,
+    tokens_of,
+    with_folder,
+)
 from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, image_input
 from disttrain_cli.models.configs.lora import read_lora
+from disttrain_cli.models.configs.noise import read_noise
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
@@ -321,6 +329,15 @@ _OWN: dict[str, Architecture] = {
         _generator_input,
         several=True,
     ),
+    "sd3": Architecture(
+        "generator",
+        "target",
+        "diffusers:SD3Transformer2DModel",
+        read_sd3,
+        partial(_generator, sd3.makers),
+        _generator_input,
+        several=True,
+    ),
 }
 
 #: By the `model_type` of a `config.json`, those of other packages too.
@@ -333,6 +350,7 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "siglip": ("siglip_vision_model", "vision_config"),
     "UNet2DConditionModel": ("unet2d_condition", None),
     "PixArtTransformer2DModel": ("pixart", None),
+    "SD3Transformer2DModel": ("sd3", None),
 }
 
 
@@ -389,7 +407,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
         config, own_vae = entry.read(name, architecture, spec, fields)
     except SpecError as error:
         raise _with_vae(run, name, spec, fields, error) from None
-    noise = read_noise(name, spec, _scheduler(run, spec)) if entry.kind == "generator" else None
+    noise = None
+    if entry.kind == "generator":
+        noise = read_noise(name, architecture, spec, _scheduler(run, spec), tokens_of(config))
     return ModuleConfig(
         name, entry.kind, architecture, config, own_vae, noise, read_lora(run, name)
     )

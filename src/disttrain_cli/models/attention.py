@@ -277,12 +277,16 @@ def _attend(
 def with_own_attention(layer: nn.Module) -> nn.Module:
     """The layer with diffusers' attention, stock except for what computes the scores, attending as
     above."""
-    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+    from diffusers.models.attention_processor import (
+        Attention,
+        AttnProcessor2_0,
+        JointAttnProcessor2_0,
+    )
 
+    ours = {AttnProcessor2_0: _Processor, JointAttnProcessor2_0: _JointProcessor}
     for part in layer.modules():
         if isinstance(part, Attention):
-            assert isinstance(part.processor, AttnProcessor2_0), type(part.processor)
-            part.set_processor(_Processor())
+            part.set_processor(ours[type(part.processor)]())
     return layer
 
 
@@ -328,3 +332,45 @@ class _Processor:
             if attention.rescale_output_factor == 1.0
             else made / attention.rescale_output_factor
         )
+
+
+class _JointProcessor:
+    """As diffusers' JointAttnProcessor2_0: rows [N, L, D] attend themselves and others [N, S, D],
+    which have weights of their own, and these all of them."""
+
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        assert attention_mask is None
+        a, others = attention, encoder_hidden_states
+        rows = self._heads(a, hidden, (a.to_q, a.norm_q), (a.to_k, a.norm_k), (a.to_v, None))
+        if others is not None:
+            added = (
+                (a.add_q_proj, a.norm_added_q),
+                (a.add_k_proj, a.norm_added_k),
+                (a.add_v_proj, None),
+            )
+            more = self._heads(a, others, *added)
+            rows = [torch.cat(pair, dim=1) for pair in zip(rows, more, strict=True)]
+        within = equal_segments(*rows[0].shape[:2], hidden.device)
+        query, key, value = (one.flatten(0, 1) for one in rows)
+        made = attend(query, key, value, within).flatten(1)
+        made = made.unflatten(0, (len(hidden), -1))
+        if others is None:
+            return a.to_out[1](a.to_out[0](made))
+        made, of_others = made.split([hidden.shape[1], others.shape[1]], dim=1)
+        of_others = of_others if a.context_pre_only else a.to_add_out(of_others)
+        return a.to_out[1](a.to_out[0](made)), of_others
+
+    @staticmethod
+    def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
+        """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm."""
+        heads = []
+        for linear, norm in linears:
+            made = linear(rows_NLD).unflatten(-1, (attention.heads, -1))
+            heads.append(made if norm is None else norm(made))
+        return heads

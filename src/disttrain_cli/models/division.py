@@ -30,6 +30,8 @@ class Division:
     thirds: tuple[str, ...] = ()  # the same of three: an attention's queries, keys and values
     row: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()  # divided by token ids
+    # whole on every rank, which sees its own heads with them (norms of queries and keys)
+    per_head: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ or device; the last layer draws them again instead of receiving them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,7 @@ class Canvas:
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Timesteps and noise of the batch's targets."""
-        return draw_noise(batch, self.shape, self.noise.timesteps, self.index)
+        return draw_noise(batch, self.shape, self.noise, self.index)
 
 
 def targets_field(index: int) -> str:
@@ -174,6 +175,14 @@ class Finish(GeneratorLayer):
     def predict(self, state: dict[str, Tensor]) -> Tensor:
         """The prediction [N, C, H, W], float32."""
         raise NotImplementedError
+
+
+def from_patches(pixels_NPV: Tensor, patch: int) -> Tensor:
+    """Images [N, C, H, W] of the values of their square patches in raster order, each [patch,
+    patch, C]."""
+    side = math.isqrt(pixels_NPV.shape[1])
+    image = pixels_NPV.unflatten(2, (patch, patch, -1)).unflatten(1, (side, side))
+    return image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 def filled(count: int, values: tuple[float, ...], like: Tensor) -> Tensor:

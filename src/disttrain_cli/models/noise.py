@@ -3,12 +3,14 @@ an image.
 
 Diffusion (Ho et al. 2020, section 2): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·ε; predicted is ε, or the
 velocity v = √ᾱ_t·ε − √(1 − ᾱ_t)·x_0 (Salimans and Ho 2022, section 4). Rectified flow (Liu et al.
-2022, section 2.1): x_t = (1 − σ)·x_0 + σ·ε with σ = t/T; predicted is ε − x_0. Schedules are
-diffusers' own.
+2022, section 2.1): x_t = (1 − σ)·x_0 + σ·ε with σ = t/T; predicted is ε − x_0. A flow's timesteps
+have a density (Esser et al. 2024, arXiv 2403.03206, section 3.1) and a shift towards noise, for
+large images (section 5.3.2). Schedules are diffusers' own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from disttrain_cli.models.layer import Batch
 
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 Betas = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
+Density = Literal["uniform", "logit_normal", "mode"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,33 @@ class Noise:
     beta_start: float = 1e-4
     beta_end: float = 0.02
     timesteps: int = 1000
+    density: Density = "uniform"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    mode_scale: float = 1.29
+    shift: float = 1.0
 
     def times(self, timesteps_N: Tensor) -> Tensor:
-        """What the generator is told of drawn timesteps 0 … T − 1: a flow's times are 1 … T."""
-        return timesteps_N + 1 if self.prediction == "flow" else timesteps_N
+        """What the generator is told of drawn timesteps 0 … T − 1: a flow's times are 1 … T, or
+        with a shift s as many between, T·sσ / (1 + (s − 1)σ) of σ = t/T."""
+        if self.prediction != "flow":
+            return timesteps_N
+        if self.shift == 1.0:
+            return timesteps_N + 1
+        sigma = (timesteps_N + 1) / self.timesteps
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma) * self.timesteps
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """A timestep 0 … T − 1, int64 []."""
+        if self.density == "uniform":
+            return torch.randint(self.timesteps, (), generator=generator)
+        if self.density == "logit_normal":
+            drawn = self.logit_mean + self.logit_std * torch.randn((), generator=generator)
+            sigma = torch.sigmoid(drawn)
+        else:
+            u = torch.rand((), generator=generator)
+            sigma = 1 - u - self.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
+        return (sigma * self.timesteps).long().clamp(0, self.timesteps - 1)
 
     def mix(self, clean_NCHW: Tensor, noise_NCHW: Tensor, timesteps_N: Tensor) -> Tensor:
         """Noisy images at drawn timesteps, float32."""
@@ -78,7 +104,7 @@ class Noise:
         from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
         if self.prediction == "flow":
-            return FlowMatchEulerDiscreteScheduler(num_train_timesteps=self.timesteps)
+            return FlowMatchEulerDiscreteScheduler(self.timesteps, self.shift)
         return DDIMScheduler(prediction_type=self.prediction, clip_sample=bounded, **_betas(self))
 
 
@@ -106,10 +132,10 @@ def own_seed(seed: int, index: int) -> int:
 
 
 def draw_noise(
-    batch: Batch, shape: tuple[int, ...], timesteps: int, index: int = 0
+    batch: Batch, shape: tuple[int, ...], schedule: Noise, index: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Timesteps [N] int64 below `timesteps` and noise [N, *shape] float32 of a batch's targets,
-    from `noise_seeds`.
+    """Timesteps [N] int64 of a schedule and noise [N, *shape] float32 of a batch's targets, from
+    `noise_seeds`.
 
     Drawn once per stage, batch and generator (`own_seed`). On the meta device there are no seeds to
     read and the result has no values.
@@ -123,7 +149,7 @@ def draw_noise(
             batch.cache[timestep_of] = seeds
             batch.cache[noise_of] = torch.empty(len(seeds), *shape, device=device)
         else:
-            draws = [_draw_one(own_seed(seed, index), shape, timesteps) for seed in seeds.tolist()]
+            draws = [_draw_one(own_seed(seed, index), shape, schedule) for seed in seeds.tolist()]
             batch.cache[timestep_of] = to_device(
                 torch.stack([timestep for timestep, _ in draws]), device
             )
@@ -131,9 +157,7 @@ def draw_noise(
     return batch.cache[timestep_of], batch.cache[noise_of]
 
 
-def _draw_one(seed: int, shape: tuple[int, ...], timesteps: int) -> tuple[Tensor, Tensor]:
+def _draw_one(seed: int, shape: tuple[int, ...], schedule: Noise) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
-        return torch.randint(timesteps, (), generator=generator), torch.randn(
-            shape, generator=generator
-        )
+        return schedule.draw(generator), torch.randn(shape, generator=generator)

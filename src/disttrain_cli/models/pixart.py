@@ -19,10 +19,18 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs import refused
+from disttrain_cli.models.configs.generators import whole_model
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
-from disttrain_cli.models.generator import Canvas, Finish, GeneratorLayer, Projector, Start, filled
+from disttrain_cli.models.generator import (
+    Canvas,
+    Finish,
+    GeneratorLayer,
+    Projector,
+    Start,
+    filled,
+    from_patches,
+)
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 
@@ -148,7 +156,7 @@ class Out(Finish):
     def __init__(self, module: str, whole: Any, canvas: Canvas, weight: float) -> None:
         super().__init__(module, canvas, weight, ("patches", "time_embedding"))
         self.published = {name: name for name in ("scale_shift_table", "proj_out")}
-        self.patch, self.patches_per_side = whole.pos_embed.patch_size, whole.pos_embed.height
+        self.patch = whole.pos_embed.patch_size
         self.norm_out, self.proj_out = copy.deepcopy(whole.norm_out), copy.deepcopy(whole.proj_out)
         self.scale_shift_table = nn.Parameter(torch.empty_like(whole.scale_shift_table))
 
@@ -157,11 +165,8 @@ class Out(Finish):
             2, dim=1
         )
         pixels = self.proj_out(self.norm_out(state["patches"]) * (1 + scale) + shift)
-        side, p = self.patches_per_side, self.patch
-        image = pixels.unflatten(2, (p, p, -1)).unflatten(1, (side, side))  # [N, h, w, p, q, C]
-        image_NCHW = image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
         # the other half, if there is one, is a variance
-        return image_NCHW[:, : self.canvas.shape[0]].float()
+        return from_patches(pixels, self.patch)[:, : self.canvas.shape[0]].float()
 
 
 def makers(
@@ -179,7 +184,7 @@ def makers(
     Raises:
         SpecError: diffusers refuses the configuration.
     """
-    whole = cache(partial(_whole, module, config))
+    whole = cache(partial(whole_model, module, "pixart", config))
     conditioning = config["caption_channels"] or config["cross_attention_dim"]
     spec = TensorSpec(
         "patches", "target", "one", (whole().pos_embed.height ** 2, whole().inner_dim)
@@ -206,20 +211,3 @@ def _block(
 ) -> Block:
     gated = config["activation_fn"] == "geglu"
     return Block(module, number, whole().transformer_blocks[number], gated, context_tokens, spec)
-
-
-def _whole(module: str, config: dict[str, Any]) -> Any:
-    from diffusers import PixArtTransformer2DModel
-
-    try:
-        with torch.device("meta"):
-            return PixArtTransformer2DModel(**config)
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RuntimeError,
-        ZeroDivisionError,
-    ) as error:
-        raise refused(module, "pixart", error) from None

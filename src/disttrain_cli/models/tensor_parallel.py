@@ -93,6 +93,8 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
         own.add(id(linear.bias))
         if group.rank:
             linear.__class__ = WithoutBias
+    for _, norm in parts(layer, division.per_head):
+        own.update(map(id, norm.parameters()))
     for ends in (division.column, division.fused, division.thirds, division.row):
         for _, linear in parts(layer, ends):
             own.update(id(getattr(linear, n).weight) for n in ADAPTER if hasattr(linear, n))

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs import refused
-from disttrain_cli.models.configs.generators import pooled_width
+from disttrain_cli.models.configs.generators import pooled_width, whole_model
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
 from disttrain_cli.models.generator import Canvas, Finish, GeneratorLayer, Projector, Start, filled
@@ -148,7 +147,7 @@ def makers(
     Raises:
         SpecError: diffusers refuses the configuration.
     """
-    whole = cache(partial(_whole, module, config))
+    whole = cache(partial(whole_model, module, "unet2d_condition", config))
     pooled = pooled_width(config) if config["addition_embed_type"] == "text_time" else None
     construct: list[Callable[[], PipelineLayer]] = [
         partial(
@@ -216,20 +215,3 @@ def makers(
         )
     construct.append(lambda: Out(module, whole(), canvas, loss_weight))
     return [LayerMaker(make, None) for make in construct]
-
-
-def _whole(module: str, config: dict[str, Any]) -> Any:
-    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
-
-    try:
-        with torch.device("meta"):
-            return UNet2DConditionModel(**config)
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RuntimeError,
-        ZeroDivisionError,
-    ) as error:
-        raise refused(module, "unet2d_condition", error) from None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs import latent_side, refused
+from disttrain_cli.models.configs.generators import latent_side, whole_model
 from disttrain_cli.models.generator import targets_field, targets_of
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.posterior import posterior_of
@@ -99,7 +99,10 @@ class VaeDecoder(PipelineLayer):
 
 def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
     """The VAE's decoder; it stands in no pipeline."""
-    return LayerMaker(lambda: VaeDecoder(module, config, _whole(module, config)), None)
+    return LayerMaker(
+        lambda: VaeDecoder(module, config, whole_model(module, "AutoencoderKL", config, "vae")),
+        None,
+    )
 
 
 def encoder_maker(
@@ -113,23 +116,6 @@ def encoder_maker(
     Raises:
         SpecError: diffusers refuses the configuration.
     """
-    whole = cache(partial(_whole, module, config))
+    whole = cache(partial(whole_model, module, "AutoencoderKL", config, "vae"))
     whole()
     return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, index), None)
-
-
-def _whole(module: str, config: dict[str, Any]) -> Any:
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-
-    try:
-        with torch.device("meta"):
-            return AutoencoderKL(**config)
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RuntimeError,
-        ZeroDivisionError,
-    ) as error:
-        raise refused(module, "AutoencoderKL", error, "vae") from None

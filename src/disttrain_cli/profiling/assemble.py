@@ -99,10 +99,12 @@ def known_parts(
 
 
 def _trained_parameters(layer: PipelineLayer) -> int | None:
-    """Where the layer's module has adapters, how many of its numbers are trained."""
-    if not layer.adapted:
-        return None
-    return sum(weight.numel() for path, weight in layer.named_parameters() if layer.trains(path))
+    """How many of a layer's numbers are trained where that is some only: where its module has
+    adapters, or it has tables that are never trained."""
+    sizes = {path: weight.numel() for path, weight in layer.named_parameters()}
+    trained = sum(size for path, size in sizes.items() if layer.trains(path))
+    partly = not layer.frozen and trained != sum(sizes.values())
+    return trained if layer.adapted or partly else None
 
 
 def module_profile(

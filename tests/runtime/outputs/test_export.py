@@ -31,12 +31,13 @@ from disttrain_cli.runtime.outputs.trained import load_trained
 from disttrain_cli.spec.runfile import read_run
 from tests.models.conftest import AUDIO, MODULES
 from tests.models.test_vae import GENERATOR
-from tests.models.test_weights import PIXART
+from tests.models.test_weights import PIXART, SD3
 
 UNET = MODULES["image_generator"]["config"]
 GENERATORS = {
     "unet2d_condition": {"config": UNET | GENERATOR["config"], "vae": GENERATOR["vae"]},
     "pixart": {"config": PIXART | {"in_channels": 4, "out_channels": 8}, "vae": GENERATOR["vae"]},
+    "sd3": {"config": SD3 | {"in_channels": 4, "out_channels": 4}, "vae": GENERATOR["vae"]},
 }
 
 
@@ -136,7 +137,11 @@ def through(layers, batch):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["unet2d_condition", pytest.param("pixart", marks=pytest.mark.slow)]
+    "architecture",
+    [
+        "unet2d_condition",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pixart", "sd3")),
+    ],
 )
 def test_outputs_of_the_loaded_classes_equal_the_trained_models(
     tmp_path, architecture, monkeypatch
@@ -285,10 +290,12 @@ def check_equal(run, layers, models, projectors, batch):
         0, (2, -1)
     )
     assert len(context) == 8
+    pooled = {"pooled_projections": state["pooled"]} if "pooled" in state else {}
     made = models["image_generator"](
         canvas.noise.mix(state["latents"], noise, times),
-        timestep=times,
+        timestep=canvas.noise.times(times),
         encoder_hidden_states=conditioning,
+        **pooled,
     ).sample
     torch.testing.assert_close(layers["image_generator.out"].predict(state), made[:, :4], **close)
 

@@ -1,5 +1,4 @@
-"""Checks of the generators' configurations: diffusers' U-Net and PixArt, their VAE and their noise
-schedule."""
+"""Checks of the generators' configurations: diffusers' U-Net, PixArt and SD3, and their VAE."""
 
 from __future__ import annotations
 
@@ -8,18 +7,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError
+import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import (
+    MISTAKES,
     check_dropout,
     check_numbers,
     numbers_in,
     refuse_unknown,
+    refused,
     wrong,
 )
-from disttrain_cli.models.noise import Noise
-from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
+from disttrain_cli.spec.runfile.model import ModuleSpec
 
 _UNET_BLOCKS = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -43,23 +43,49 @@ _UNET_UNSUPPORTED = (
 TIME_IDS = 6
 
 
+#: Classes of diffusers by architecture.
+CLASSES = {
+    "unet2d_condition": "UNet2DConditionModel",
+    "pixart": "PixArtTransformer2DModel",
+    "sd3": "SD3Transformer2DModel",
+}
+
+
 def known_fields(class_name: str) -> dict[str, Any]:
-    """Arguments of a class of diffusers, with their defaults."""
+    """Arguments of a class of diffusers, or of an architecture's, with their defaults."""
+    arguments = inspect.signature(_class_of(class_name).__init__).parameters
+    return {name: argument.default for name, argument in arguments.items() if name != "self"}
+
+
+def whole_model(
+    module: str, class_name: str, config: dict[str, Any], section: str = "config"
+) -> Any:
+    """A model of a class of diffusers, or of an architecture's, without memory for its weights.
+
+    Raises:
+        SpecError: diffusers refuses the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return _class_of(class_name)(**config)
+    except (*MISTAKES, RuntimeError) as error:
+        raise refused(module, class_name, error, section) from None
+
+
+def _class_of(name: str) -> Any:
     import diffusers
 
-    made = getattr(
-        diffusers,
-        {"unet2d_condition": "UNet2DConditionModel", "pixart": "PixArtTransformer2DModel"}.get(
-            class_name, class_name
-        ),
-    )
-    arguments = inspect.signature(made.__init__).parameters
-    return {name: argument.default for name, argument in arguments.items() if name != "self"}
+    return getattr(diffusers, CLASSES.get(name, name))
 
 
 def latent_side(vae: dict[str, Any], image_size: int) -> int:
     """Side of the latents of square images: every block of the encoder but the last halves it."""
     return int(image_size // 2 ** (len(vae["block_out_channels"]) - 1))
+
+
+def tokens_of(config: dict[str, Any]) -> int:
+    """Patches of an image, or of its latents; their pixels where a generator has no patches."""
+    return int((config["sample_size"] // config.get("patch_size", 1)) ** 2)
 
 
 def read_unet(
@@ -88,43 +114,19 @@ def read_pixart(
     return _read(name, architecture, spec, fields, _check_pixart)
 
 
+def read_sd3(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """All arguments of SD3's transformer and of its VAE, as `read_unet` does."""
+    return _read(name, architecture, spec, fields, _check_sd3)
+
+
 def with_folder(spec: ModuleSpec, fields: dict[str, Any]) -> ModuleSpec:
     """The spec with the VAE of a folder's `config.json`, the run file's fields of it put over."""
     known = known_fields("AutoencoderKL")
     return spec.model_copy(
         update={"vae": {k: v for k, v in fields.items() if k in known} | (spec.vae or {})}
     )
-
-
-def read_noise(name: str, spec: ModuleSpec, fields: dict[str, Any]) -> Noise:
-    """The noise schedule of a `scheduler_config.json`'s fields and the run file's over them.
-
-    Raises:
-        SpecError: the schedule is not one that is trained here.
-    """
-    flow = str(fields.get("_class_name", "")).startswith("FlowMatch")
-    given: dict[str, Any] = {
-        "prediction": "flow" if flow else fields.get("prediction_type"),
-        "betas": fields.get("beta_schedule"),
-        "beta_start": fields.get("beta_start"),
-        "beta_end": fields.get("beta_end"),
-        "timesteps": fields.get("num_train_timesteps"),
-    } | ({} if spec.noise is None else spec.noise.model_dump(exclude_none=True))
-    try:
-        checked = NoiseSpec.model_validate(
-            {field: value for field, value in given.items() if value is not None}
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise wrong(
-            name, str(problem["loc"][0]), problem["input"], problem["msg"], "noise"
-        ) from None
-    noise = Noise(**checked.model_dump(exclude_none=True))
-    if noise.beta_start >= noise.beta_end:
-        raise wrong(
-            name, "beta_start", noise.beta_start, f"less than beta_end ({noise.beta_end})", "noise"
-        )
-    return noise
 
 
 def _read(
@@ -149,7 +151,7 @@ def _read(
         raise wrong(name, "sample_size", spec.config["sample_size"], allowed)
     given = {**fields, **spec.config}
     config = {**defaults, **{k: v for k, v in given.items() if k in defaults}, "sample_size": side}
-    check_dropout(name, "dropout", config["dropout"])
+    check_dropout(name, "dropout", config.get("dropout", 0.0))
     channels, why = (
         (3, "RGB images are denoised")
         if vae is None
@@ -277,19 +279,10 @@ def _check_pixart(name: str, config: dict[str, Any], image_size: int, side: int)
     }.items():
         if config[field] not in allowed:
             raise wrong(name, field, config[field], ", ".join(allowed))
-    for field in ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size"):
-        if not isinstance(config[field], int) or config[field] < 1:
-            raise wrong(name, field, config[field], "1 or more")
-    width = config["num_attention_heads"] * config["attention_head_dim"]
     # sinusoids of two axes; a third for each size told
-    multiple = 12 if config["use_additional_conditions"] else 4
-    if width % multiple:
-        raise wrong(
-            name,
-            "attention_head_dim",
-            config["attention_head_dim"],
-            f"times num_attention_heads ({config['num_attention_heads']}) a multiple of {multiple}",
-        )
+    width = _check_transformer(
+        name, config, side, multiple=12 if config["use_additional_conditions"] else 4
+    )
     if config["cross_attention_dim"] is None:
         raise wrong(
             name, "cross_attention_dim", None, "a number: images are conditioned by cross-attention"
@@ -301,6 +294,45 @@ def _check_pixart(name: str, config: dict[str, Any], image_size: int, side: int)
             config["cross_attention_dim"],
             f"{width}, the width to which caption_channels are projected",
         )
+
+
+def _check_sd3(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
+    width = _check_transformer(name, config, side, multiple=4)  # sinusoids of two axes
+    for field in ("joint_attention_dim", "pooled_projection_dim", "pos_embed_max_size"):
+        _check_positive(name, config, field)
+    if config["qk_norm"] not in (None, "rms_norm", "layer_norm"):
+        raise wrong(name, "qk_norm", config["qk_norm"], "rms_norm, layer_norm, or nothing")
+    if config["caption_projection_dim"] != width:
+        raise wrong(
+            name,
+            "caption_projection_dim",
+            config["caption_projection_dim"],
+            f"{width}, num_attention_heads times attention_head_dim: both streams have one width",
+        )
+    if (patches := side // config["patch_size"]) > config["pos_embed_max_size"]:
+        raise wrong(
+            name,
+            "pos_embed_max_size",
+            config["pos_embed_max_size"],
+            f"{patches} or more, the patches per side of image_size {image_size}",
+        )
+    dual, blocks = config["dual_attention_layers"], range(config["num_layers"])
+    if not isinstance(dual, (list, tuple)) or any(number not in blocks for number in dual):
+        raise wrong(name, "dual_attention_layers", dual, f"a list of blocks below {len(blocks)}")
+
+
+def _check_transformer(name: str, config: dict[str, Any], side: int, multiple: int) -> int:
+    """Checks that all transformers share; returns the width of their blocks."""
+    for field in ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size"):
+        _check_positive(name, config, field)
+    width = int(config["num_attention_heads"] * config["attention_head_dim"])
+    if width % multiple:
+        raise wrong(
+            name,
+            "attention_head_dim",
+            config["attention_head_dim"],
+            f"times num_attention_heads ({config['num_attention_heads']}) a multiple of {multiple}",
+        )
     if side % config["patch_size"]:
         raise wrong(
             name,
@@ -308,3 +340,9 @@ def _check_pixart(name: str, config: dict[str, Any], image_size: int, side: int)
             config["patch_size"],
             f"a divisor of {side}, the side of what is denoised",
         )
+    return width
+
+
+def _check_positive(name: str, config: dict[str, Any], field: str) -> None:
+    if not isinstance(config[field], int) or config[field] < 1:
+        raise wrong(name, field, config[field], "1 or more")

@@ -44,6 +44,47 @@ class NoiseSpec(Strict):
     timesteps: int | None = Field(
         None, ge=1, le=100_000, description="Timesteps from image to noise."
     )
+    density: Literal["uniform", "logit_normal", "mode"] | None = Field(
+        None,
+        exclude_if=lambda given: given is None,
+        description=(
+            "Flow: how timesteps are drawn (Stable Diffusion 3, arXiv 2403.03206, section 3.1);"
+            " uniform if not given."
+        ),
+    )
+    logit_mean: float | None = Field(
+        None,
+        ge=-10,
+        le=10,
+        exclude_if=lambda given: given is None,
+        description="logit_normal: mean; above 0 more noise than image, 0 if not given.",
+    )
+    logit_std: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        exclude_if=lambda given: given is None,
+        description="logit_normal: standard deviation, 1 if not given.",
+    )
+    mode_scale: float | None = Field(
+        None,
+        ge=-1,
+        le=1.75,
+        exclude_if=lambda given: given is None,
+        description=(
+            "mode: above 0 more of the middle, below 0 more of both ends; 1.29 if not given."
+        ),
+    )
+    shift: Annotated[float, Field(gt=0, le=1000)] | Literal["resolution"] | None = Field(
+        None,
+        exclude_if=lambda given: given is None,
+        description=(
+            "Flow: how far timesteps are shifted towards noise, in training and in drawing: s of"
+            " s·σ / (1 + (s − 1)·σ), 3 in Stable Diffusion 3; or resolution: by the image's"
+            " tokens, as diffusers' dynamic shifting does. 1 if neither is given nor in the"
+            " folder."
+        ),
+    )
 
 
 class ModuleSpec(Strict):
@@ -56,7 +97,7 @@ class ModuleSpec(Strict):
             "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
             " siglip_vision_model, internvl_vision, idefics3_vision, smolvlm_vision,"
             " qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral, qwen2, qwen3,"
-            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart."
+            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3."
         ),
     )
     folder: str | None = Field(

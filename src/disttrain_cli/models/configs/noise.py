@@ -1,0 +1,121 @@
+"""Checks of a generator's noise schedule: a folder's `scheduler_config.json`, and the run file's
+fields over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.configs.checks import wrong
+from disttrain_cli.models.noise import Noise
+from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
+
+#: Architectures that are published as flows, and the class of their scheduler.
+FLOWS = ("sd3",)
+FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+
+#: Fields of the run file by what they belong to.
+_OF_FLOWS = ("density", "logit_mean", "logit_std", "mode_scale", "shift")
+_OF_DENSITIES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+#: Options of a flow's scheduler that change its schedule in ways that nothing here trains.
+_UNSUPPORTED = (
+    "invert_sigmas",
+    "shift_terminal",
+    "stochastic_sampling",
+    "use_beta_sigmas",
+    "use_exponential_sigmas",
+    "use_karras_sigmas",
+)
+#: diffusers' line through the shifts of two sizes: (tokens of an image, logarithm of the shift).
+_SMALL, _LARGE = (256, 0.5), (4096, 1.15)
+
+
+def read_noise(
+    name: str, architecture: str, spec: ModuleSpec, fields: Mapping[str, Any], tokens: int
+) -> Noise:
+    """The noise schedule of a `scheduler_config.json`'s fields and the run file's over them.
+
+    Args:
+        tokens: of an image in the generator, by which a flow's timesteps may be shifted.
+
+    Raises:
+        SpecError: the schedule is not one that is trained here, or of another family of models.
+    """
+    published = str(fields.get("_class_name", ""))
+    flow = published.startswith("FlowMatch")
+    if architecture in FLOWS and fields and published != FLOW_SCHEDULER:
+        raise SpecError(
+            f"model.modules.{name}: the noise schedule of its folder is of another family",
+            f"given: {published or 'no _class_name'}; {architecture} is trained with"
+            f" {FLOW_SCHEDULER}",
+            "Give the model its own scheduler_config.json, or take this one away.",
+        )
+    given: dict[str, Any] = {
+        "prediction": "flow" if flow or architecture in FLOWS else fields.get("prediction_type"),
+        "betas": fields.get("beta_schedule"),
+        "beta_start": fields.get("beta_start"),
+        "beta_end": fields.get("beta_end"),
+        "timesteps": fields.get("num_train_timesteps"),
+        "shift": _shift(name, fields, tokens) if flow else None,
+    } | ({} if spec.noise is None else spec.noise.model_dump(exclude_none=True))
+    checked = _checked(name, {field: value for field, value in given.items() if value is not None})
+    _check_fields(name, architecture, checked)
+    plain = checked.model_dump(exclude_none=True)
+    if plain.get("shift") == "resolution":
+        plain["shift"] = math.exp(_line(tokens, _SMALL, _LARGE))
+    noise = Noise(**plain)
+    if noise.beta_start >= noise.beta_end:
+        raise wrong(
+            name, "beta_start", noise.beta_start, f"less than beta_end ({noise.beta_end})", "noise"
+        )
+    return noise
+
+
+def _checked(name: str, given: dict[str, Any]) -> NoiseSpec:
+    try:
+        return NoiseSpec.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise wrong(
+            name, str(problem["loc"][0]), problem["input"], problem["msg"], "noise"
+        ) from None
+
+
+def _check_fields(name: str, architecture: str, noise: NoiseSpec) -> None:
+    """Raise SpecError for a field that means nothing together with the others."""
+    if architecture in FLOWS and noise.prediction != "flow":
+        raise wrong(name, "prediction", noise.prediction, f"flow: {architecture}'s own", "noise")
+    for field in _OF_FLOWS:
+        if noise.prediction != "flow" and (value := getattr(noise, field)) is not None:
+            raise wrong(name, field, value, "nothing: it belongs to prediction: flow", "noise")
+    for field, density in _OF_DENSITIES.items():
+        if noise.density != density and (value := getattr(noise, field)) is not None:
+            raise wrong(name, field, value, f"nothing: it belongs to density: {density}", "noise")
+
+
+def _shift(name: str, fields: Mapping[str, Any], tokens: int) -> float | None:
+    """The shift of a flow's published schedule, for images of so many tokens."""
+    for field in _UNSUPPORTED:
+        if fields.get(field):
+            raise SpecError(
+                f"model.modules.{name}: {field} of its folder's scheduler_config.json does not fit",
+                f"given: {fields[field]!r}; allowed: nothing, as flows are trained without it",
+                "Remove it there.",
+            )
+    if not fields.get("use_dynamic_shifting"):
+        return fields.get("shift")
+    small, large = (
+        (fields.get(f"{size}_image_seq_len", known[0]), fields.get(f"{end}_shift", known[1]))
+        for size, end, known in (("base", "base", _SMALL), ("max", "max", _LARGE))
+    )
+    mu = _line(tokens, small, large)
+    return math.exp(mu) if fields.get("time_shift_type", "exponential") == "exponential" else mu
+
+
+def _line(tokens: int, small: tuple[float, float], large: tuple[float, float]) -> float:
+    slope = (large[1] - small[1]) / (large[0] - small[0])
+    return small[1] + slope * (tokens - small[0])
