@@ -125,6 +125,8 @@ def library_model(run, name, part="own"):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.1)
+        if name == "sd3":  # a buffer that is saved
+            model.pos_embed.pos_embed.normal_(0.0, 0.1)
         if name == "whisper":
             model.embed_positions.weight.copy_(sinusoids(*model.embed_positions.weight.shape))
     return model
