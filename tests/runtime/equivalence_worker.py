@@ -21,6 +21,7 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.models.tying import copy_of, tie, tied_layers
+from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.engine.assemble import build_engine
@@ -68,7 +69,9 @@ def orders_of(run: Run, layout: Layout) -> Orders:
     inputs, table = describe(run), [info.module for info in layer_table(run)]
     modules = {
         name: module_profile(kind, ["layer"] * table.count(name), ms_per_token, work)
-        for name, (kind, _, ms_per_token, work) in MODULES.items()
+        for name, (kind, _, ms_per_token, work) in (
+            MODULES | {"vision": MODULES["image_encoder"]}  # as folders of whole models name it
+        ).items()
         if name in table
     }
     for cost in (cost for module in modules.values() for cost in module.costs.values()):
@@ -200,6 +203,7 @@ def reference(
     Step `left_out` changes nothing.
     """
     layers = build_layers(run, 0, len(layer_table(run)))
+    load_into(layers, run)
     tie(layers, layer_table(run))
     gradient_flow(layer_table(run), run.file.model.trained).mark(layers, 0)
     parameters = checkpoint.named_parameters(layers)

@@ -1,4 +1,6 @@
-"""Qwen3-VL (M-RoPE, DeepStack, no projector) and Qwen2.5-VL train alike on every layout.
+"""Families of vision-language models train alike on every layout: Qwen3-VL (M-RoPE, DeepStack, no
+projector), Qwen2.5-VL, InternVL (norms over the heads of all ranks) and SmolVLM (a whole folder,
+whose images are cut into tiles).
 
 Losses, norms and parameters equal a single process (fp32, 1e-5), with cuts in the tower, behind
 its DeepStack mergers, between tower and LLM, and inside the blocks that read their features.
@@ -18,11 +20,14 @@ from disttrain_cli.models.graph import describe, layer_table, live_tensors
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.data.test_parts import write_json
+from tests.models.test_towers import INTERNVIT_6B, TOWERS
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
+from tests.whole_models import write_tiled
 
 STEPS, RANKS = 2, 6
-EYE, LLM = "image_encoder", "llm"
+EYE, TILES, LLM = "image_encoder", "vision", "llm"  # a folder's encoder is `vision`
 TOWER = {
     "hidden_size": 32,
     "depth": 3,
@@ -41,16 +46,39 @@ TEXT = {
     "vocab_size": 272,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
+#: Of each family its tower and its LLM.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
-        TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]},
-        TEXT | {"head_dim": 12, "rope_parameters": ROPE | {"mrope_interleaved": True}},
+        {
+            "architecture": "qwen3_vl_vision",
+            "projector": "none",
+            "config": TOWER | {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]},
+        },
+        {
+            "architecture": "qwen3_vl_text",
+            "config": TEXT
+            | {"head_dim": 12, "rope_parameters": ROPE | {"mrope_interleaved": True}},
+        },
     ),
     "qwen2_5_vl": (
-        TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
-        TEXT | {"rope_parameters": ROPE},
+        {
+            "architecture": "qwen2_5_vl_vision",
+            "projector": "none",
+            "config": TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        },
+        {"architecture": "qwen2_5_vl_text", "config": TEXT | {"rope_parameters": ROPE}},
+    ),
+    "internvl": (
+        {
+            "architecture": "internvl_vision",
+            "projector": "norm_mlp",
+            "merge": 2,
+            "config": TOWERS["internvl_vision"]["config"] | INTERNVIT_6B | {"num_hidden_layers": 2},
+        },
+        {"architecture": "qwen2", "config": TEXT},
     ),
 }
+WHOLE = "smolvlm"  # a whole folder
 
 
 def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None) -> Run:
@@ -58,20 +86,16 @@ def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None
         folder, data, name=folder.name, modules=(EYE, LLM), global_batch_size=12, steps=STEPS
     )
     content = yaml.safe_load(run.path.read_text())
-    tower, text = FAMILIES[family]
     content["data"]["sequence_length"] = 512
-    content["model"] |= {
-        "modules": {
-            EYE: {
-                "kind": "encoder",
-                "architecture": f"{family}_vision",
-                "projector": "none",
-                "config": tower,
-            },
-            LLM: {"kind": "llm", "architecture": f"{family}_text", "config": text},
-        },
-        "trained": trained,
-    }
+    if family == WHOLE:
+        write_tiled(folder / "whole", family, text={"num_attention_heads": 8})
+        write_json(folder / "talks")
+        content["model"] = {"folder": "whole"}
+        content["data"] = {"sources": [{"path": "talks"}], "sequence_length": 512}
+    else:
+        tower, text = FAMILIES[family]
+        modules = {EYE: {"kind": "encoder"} | tower, LLM: {"kind": "llm"} | text}
+        content["model"] |= {"modules": modules, "trained": trained}
     run.path.write_text(yaml.safe_dump(content, sort_keys=False))
     run = read_run(run.path)
     build_index(run, describe(run))
@@ -138,13 +162,48 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
         1,
         None,
     ),
+    "internvl tp2dp2-pp2": (
+        "internvl",
+        [unit("e", [EYE], [4], 2, 2), unit("l", [LLM], [2, 3])],
+        2,
+        None,
+    ),
+    "internvl pp2 overlapped-tp2dp2": (
+        "internvl",
+        [
+            _with(unit("e", [EYE], [3, 1]), checkpointing=True),
+            _with(unit("l", [LLM], [5], 2, 2), tp_overlap=True),
+        ],
+        1,
+        None,
+    ),
+    "internvl monolithic tp2 pp3 later": (
+        "internvl",
+        [
+            _with(
+                unit("all", [EYE, LLM], [2, 4, 3], 1, 2),
+                weight_delay=[0, 1, 1],
+                tp_overlap=True,
+            )
+        ],
+        1,
+        None,
+    ),
+    "smolvlm tp2-pp2dp2": (
+        WHOLE,
+        [unit("e", [TILES], [5], 1, 2), unit("l", [LLM], [2, 2], 2)],
+        1,
+        None,
+    ),
+    "smolvlm dp4-tp2": (WHOLE, [unit("e", [TILES], [5], 4), unit("l", [LLM], [4], 1, 2)], 2, None),
+    "smolvlm monolithic pp3 dp2": (WHOLE, [unit("all", [TILES, LLM], [3, 3, 3], 2)], 2, None),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Six ranks train every layout in the same processes; every model is trained alone once too."""
-    folder = tmp_path_factory.mktemp("qwen")
+    folder = tmp_path_factory.mktemp("families")
     write_sample_data(folder / "data")
     made, payloads, models = {}, [], dict[tuple[str, str], tuple[Any, Any]]()
     for number, (name, (family, units, microbatch, trained)) in enumerate(CASES.items()):
