@@ -10,6 +10,7 @@ from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.sharding import tp_degrees
+from tests.batches import changed
 
 
 def llm(run):
@@ -222,6 +223,22 @@ def test_image_rows_take_the_encoders_place_and_its_gradient(make_run):
     assert torch.equal(hidden[others], layers[0].embedding(batch.token_ids.flatten())[others])
     through(layers, batch, {"image_embeds": images})["loss/text"].backward()
     assert (images.grad.abs().sum(1) > 0).all()
+
+
+def test_rows_without_a_place_are_not_seen_and_get_no_gradient(make_run):
+    run = make_run()
+    layers = llm(run)
+    batch = probe_batch(describe(run), image=[(2, 4), (4, 4)], documents=[[40], [20, 20]])
+    batch = changed(batch, "image", rows=torch.tensor([-1, 95, 60, -1, 62, 63]), unseen=True)
+    images = torch.randn(6, 48, requires_grad=True)
+    hidden = layers[0]({"image_embeds": images}, batch)["hidden"]
+    kept = batch.of("image").rows >= 0
+    places = batch.of("image").rows[kept]
+    assert len(hidden) == 96 and torch.equal(hidden[places], images[kept])
+    others = torch.ones(96, dtype=torch.bool).index_fill(0, places, False)
+    assert torch.equal(hidden[others], layers[0].embedding(batch.token_ids.flatten())[others])
+    hidden.square().sum().backward()
+    assert ((images.grad.abs().sum(1) > 0) == kept).all()
 
 
 def test_context_is_the_normed_hidden_rows(make_run):

@@ -92,15 +92,20 @@ class Embed(DecoderLayer):
                 for name in self.reads
                 if name.startswith(f"{item}{EMBEDS}") and name in state
             ]
-            given, rows = sum(made[1:], made[0]) if made else None, batch.of(item).rows
+            given, items = sum(made[1:], made[0]) if made else None, batch.of(item)
+            rows = items.rows
             if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
+            if items.unseen:  # they go to a row behind the others, which is dropped
+                rows = torch.where(rows < 0, len(hidden), rows)
+                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))
             # each rank puts in its own part of them, and the sum below has all of it
             if self.group is not None:
                 hidden = hidden.index_fill(0, rows, 0.0)
                 rows = rows[self.group.local_rows(len(rows))]
             hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
+            hidden = hidden[:-1] if items.unseen else hidden
         return {"hidden": scatter(hidden, self.group)}
 
 

@@ -61,6 +61,7 @@ class Items:
     #: the modality: per run of equal grids [n, …]
     values: Mapping[int, list[Tensor]] = field(default_factory=dict)
     rows: Tensor | None = None  # [R] int64, positions in M·L of their tokens, in their order
+    unseen: bool = False  # whether some of `rows` are -1: of rows that the LLM does not see
     seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     weights: Tensor | None = None  # [N] float32, 0 = could not be decoded; of targets
     noise_seeds: Tensor | None = None  # [N] int64, as `seeds`; of targets

@@ -96,6 +96,7 @@ def to_batch(
                 for number, blocks in arrays_of_item.values.items()
             },
             rows=tensor(arrays_of_item.rows),
+            unseen=any(head.unseen for head in heads) and arrays_of_item.rows is not None,
             seeds=tensor(arrays_of_item.seeds),
             weights=tensor(arrays_of_item.weights),
             noise_seeds=None

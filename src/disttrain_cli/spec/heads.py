@@ -82,6 +82,11 @@ class Head(Strict):
         """Whether a file may become several parts, each an item, or has texts around it."""
         return False
 
+    @property
+    def unseen(self) -> bool:
+        """Whether the LLM may not see some of its "tokens" rows (`places`)."""
+        return False
+
     def written(self, files: Sequence[Numbers]) -> list[Written]:
         """Of each of a sample's files, the texts before, between and behind its parts (one more
         than parts); ValueError with the reason where the sample cannot be read."""
@@ -240,6 +245,10 @@ class ImageInput(Head):
         """Whether rows of tiles are those of a joined picture, with `image_newline` at their ends
         (`spec.joined_tiles`)."""
         return self.processor is not None and isinstance(self.processor.tiling, JoinedTiles)
+
+    @property
+    def unseen(self) -> bool:
+        return self.joined
 
     @property
     def tile_side(self) -> int:

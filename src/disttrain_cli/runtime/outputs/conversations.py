@@ -12,7 +12,8 @@ from disttrain_cli.data.chat import IMAGE_ROW
 from disttrain_cli.data.index import Index, held_out, read_index
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
-from disttrain_cli.runtime.outputs.prompts import Prompt, header_of
+from disttrain_cli.runtime.outputs.pictures import header_of
+from disttrain_cli.runtime.outputs.prompts import Prompt
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
@@ -65,8 +66,10 @@ def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int)
     texts = iter(reader.texts(row))
     ids = [next(texts) if kind == TEXT else [IMAGE_ROW] for kind in kinds.tolist()]
     begin = [tokenizer.bos] if index.specials[row] else []
-    asked = [id_ for own in ids[since:answer] for id_ in own if id_ != IMAGE_ROW]
-    images = [reader.file(row, first + at) for at in np.flatnonzero(kinds[:answer] == IMAGE)]
+    said = [at for at in range(since, answer) if own[at]]
+    asked = [id_ for at in said for id_ in ids[at]]
+    files = (kinds == IMAGE) & index.files[first:last]
+    images = [reader.file(row, first + at) for at in np.flatnonzero(files[:answer])]
     return Question(
         key=f"{row:06d}",
         prompt=Prompt(

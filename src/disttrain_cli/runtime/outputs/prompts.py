@@ -4,15 +4,15 @@ condition an image to be drawn."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
 from disttrain_cli.data.chat import IMAGE_ROW
-from disttrain_cli.data.decoding import decode_image
-from disttrain_cli.data.headers import ImageHeader, read_header
 from disttrain_cli.data.positions import grid_positions, sample_positions
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources.chats import MARK
@@ -21,6 +21,7 @@ from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
 from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.runtime.feeding import normalised
+from disttrain_cli.runtime.outputs.pictures import Picture, in_order, pictures_of
 from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.index import KINDS
@@ -32,8 +33,8 @@ class Prompt:
 
     text: str = ""
     images: tuple[bytes, ...] = ()
-    #: what it is in tokens, `IMAGE_ROW` for each of the images; None: the images, then the text,
-    #: as a user's turn where the tokenizer has a chat template
+    #: what it is in tokens, `IMAGE_ROW` for each of the images, or each of their parts; None: the
+    #: images, then the text, as a user's turn where the tokenizer has a chat template
     ids: tuple[int, ...] | None = None
 
 
@@ -62,25 +63,12 @@ def batch_of(
     """
     inputs, device = model.inputs, model.device
     context = inputs.targets[0].context_tokens if draws else 0
-    pictures = [(number, image) for number, prompt in enumerate(prompts) for image in prompt.images]
-    grids = [_grid(model, image) for _, image in pictures]
-    # images of equal grid are adjacent
-    order = sorted(range(len(grids)), key=lambda at: (*grids[at], at))
-    rows: list[list[int]] = []
-    spans: list[range] = []  # of each picture in its row
-    context_rows = []
-    for prompt in prompts:
-        row: list[int] = []
-        for token in _written(tokenizer, prompt, draws):
-            if token != IMAGE_ROW:
-                row.append(token)
-            elif inputs.image is not None:
-                seen = int(np.prod(grids[len(spans)])) // inputs.image.merge**2
-                spans.append(range(len(row), len(row) + seen))
-                row += [tokenizer.image] * seen
-        row += [tokenizer.context] * context
-        rows.append(row)
-        context_rows.append(range(len(row) - context, len(row)))
+    written = [_written(model, tokenizer, prompt, draws) for prompt in prompts]
+    rows = [[*row.ids, *[tokenizer.context] * context] for row in written]
+    context_rows = [range(len(row) - context, len(row)) for row in rows]
+    seen = [(number, part) for number, row in enumerate(written) for part in row.parts]
+    # items of equal grid are adjacent
+    order = sorted(range(len(seen)), key=lambda at: (*seen[at][1].grid, at))
     longest = max(map(len, rows))
     if longest > inputs.sequence_length:
         raise UsageError(
@@ -91,33 +79,39 @@ def batch_of(
     width = min(inputs.sequence_length, longest + room)
     ids = torch.tensor([row + [tokenizer.pad] * (width - len(row)) for row in rows], device=device)
 
-    def positions(spans: Sequence[tuple[int, range]]) -> torch.Tensor:
-        return torch.tensor(
-            [number * width + at for number, span in spans for at in span], device=device
-        ).long()
+    def positions(places: Iterable[tuple[int, Ints]]) -> torch.Tensor:
+        moved = [np.where(own < 0, own, own + number * width) for number, own in places]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *moved])).to(device)
+
+    @cache
+    def planes(picture: Picture, head: ImageInput) -> list[Any]:
+        return picture.planes(head)
 
     def pixels_of(group: Iterable[int], head: ImageInput) -> torch.Tensor:
-        planes = np.stack([decode_image(pictures[at][1], grids[at], head) for at in group])
-        return normalised(torch.from_numpy(planes).to(device), head.affine, torch.float32)
+        parts = [seen[at][1] for at in group]
+        stacked = np.stack([planes(part.picture, head)[part.number] for part in parts])
+        return normalised(torch.from_numpy(stacked).to(device), head.affine, torch.float32)
 
     items = {item: Items([], rows=positions([])) for item in KINDS}
+    grids = [part.grid for _, part in seen]
     items["image"] = Items(
         [grids[at] for at in order],
         {
             at: [pixels_of(group, head) for _, group in groupby(order, key=grids.__getitem__)]
             for at, head in enumerate(inputs.images)
         },
-        rows=positions([(pictures[at][0], spans[at]) for at in order]),
+        rows=positions((seen[at][0], seen[at][1].places) for at in order),
+        unseen=any((part.places < 0).any() for _, part in seen),
     )
     seen_in: dict[int, list[tuple[int, Ints]]] = {row: [] for row in range(len(rows))}
-    for (row_number, _), span, grid in zip(pictures, spans, grids, strict=False):
+    for row_number, part in seen:
         assert inputs.image is not None
-        inside = grid_positions(inputs.image.frames(grid))
-        seen_in[row_number].append((span.start, inside))
+        inside = grid_positions(inputs.image.frames(part.grid))
+        seen_in[row_number].append((part.first, inside))
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
-        rows=positions(list(enumerate(context_rows))),
+        rows=positions(enumerate(map(np.array, context_rows))),
         weights=torch.ones(drawn),
     )
     batch = Batch(
@@ -137,31 +131,68 @@ def batch_of(
     return PromptBatch(batch, [len(row) for row in rows])
 
 
-def _written(tokenizer: Tokenizer, prompt: Prompt, draws: bool) -> list[int]:
-    """Token ids of a prompt, `IMAGE_ROW` for each image; images are drawn after captions, which no
-    template writes."""
+@dataclass(frozen=True)
+class Part:
+    """An item that a prompt brings: an image, or a part of one."""
+
+    picture: Picture
+    number: int
+    grid: tuple[int, int]
+    first: int  # its first token in the prompt
+    places: Ints  # of its rows there, -1 of those that the LLM does not see
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt in tokens, and the parts of its images in their order."""
+
+    ids: list[int] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+
+def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) -> Row:
+    """A prompt with the placeholders of its images; without them where the model reads none."""
+    head = model.inputs.image
+    pictures = pictures_of(prompt.images, head) if head is not None else []
+    parts, begins = in_order(pictures), list[int]()
+    row = Row()
+    for token in _ids(tokenizer, prompt, pictures, draws):
+        if token != IMAGE_ROW:
+            row.ids.append(token)
+        elif head is not None:
+            picture, number = next(parts)
+            begins = [*(begins if number else []), len(row.ids)]
+            row.ids.extend([tokenizer.image] * picture.tokens(head)[number])
+            if number == picture.parts - 1:
+                grid, places = picture.grid(head), picture.places(head, begins)
+                row.parts.extend(
+                    Part(picture, at, grid, first, own)
+                    for at, (first, own) in enumerate(zip(begins, places, strict=True))
+                )
+    return row
+
+
+def _ids(
+    tokenizer: Tokenizer, prompt: Prompt, pictures: Sequence[Picture], draws: bool
+) -> list[int]:
+    """Token ids of a prompt, `IMAGE_ROW` for each part of an image; images are drawn after
+    captions, which no template writes."""
     if prompt.ids is not None:
         return list(prompt.ids)
+    around = [picture.around for picture in pictures]
     if tokenizer.chat is None or draws or not prompt.text:
-        begin = [tokenizer.bos, *[IMAGE_ROW] * len(prompt.images)]
+        begin = [tokenizer.bos]
+        for first, *others in around:
+            begin += tokenizer.encode(first)
+            for text in others:
+                begin += [IMAGE_ROW, *tokenizer.encode(text)]
         return begin + tokenizer.encode(prompt.text)
-    turn = Turn("user", [*[MARK] * len(prompt.images), prompt.text], [], listed=True)
+    turn = Turn("user", [*[MARK] * len(around), prompt.text], [], listed=True)
     try:
-        return tokenizer.chat.written([turn], prompt=True).ids.tolist()
+        return tokenizer.chat.written([turn], around, prompt=True).ids.tolist()
     except ValueError as error:
         raise UsageError(
             "The tokenizer's chat template cannot write a prompt",
             str(error),
             "Change the text of the prompt.",
         ) from None
-
-
-def _grid(model: Trained, image: bytes) -> tuple[int, int]:
-    assert model.inputs.image is not None
-    header = header_of(image)
-    return model.inputs.image.grid(header.width_px, header.height_px)
-
-
-def header_of(image: bytes) -> ImageHeader:
-    """Format and size of an image file; ValueError where it is none."""
-    return read_header(lambda offset, length: image[offset : offset + length])

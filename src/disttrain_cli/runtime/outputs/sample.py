@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from disttrain_cli.data.decoding import decode_image
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
@@ -23,7 +22,8 @@ from disttrain_cli.runtime.checkpoints.folder import (
 )
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
 from disttrain_cli.runtime.checkpoints.origin import EXPORT
-from disttrain_cli.runtime.outputs.prompts import Prompt, header_of
+from disttrain_cli.runtime.outputs.pictures import pictures_of
+from disttrain_cli.runtime.outputs.prompts import Prompt
 from disttrain_cli.runtime.outputs.sampling import Images, draw, save, write_after
 from disttrain_cli.runtime.outputs.trained import load_trained
 from disttrain_cli.spec.heads import ImageInput
@@ -185,8 +185,8 @@ def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
         )
     try:
         data = path.read_bytes()
-        header = header_of(data)
-        decode_image(data, head.grid(header.width_px, header.height_px), head)
+        (picture,) = pictures_of([data], head)
+        picture.planes(head)
     except OSError as error:
         raise DataError(
             f"Cannot read the image {path}", error.strerror or str(error), "Name another file."

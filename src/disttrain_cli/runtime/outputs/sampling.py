@@ -30,7 +30,8 @@ from disttrain_cli.models.writing import write
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.runtime.outputs.conversations import held_out_questions
-from disttrain_cli.runtime.outputs.prompts import Prompt, batch_of, header_of
+from disttrain_cli.runtime.outputs.pictures import header_of
+from disttrain_cli.runtime.outputs.prompts import Prompt, batch_of
 from disttrain_cli.runtime.outputs.trained import Trained, load_trained
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -255,8 +256,13 @@ def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
         if index.templated is not None and index.templated[row]:
             continue  # what follows an image there is a question
         first, last = index.segment_start[row : row + 2].tolist()
-        kinds, texts = index.kinds[first:last].tolist(), iter(reader.texts(row))
-        after = [next(texts) if kind == TEXT else None for kind in kinds]
-        for position, (kind, ids) in enumerate(zip(kinds, [*after[1:], None], strict=True)):
-            if kind == IMAGE and ids is not None:
-                yield reader.file(row, first + position), tokenizer.decode(ids).partition("\n")[0]
+        kinds, own = index.kinds[first:last].tolist(), index.own_texts[first:last].tolist()
+        texts, image = iter(reader.texts(row)), None
+        for segment, (kind, is_own) in enumerate(zip(kinds, own, strict=True), first):
+            ids = next(texts) if kind == TEXT else None
+            if kind == IMAGE:
+                image = int(index.file[segment])
+            elif ids is None or is_own:  # not what stands around an image
+                if ids is not None and image is not None:
+                    yield reader.file(row, image), tokenizer.decode(ids).partition("\n")[0]
+                image = None
