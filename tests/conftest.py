@@ -13,6 +13,7 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 os.environ.pop("COLUMNS", None)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read where huggingface_hub is imported: tests fetch nothing
 
 
 #: They take minutes, and begin first, so that no process waits for one of them at the end.

@@ -312,6 +312,8 @@ def train(
     if profile_steps is not None:
         running.check_profiled(profile_steps, total)
     refuse_not_run(chosen, opened.file, costs)
+    if not resume:
+        opened.fetch_weights(progress)
     say_start(opened, total, weights, resume, note)
     return running.train(
         opened,

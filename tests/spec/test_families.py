@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_there_or_without_a_processor_is_refused(folder):
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(SpecError, match="nothing of its image processor"):
         run_of(folder)
-    with pytest.raises(SpecError, match="There is no model"):
+    with pytest.raises(SpecError, match="there is no folder llava-hf"):
         run_of(folder, {"folder": "llava-hf/llava-1.5-7b-hf"})
     with pytest.raises(SpecError, match=r"model\.folder"):
         run_of(folder, {"folder": "elsewhere"})

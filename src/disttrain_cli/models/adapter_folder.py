@@ -18,6 +18,7 @@ from disttrain_cli.models.layer import PipelineLayer, is_adapter
 from disttrain_cli.models.lora import ADAPTABLE, matches
 from disttrain_cli.spec.adapter import BASE, CONFIG, PREFIX, WEIGHTS
 from disttrain_cli.spec.families.family import Module
+from disttrain_cli.spec.hub import name_of, snapshot_of
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
 
 #: peft's names of what a model does, by kind of module.
@@ -108,6 +109,7 @@ def _described(
         base: folder of the model that they belong to.
     """
     loras = [one.lora for one in modules if one.lora is not None]
+    called = snapshot_of(base)
     first, everywhere = loras[0], set[str]().union(*places.values())
     targets = _targets([lora.target_modules for lora in loras], everywhere, model)
     others: dict[str, dict[str, int]] = {"rank_pattern": {}, "alpha_pattern": {}}
@@ -121,7 +123,8 @@ def _described(
     return {
         "peft_type": "LORA",
         "task_type": TASKS.get(modules[0].kind) if len(modules) == 1 else None,
-        BASE: str(base),
+        BASE: name_of(base),
+        "revision": None if called is None else called.commit,
         "r": first.r,
         "lora_alpha": first.lora_alpha,
         **{pattern: values for pattern, values in others.items() if values},

@@ -36,6 +36,7 @@ from disttrain_cli.spec.adapter import (
 )
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.hub import name_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.adapters import whole_part
 
@@ -222,11 +223,12 @@ def _check_base(run: Run, module: str, folder: Path, field: str) -> None:
     if not base or spec.folder is None:
         return
     ours = run.resolve(spec.folder)
-    if Path(base).resolve() != ours and Path(base).name != ours.name:
+    called = name_of(ours)
+    if Path(base).resolve() != ours and Path(base).name != Path(called).name:
         raise SpecError(
             f"{field}: the adapter in {folder} is of another model than {module}",
-            f"its {BASE}: {base}; model.modules.{module}.folder: {ours}",
-            f"Give the model's own adapter; if {ours} is that model under another name, correct"
+            f"its {BASE}: {base}; model.modules.{module}.folder: {called}",
+            f"Give the model's own adapter; if {called} is that model under another name, correct"
             f" {BASE} in {folder / CONFIG}.",
         )
 

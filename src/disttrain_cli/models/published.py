@@ -26,6 +26,7 @@ from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.spec.families.folder import PublishedFolder
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.hub import fetch_weights
 
 #: Files that transformers and diffusers write; an index beside the name says that the tensors are
 #: in several.
@@ -45,9 +46,12 @@ _OLD_VAE = {
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder; none where it holds no weights at all.
 
+    Those of a name on Hugging Face are downloaded where they are not there.
+
     Raises:
         SpecError: the weights are pickled only, or files that the index names are missing.
     """
+    fetch_weights(folder)
     for name in SINGLE:
         if (folder / name).exists():
             return [folder / name]

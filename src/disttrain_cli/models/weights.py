@@ -33,6 +33,7 @@ from disttrain_cli.models.published import (
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.hub import snapshot_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import joins_as
 
@@ -115,7 +116,9 @@ def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
             *(("vae",) if config.vae is not None else ()),
         ):
             source = source_of(run, module, part)
-            if source is not None and not weight_files(source.folder):
+            # weights of a name are there when training begins
+            named = source is not None and snapshot_of(source.folder) is not None
+            if source is not None and not named and not weight_files(source.folder):
                 notes.append(
                     f"{source.field}: {source.folder} holds no weights; {module} starts from random"
                     " ones."

@@ -122,10 +122,12 @@ def made_from(run: Run, data_fingerprint: str) -> dict[str, Any]:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint of the model must have been made from: the model, and what no tensor says
-    of its adapters."""
+    """What a checkpoint of the model must have been made from: the model, commits of what it calls
+    by names on Hugging Face, and what no tensor says of its adapters."""
     adapters = numbers(run)
+    revisions = run.revisions
     return {
+        **({"revisions": revisions} if revisions else {}),
         "model": run.file.model_fingerprint(),
         **({"adapters": adapters} if adapters else {}),
     }
@@ -133,6 +135,10 @@ def model_of(run: Run) -> dict[str, Any]:
 
 REMEDIES = {
     "model": ("another model", "restore the model section of the run file"),
+    "revisions": (
+        "other revisions of published models",
+        "pin them in the run file: NAME@REVISION",
+    ),
     "adapters": (
         "other adapters",
         "give r, lora_alpha and use_rslora of the adapters their old values",

@@ -54,6 +54,8 @@ def _begin(job: JobFile, again: int, run: Run, folder: RunDir) -> str:
         step_to_resume(run, profile, folder, payload["steps"])
     elif not (resume or payload.get("restart")):
         check_fresh(folder)
+    if not resume:
+        run.fetch_weights()
     name, reports, notes = begin_start(folder, job_of(run, plan, profile), resume)
     for note in notes:
         print(note)

@@ -81,6 +81,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     index = read_index(run, profile.inputs)
     facts = identity_of(run, plan.plan, index, profile) | {
         "run file": fingerprint(run.file),
+        "revisions": json.dumps(run.revisions),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,19 +116,12 @@ def published_in(path: Path) -> PublishedFolder | None:
     return PublishedFolder(path, kind, FAMILIES[kind], fields)
 
 
-def read_folder(path: Path, given: str) -> PublishedFolder:
+def read_folder(path: Path) -> PublishedFolder:
     """The whole model in a folder (`model.folder`).
 
     Raises:
         SpecError: there is none, or its family is not known.
     """
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-        raise SpecError(
-            f"There is no model at {path} (model.folder)",
-            f"given: {given!r}",
-            "Correct model.folder; or download it first, if it is a model's name on Hugging Face: "
-            f"hf download {given} --local-dir {given}",
-        )
     file = path / CONFIG
     fields = parse_json(file, "model configuration", "Correct model.folder.")
     published = published_in(path)

@@ -3,19 +3,22 @@ unit per field."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from disttrain_cli.spec import hub
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
+from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile.cluster import LAUNCHING, ClusterSpec
 from disttrain_cli.spec.runfile.data import DataSpec
 from disttrain_cli.spec.runfile.model import MONOLITH, PROJECTORS, ModelSpec
 from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
-from disttrain_cli.spec.runfile.published import with_folder
+from disttrain_cli.spec.runfile.published import fetched, with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
 from disttrain_cli.spec.runfile.samples import SampleSpec
 from disttrain_cli.spec.runfile.train import TrainSpec
@@ -81,6 +84,8 @@ class RunFile(Strict):
     #: Sizes in bytes of the weight files that modules start from, by module and file; set where
     #: the file is read.
     _weights: dict[str, dict[str, int]] = PrivateAttr(default_factory=dict)
+    #: Folders of the models that it calls by their names on Hugging Face; set there, too.
+    _named: dict[str, Path] = PrivateAttr(default_factory=dict)
 
     def model_fingerprint(self) -> str:
         """Changes when a checkpoint or a profile of the model would no longer fit, or it starts
@@ -123,11 +128,23 @@ class Run(Strict):
     def published(self) -> PublishedFolder | None:
         """The whole published model that this one is made from, if it is."""
         folder = self.file.model.folder
-        return None if folder is None else read_folder(self.resolve(folder), folder)
+        return None if folder is None else read_folder(self.resolve(folder))
 
     def resolve(self, path: str) -> Path:
         """A path of the run file as an absolute one."""
-        return (self.folder / path).resolve()
+        return self.file._named.get(path) or (self.folder / path).resolve()
+
+    @property
+    def revisions(self) -> dict[str, str]:
+        """Commits of the models that the run file calls by their names on Hugging Face."""
+        found = {given: hub.snapshot_of(path) for given, path in self.file._named.items()}
+        return {given: one.commit for given, one in found.items() if one is not None}
+
+    def fetch_weights(self, progress: Progress = silent) -> None:
+        """Have the weights of models that are called by name on this host; raises SpecError."""
+        for spec in self.file.model.modules.values():
+            if spec.folder is not None and spec.pretrained:
+                hub.fetch_weights(self.resolve(spec.folder), progress)
 
 
 def read_run(path: Path) -> Run:
@@ -140,8 +157,10 @@ def read_run(path: Path) -> Run:
     value = parse_yaml(
         path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"
     )
-    value = with_folder(value, path.resolve().parent)
+    named = fetched(value, path.resolve().parent)
+    value = with_folder(value, path.resolve().parent, named)
     run = Run(path=path, file=validate(RunFile, value, path, "run file"))
+    run.file._named.update(named)
     run.file._weights.update(_weight_files(run))
     return run
 
@@ -155,11 +174,16 @@ def _weight_files(run: Run) -> dict[str, dict[str, int]]:
             for given in (spec.folder, spec.vae_folder, spec.lora and spec.lora.folder)
             if given and spec.pretrained
         ]
-        files = {
-            f"{folder.name}/{path.name}": path.stat().st_size
-            for folder in folders
-            for path in sorted(folder.glob("*.safetensors"))
-        }
+        files = {name: size for folder in folders for name, size in _sizes(folder)}
         if files:
             weights[name] = files
     return weights
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """Names and sizes of a folder's weight files; of a name on Hugging Face its commit says all."""
+    if (found := hub.snapshot_of(folder)) is not None:
+        yield f"{found.name}@{found.commit}", 0
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        yield f"{folder.name}/{path.name}", path.stat().st_size

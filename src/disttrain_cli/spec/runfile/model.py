@@ -104,7 +104,8 @@ class ModuleSpec(Strict):
         None,
         description=(
             "Local folder with a Hugging Face config.json, instead of a name; where it holds"
-            " weights (safetensors), training starts from them."
+            " weights (safetensors), training starts from them. Of encoders and LLMs also the"
+            " model's name on Hugging Face: org/name, org/name@revision."
         ),
     )
     pretrained: bool = Field(
@@ -232,9 +233,9 @@ class ModelSpec(Strict):
     folder: str | None = Field(
         None,
         description=(
-            "Local folder of a whole published vision-language model, which says what its modules"
-            " (vision, llm) are, and their starting weights; `modules` beside it adjust or exchange"
-            " one of that name."
+            "Folder of a whole published vision-language model, or its name on Hugging Face"
+            " (org/name, org/name@revision), which says what its modules (vision, llm) are, and"
+            " their starting weights; `modules` beside it adjust or exchange one of that name."
         ),
     )
     adapter: str | None = Field(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec import hub
 from disttrain_cli.spec.adapter import places_of, read_names
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.runfile.model import ModelSpec, ModuleSpec
@@ -15,12 +16,46 @@ from disttrain_cli.spec.runfile.model import ModelSpec, ModuleSpec
 JOINS = ("merge", "feature_layer", "projector")
 
 
-def with_folder(value: Any, folder: Path) -> Any:
+#: Kinds of modules whose folders may be names on Hugging Face; a generator is a part of one.
+_BY_NAME = ("encoder", "llm")
+
+
+def fetched(value: Any, folder: Path) -> dict[str, Path]:
+    """Folders of the models that a run file's plain content calls by their names on Hugging Face
+    (`spec.hub`), without their weights.
+
+    Args:
+        folder: where relative paths begin.
+
+    Raises:
+        SpecError: one is not in the cache and cannot be downloaded.
+    """
+    model: Any = value.get("model") if isinstance(value, dict) else None
+    if not isinstance(model, dict):
+        return {}
+    modules = model.get("modules")
+    named = {"model.folder": model.get("folder")} | {
+        f"model.modules.{name}.folder": spec.get("folder")
+        for name, spec in (modules.items() if isinstance(modules, dict) else ())
+        if isinstance(spec, dict) and spec.get("kind", "encoder") in _BY_NAME
+    }
+    return {
+        given: hub.snapshot(given, field).path
+        for field, given in named.items()
+        if isinstance(given, str) and hub.is_name(given, folder)
+    }
+
+
+def with_folder(value: Any, folder: Path, named: Mapping[str, Path]) -> Any:
     """A run file's plain content, with what its `model.folder` says filled in where it says nothing
     itself.
 
     A module given beside it under a name of the family adjusts that module, or with an architecture
-    or a folder of its own takes its place. `folder` is where relative paths begin.
+    or a folder of its own takes its place.
+
+    Args:
+        folder: where relative paths begin.
+        named: folders that are called by names on Hugging Face.
 
     Raises:
         SpecError: the folder holds no whole model of a known family, or one that is not computed.
@@ -30,7 +65,7 @@ def with_folder(value: Any, folder: Path) -> Any:
     modules = (model.get("modules") or {}) if isinstance(model, dict) else {}
     if not isinstance(given, str) or not isinstance(modules, dict):
         return value  # wrong fields are named by who checks them
-    published = read_folder((folder / given).resolve(), given)
+    published = read_folder(named.get(given) or (folder / given).resolve())
     filled = {
         name: _adjusted(spec, modules.get(name), given)
         for name, spec in published.specs(given).items()
