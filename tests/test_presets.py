@@ -10,6 +10,7 @@ import pytest
 
 from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_names, preset_text
+from disttrain_cli.commands.preset_files import has_model, write_model_files
 from disttrain_cli.costs.hardware import analytic_device
 from disttrain_cli.data.index import open_index
 from disttrain_cli.data.packing import pack
@@ -32,6 +33,9 @@ LLM_BILLIONS = {
     "tiny": 0.0009,
     "tiny-audio": 0.0009,
     "tiny-two-generators": 0.0009,
+    "tiny-qwen2.5-vl": 0.00078,
+    "tiny-qwen3-vl": 0.00078,
+    "tiny-llava": 0.0009,
 }
 
 
@@ -43,6 +47,8 @@ def call(*words: str) -> int:
 
 def preset(name: str, folder: Path) -> Run:
     (folder / "disttrain.yaml").write_text(preset_text(name))
+    if has_model(name):
+        write_model_files(name, folder / "model")
     return read_run(folder / "disttrain.yaml")
 
 

@@ -14,6 +14,7 @@ import pytest
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sample_data import WORDS, write_sample_data
+from disttrain_cli.data.sample_talks import write_sample_talks
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TARGET
 from tests.data.dataset import INPUTS, make_run
@@ -94,3 +95,24 @@ def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DataError, match="scikit-learn") as caught:
         write_sample_data(tmp_path)
     assert "disttrain[demo]" in str(caught.value)
+
+
+def test_conversations_show_every_scan_once_and_fit_the_small_families(tmp_path: Path) -> None:
+    assert write_sample_talks(tmp_path) == ["talks"]
+    messages, pictures = [], 0
+    for shard in sorted(tmp_path.rglob("*.tar")):
+        with tarfile.open(shard) as tar:
+            pictures += sum(name.endswith(".jpg") for name in tar.getnames())
+            messages += [
+                json.load(tar.extractfile(name))["messages"]  # type: ignore[arg-type]
+                for name in tar.getnames()
+                if name.endswith(".json")
+            ]
+    assert pictures == 1797
+    answers = [turns[-1]["content"][0]["text"] for turns in messages]
+    assert {text for text in answers if text.startswith("It is")} == {
+        f"It is {'an' if word == 'eight' else 'a'} {word}." for word in WORDS
+    }
+    assert {len(turns) for turns in messages} == {2, 4}
+    write_sample_talks(tmp_path / "again")
+    assert digest(tmp_path / "again") == digest(tmp_path / "talks")

@@ -24,11 +24,15 @@ from disttrain_cli.naming import short_path
 EPILOG = """Examples:
 
 $ disttrain init demo --preset tiny --sample-data
+$ disttrain init demo --preset tiny-qwen3-vl --sample-data
 $ disttrain init my-run
 
 Writes DIR/disttrain.yaml, and with --sample-data the scanned digits of scikit-learn as WebDataset
-tars in DIR/data.
+tars in DIR/data. Small models of a published family (tiny-qwen3-vl …) are a folder as such models
+are published, with random weights: DIR/model.
 """
+
+MODEL = "model"  # beside the run file
 
 
 def preset_names() -> list[str]:
@@ -58,6 +62,7 @@ def run(
     quiet: QuietFlag = False,
 ) -> None:
     """Write a run file to start from."""
+    from disttrain_cli.commands.preset_files import has_model, write_data, write_model
     from disttrain_cli.spec.whole import write_whole
 
     console = Console(json_mode=json_mode, quiet=quiet)
@@ -68,21 +73,21 @@ def run(
             "It is left as it is.",
             "Choose another folder, or move the file away first.",
         )
-    write_whole(path, content)
-    sources: list[str] = []
-    if sample_data:
-        from disttrain_cli.data.sample_data import write_sample_data
-
-        with console.progress() as progress:
+    model = folder / MODEL if has_model(preset) else None
+    with console.progress() as progress:
+        if model:
+            progress("drawing the model's weights", 0, 0)
+            write_model(preset, model)
+        write_whole(path, content)
+        if sample_data:
             progress("writing sample data", 0, 0)
-            sources = write_sample_data(folder / "data", seed=0)
-            if "path: data/tones" in content:
-                from disttrain_cli.data.sample_audio import write_sample_audio
-
-                sources += write_sample_audio(folder / "data", seed=0)
+        sources = write_data(content, folder / "data") if sample_data else []
     data = [str(folder / "data" / name) for name in sources]
-    console.result({"path": str(path), "preset": preset, "data": data}, path)
+    written = {"path": str(path), "preset": preset, "data": data}
+    console.result(written | ({"model": str(model)} if model else {}), path)
     console.say(f"Wrote {short_path(path)} (preset {preset})")
+    if model:
+        console.say(f"Wrote {short_path(model)} (random weights)")
     for name in sources:
         console.say(f"Wrote {short_path(folder / 'data' / name)}")
     if missing := missing_data(folder, content):
@@ -97,10 +102,9 @@ def run(
 
 def missing_data(folder: Path, content: str) -> list[str]:
     """Paths of a run file's sources at which there is nothing."""
-    import yaml
+    from disttrain_cli.commands.preset_files import source_paths
 
-    sources = yaml.safe_load(content)["data"].get("sources", [])
-    return [source["path"] for source in sources if not (folder / source["path"]).exists()]
+    return [path for path in source_paths(content) if not (folder / path).exists()]
 
 
 def preset_text(name: str) -> str:

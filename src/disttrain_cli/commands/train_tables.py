@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,10 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
-    from disttrain_cli.spec.samples import Answer
+    from disttrain_cli.spec.samples import Samples
 
 TABLE_STEPS = 7  # steps shown: the first, the last, and some between
+ANSWERS = 12  # shown at most
 
 
 def show_result(
@@ -98,7 +98,7 @@ def _say_files(console: Console, result: TrainResult) -> None:
         folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
     if result.samples:
-        _show_answers(console, result.samples.answers)
+        _show_answers(console, result.samples)
     if result.samples and (judge := result.samples.judge):
         drawn, written = result.samples.drawn, result.samples.written
         says = (
@@ -117,7 +117,7 @@ def _say_files(console: Console, result: TrainResult) -> None:
         )
 
 
-def _show_answers(console: Console, answers: Sequence[Answer]) -> None:
+def _show_answers(console: Console, samples: Samples) -> None:
     from disttrain_cli.data.sources.samples import printable
 
     console.table(
@@ -125,9 +125,14 @@ def _show_answers(console: Console, answers: Sequence[Answer]) -> None:
         ["asked", "model", "data"],
         [
             [printable(text, 100) for text in (one.prompt, one.text, one.recorded)]
-            for one in answers
+            for one in samples.answers[:ANSWERS]
         ],
     )
+    if samples.answers:
+        console.say(
+            f"{samples.matched} of {len(samples.answers)} answers are those of the data, word for"
+            " word"
+        )
 
 
 def _number(value: float | None, form: str) -> str:

@@ -77,7 +77,7 @@ def load_scans() -> Any:
 
 def _caption(number: int, scan: Any, digit: int, random: np.random.Generator) -> Files:
     key = f"{number:06d}"
-    data, _ = _jpeg(scan, random, IMAGE_TOKENS)
+    data, _ = scan_jpeg(scan, random, IMAGE_TOKENS)
     return [
         (f"{key}.jpg", data),
         (f"{key}.txt", f"{digit}, a handwritten {WORDS[digit]}.".encode()),
@@ -115,7 +115,7 @@ def _sample(
     left = SAMPLE_TOKENS - sum(TARGET_TOKENS + len(_request(digit)) + 2 for _, digit in targets)
 
     def add(scan: Any, generate: bool, most_tokens: int) -> int:
-        data, tokens = _jpeg(scan, random, most_tokens, square=generate)
+        data, tokens = scan_jpeg(scan, random, most_tokens, square=generate)
         name = f"{key}.{len(files)}.jpg"
         files.append((name, data))
         segments.append({"type": "image", "file": name, "generate": generate})
@@ -160,7 +160,7 @@ def _fact(shown: list[int], random: np.random.Generator) -> str:
     return f"{first} plus {second} is {first + second}.\n"
 
 
-def _jpeg(
+def scan_jpeg(
     scan: Any, random: np.random.Generator, most_tokens: int, square: bool = False
 ) -> tuple[bytes, int]:
     """A scan of 8 x 8 as JPEG of log-normal size between 16 and 256 pixels, and its image

@@ -74,6 +74,11 @@ class Samples(BaseModel):
         """Texts that name what is recorded."""
         return sum(one.names_it is True for one in self.written)
 
+    @property
+    def matched(self) -> int:
+        """Answers that are those of the data, word for word."""
+        return sum(one.text == one.recorded for one in self.answers)
+
 
 def read_samples(folder: Path) -> Samples | None:
     """What is said of the images in a folder; None where nothing readable is, or it names files

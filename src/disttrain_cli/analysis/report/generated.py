@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from disttrain_cli.analysis.report.words import percent, section, table
-from disttrain_cli.spec.samples import FILE, Answer, Drawn, Samples, Written, read_samples
+from disttrain_cli.spec.samples import FILE, Drawn, Samples, Written, read_samples
 
 #: Images drawn, and images read, on the page, and the largest one taken in.
 MOST_IMAGES = 100
@@ -52,7 +52,7 @@ def generated(images: list[Path]) -> str:
                 ],
                 "read",
             ),
-            _answers(folder, samples.answers if samples else []),
+            _answers(folder, samples) if samples else "",
         ]
     )
 
@@ -62,8 +62,8 @@ def _part(title: str, note: str, figures: list[str], name: str) -> str:
     return section(title, note, f'<div class="images">{shown}</div>', name) if shown else ""
 
 
-def _answers(folder: Path, answers: list[Answer]) -> str:
-    if not answers:
+def _answers(folder: Path, samples: Samples) -> str:
+    if not samples.answers:
         return ""
     rows = [
         [
@@ -72,11 +72,12 @@ def _answers(folder: Path, answers: list[Answer]) -> str:
             escape(one.text),
             escape(one.recorded),
         ]
-        for one in answers[:MOST_READ]
+        for one in samples.answers[:MOST_READ]
     ]
     return section(
         "Answers to held-out conversations",
-        "After the last step of the run: what the model says last, and what the data say.",
+        "After the last step of the run: what the model says last, and what the data say. "
+        f"{samples.matched} of {len(samples.answers)} are those of the data, word for word.",
         table(["Asked", "Model", "Data"], rows),
         "answers",
     )

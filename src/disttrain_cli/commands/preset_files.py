@@ -1,0 +1,81 @@
+"""What a preset brings beside its run file: sample data, and the folder of a small whole model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.naming import short_path
+from disttrain_cli.spec.whole import write_whole
+
+#: By a path of `data.sources` what writes the data there, as MODULE:FUNCTION.
+WRITERS = {
+    "data/captions": "disttrain_cli.data.sample_data:write_sample_data",
+    "data/tones": "disttrain_cli.data.sample_audio:write_sample_audio",
+    "data/talks": "disttrain_cli.data.sample_talks:write_sample_talks",
+}
+WORDS = "words"  # folder of the tokenizer that all small models have
+
+
+def source_paths(content: str) -> list[str]:
+    """Paths of a run file's sources."""
+    sources = yaml.safe_load(content)["data"].get("sources", [])
+    return [source["path"] for source in sources]
+
+
+def write_data(content: str, folder: Path) -> list[str]:
+    """Write the sample data that a run file reads (where it reads none of them, the scanned
+    digits); returns their paths relative to `folder`.
+
+    Raises:
+        DataError: a package is missing, or other files of the same name are there.
+        SpecError: the folder cannot be written.
+    """
+    named = source_paths(content)
+    chosen = [writer for path, writer in WRITERS.items() if path in named]
+    written: list[str] = []
+    for writer in chosen or [WRITERS["data/captions"]]:
+        module, _, function = writer.partition(":")
+        written += getattr(import_module(module), function)(folder, seed=0)
+    return written
+
+
+def has_model(preset: str) -> bool:
+    """Whether a preset trains the folder of a small whole model, which is written with it."""
+    return (files("disttrain_cli") / "templates" / "folders" / preset).is_dir()
+
+
+def write_model(preset: str, folder: Path) -> None:
+    """Write that folder, as such models are published, with random weights.
+
+    Raises:
+        SpecError: a file of the same name holds something else, or the folder cannot be written.
+    """
+    write_model_files(preset, folder)
+    from disttrain_cli.models.fresh import random_weights
+
+    _write_new(folder, *random_weights(folder, seed=0))
+
+
+def write_model_files(preset: str, folder: Path) -> None:
+    """Write all of it but the weights; raises SpecError as `write_model` does."""
+    templates = files("disttrain_cli") / "templates" / "folders"
+    for name in (WORDS, preset):
+        for path in (templates / name).iterdir():
+            _write_new(folder, path.name, path.read_bytes())
+
+
+def _write_new(folder: Path, name: str, content: bytes) -> None:
+    path = folder / name
+    if not path.exists():
+        write_whole(path, content)
+    elif not path.is_file() or path.read_bytes() != content:
+        raise SpecError(
+            f"{short_path(path)} exists and differs from the preset's",
+            "It is left as it is.",
+            "Choose another folder, or move the file away first.",
+        )

@@ -1,0 +1,31 @@
+"""Random weights for the folder of a whole model, as its class draws them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from disttrain_cli.models.published import SINGLE, published_class, whole_config
+from disttrain_cli.spec.families.folder import read_folder
+
+
+def random_weights(folder: Path, seed: int) -> tuple[str, bytes]:
+    """Name and content of the weight file that a folder with a `config.json` lacks: the same for
+    the same seed.
+
+    A tied head is not written a second time.
+
+    Raises:
+        SpecError: the folder holds no whole model of a known family, or one that its class does not
+            accept.
+    """
+    from safetensors.torch import save
+
+    published = read_folder(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = published_class(published.model_type)(whole_config(published))
+    names = {tensor.data_ptr(): name for name, tensor in reversed(model.state_dict().items())}
+    tensors = {name: model.state_dict()[name] for name in names.values()}
+    return SINGLE[0], save(tensors, metadata={"format": "pt"})
