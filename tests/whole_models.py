@@ -125,10 +125,15 @@ def write_tiled(
     configuration, `text`, `tower` and `cut` of its LLM's, its tower's and its image processor's."""
     import transformers
 
-    prefix, llm = TILED[family]
-    processor = tiled.FAMILIES[family.replace("smolvlm", "idefics3")][0](**(cut or {}))
+    prefix, tower_type, llm = TILED[family]
+    processor = tiled_processor(family, **(cut or {}))
     words = processor.tokenizer
     image = words.convert_tokens_to_ids(processor.image_token)
+    if tower_type is not None:  # rows of joined pictures, which nothing merges
+        resolutions = processor.image_processor.image_grid_pinpoints
+        of_type = {"model_type": tower_type, "patch_size": tiled.PATCH * tiled.MERGE}
+        tower = of_type | {"vision_use_head": False} | (tower or {})
+        fields = {"image_grid_pinpoints": resolutions} | fields
     config = getattr(transformers, f"{prefix}Config")(
         vision_config=TILE_TOWER | (tower or {}),
         text_config={"model_type": llm, "pad_token_id": 0} | TILE_TEXT | (text or {}),
@@ -141,11 +146,19 @@ def write_tiled(
     return model
 
 
-#: By family that cuts images into tiles: prefix of its classes, and its LLM.
-TILED = {
-    "internvl": ("InternVL", "qwen2"),
-    "idefics3": ("Idefics3", "llama"),
-    "smolvlm": ("SmolVLM", "llama"),
+def tiled_processor(family: str, **fields: Any) -> Any:
+    """The processor of a family that cuts images into tiles; SmolVLM's is Idefics3's."""
+    return tiled.FAMILIES[family.replace("smolvlm", "idefics3")][0](**fields)
+
+
+#: By family that cuts images into tiles: prefix of its classes, its tower if there are several, and
+#: its LLM.
+TILED: dict[str, tuple[str, str | None, str]] = {
+    "internvl": ("InternVL", None, "qwen2"),
+    "idefics3": ("Idefics3", None, "llama"),
+    "smolvlm": ("SmolVLM", None, "llama"),
+    "llava_next": ("LlavaNext", "clip_vision_model", "mistral"),
+    "llava_onevision": ("LlavaOnevision", "siglip_vision_model", "qwen2"),
 }
 
 

@@ -1,6 +1,6 @@
 """Families of vision-language models train alike on every layout: Qwen3-VL (M-RoPE, DeepStack, no
-projector), Qwen2.5-VL, InternVL (norms over the heads of all ranks) and SmolVLM (a whole folder,
-whose images are cut into tiles).
+projector), Qwen2.5-VL, InternVL (norms over the heads of all ranks), and whole folders whose images
+are cut into tiles: SmolVLM, LLaVA-OneVision (rows of the joined picture, with newlines).
 
 Losses, norms and parameters equal a single process (fp32, 1e-5), with cuts in the tower, behind
 its DeepStack mergers, between tower and LLM, and inside the blocks that read their features.
@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"architecture": "qwen2", "config": TEXT},
     ),
 }
-WHOLE = "smolvlm"  # a whole folder
+WHOLE = ("smolvlm", "llava_onevision")  # folders
 
 
 def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None) -> Run:
@@ -87,7 +87,7 @@ def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None
     )
     content = yaml.safe_load(run.path.read_text())
     content["data"]["sequence_length"] = 512
-    if family == WHOLE:
+    if family in WHOLE:
         write_tiled(folder / "whole", family, text={"num_attention_heads": 8})
         write_json(folder / "talks")
         content["model"] = {"folder": "whole"}
@@ -190,13 +190,30 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
         None,
     ),
     "smolvlm tp2-pp2dp2": (
-        WHOLE,
+        "smolvlm",
         [unit("e", [TILES], [5], 1, 2), unit("l", [LLM], [2, 2], 2)],
         1,
         None,
     ),
-    "smolvlm dp4-tp2": (WHOLE, [unit("e", [TILES], [5], 4), unit("l", [LLM], [4], 1, 2)], 2, None),
-    "smolvlm monolithic pp3 dp2": (WHOLE, [unit("all", [TILES, LLM], [3, 3, 3], 2)], 2, None),
+    "smolvlm dp4-tp2": (
+        "smolvlm",
+        [unit("e", [TILES], [5], 4), unit("l", [LLM], [4], 1, 2)],
+        2,
+        None,
+    ),
+    "smolvlm monolithic pp3 dp2": ("smolvlm", [unit("all", [TILES, LLM], [3, 3, 3], 2)], 2, None),
+    "onevision tp2-pp2tp2": (
+        "llava_onevision",
+        [unit("e", [TILES], [5], 1, 2), unit("l", [LLM], [2, 2], 1, 2)],
+        1,
+        None,
+    ),
+    "onevision pp2-dp4": (
+        "llava_onevision",
+        [_with(unit("e", [TILES], [4, 1]), checkpointing=True), unit("l", [LLM], [4], 4)],
+        1,
+        None,
+    ),
 }
 
 

@@ -15,12 +15,11 @@ from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile.published import is_all
 from tests.commands.conftest import make_profile
-from tests.data import tiled
 from tests.data.test_parts import SIZES as IMAGES_OF_CHATS
 from tests.data.test_parts import told, write_json
 from tests.models.test_towers import INTERNVIT_6B
 from tests.models.test_whole import FAMILIES, loaded, loss_of, picture
-from tests.whole_models import IMAGE, run_of, write_tiled
+from tests.whole_models import IMAGE, run_of, tiled_processor, write_tiled
 
 LENGTH = 512
 TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}: \
@@ -135,6 +134,9 @@ TILES = {
     ),
     "idefics3": ("idefics3", {}),
     "smolvlm": ("smolvlm", {"tie_word_embeddings": True}),
+    "llava_next": ("llava_next", {}),
+    "llava_next, last block": ("llava_next", {"vision_feature_layer": -1}),
+    "llava_onevision": ("llava_onevision", {}),
     "smolvlm, uncut": ("smolvlm", {"cut": {"do_image_splitting": False}}),
 }
 
@@ -149,7 +151,7 @@ def test_the_loss_of_conversations_about_tiles_is_the_librarys_own(tmp_path, nam
     assert is_all(run.published, run.file.model)
     layers, index = loaded(run), build_index(run, describe(run))
     assert not index.skipped and len(index) == len(IMAGES_OF_CHATS)
-    processor = tiled.FAMILIES[family.replace("smolvlm", "idefics3")][0](**fields.get("cut", {}))
+    processor = tiled_processor(family, **fields.get("cut", {}))
     batch = loaded_batch(run, index, layers)
     total, count = torch.zeros(()), 0
     for sizes in IMAGES_OF_CHATS:

@@ -82,7 +82,6 @@ def test_a_run_file_without_a_folder_keeps_its_fingerprint():
     ("file", "fields", "said"),
     [
         ("config", {"model_type": "nothing"}, "no family that is known: model_type 'nothing'"),
-        ("config", {"model_type": "llava_onevision"}, "needs images cut into tiles"),
         ("config", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
         ("config", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
         ("config", {"projector_hidden_act": "relu"}, "projector_hidden_act 'relu'"),

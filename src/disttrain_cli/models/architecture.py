@@ -26,6 +26,7 @@ class Joined:
     projector_hidden: int
     feeds_generator: bool
     loss_weights: LossWeights
+    head: Head | None = None  # what it asks of the data; None of an LLM
     index: int = 0  # of the module among those of the model that work on the same items
 
 

@@ -96,13 +96,18 @@ def _encoder(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[La
 
 
 def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
-    module, spec = joined.module, joined.spec
+    module, spec, head = joined.module, joined.spec, joined.head
+    newlines = head.newlines if isinstance(head, ImageInput) else 0
+    if newlines and spec.projector == "linear":
+        allowed = "mlp, norm_mlp: rows of joined tiles end in a learned image_newline"
+        raise wrong_field(module.name, "projector", "linear", allowed)
+    joint = Joint(spec.projector, spec.merge, joined.projector_hidden, joined.llm_width, newlines)
     return _beside(
         joined,
         makers(
             module.name,
             module.config,
-            Joint(spec.projector, spec.merge, joined.projector_hidden, joined.llm_width),
+            joint,
             final_norm=spec.feature_layer is None,
         ),
     )

@@ -51,11 +51,7 @@ def describe(run: Run) -> ModelInputs:
     are wrong."""
     configs = read_configs(run)
     llm = next(config for config in configs.values() if config.kind == "llm")
-    heads: list[Head] = []
-    for module in configs.values():
-        entry = ARCHITECTURES[module.architecture]
-        if entry.inputs is not None:
-            heads.append(entry.inputs(run, module))
+    heads = list(_heads(run, configs).values())
     eyes = [head for head in heads if isinstance(head, ImageInput)]
     if len({(eye.patch_px, eye.merge, eye.channels, eye.processor) for eye in eyes}) > 1:
         given = ", ".join(
@@ -159,6 +155,7 @@ def _remember_makers(run: Run) -> str:
     """The key of the model's makers, which are made once per process: a U-Net is put together only
     once."""
     configs = read_configs(run)
+    heads = _heads(run, configs)
     plain = {
         n: c.config if isinstance(c.config, dict) else c.config.to_dict()
         for n, c in configs.items()
@@ -170,16 +167,29 @@ def _remember_makers(run: Run) -> str:
         {
             "configs": plain,
             "more": of_folders,
+            "newlines": [h.newlines for h in heads.values() if isinstance(h, ImageInput)],
             "model": run.file.model.model_dump(mode="json"),
             "order": run.file.model.order,
         }
     )
     if key not in _makers:
-        _makers[key] = _make(run, configs)
+        _makers[key] = _make(run, configs, heads)
     return key
 
 
-def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
+def _heads(run: Run, configs: Mapping[str, ModuleConfig]) -> dict[str, Head]:
+    """What encoders and generators ask of the data, by module."""
+    entries = {name: ARCHITECTURES[module.architecture] for name, module in configs.items()}
+    return {
+        name: entry.inputs(run, configs[name])
+        for name, entry in entries.items()
+        if entry.inputs is not None
+    }
+
+
+def _make(
+    run: Run, configs: dict[str, ModuleConfig], heads: Mapping[str, Head]
+) -> list[LayerMaker]:
     model = run.file.model
     llm = next(config for config in configs.values() if config.kind == "llm")
     items = {name: ARCHITECTURES[c.architecture].item for name, c in configs.items()}
@@ -204,6 +214,7 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
             projector_hidden=model.projector_hidden or llm.config.hidden_size,
             feeds_generator=any(config.kind == "generator" for config in configs.values()),
             loss_weights=model.loss_weights,
+            head=heads.get(name),
             index=positions[name],
         )
         makers += [

@@ -4,6 +4,9 @@ row (pixel shuffle), and linears to the LLM's width, in the forms that published
 - `mlp`: linear, GELU, linear, as LLaVA's.
 - `norm_mlp`: the same behind a norm of the merged rows, as InternVL's.
 - `linear`: one linear without bias, as Idefics3's and SmolVLM's.
+
+Where rows of tiles are those of a joined picture (`spec.joined_tiles`), as many rows of a learned
+`image_newline` as a tile has rows stand behind those of each tile.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Joint(NamedTuple):
     merge: int  # patches per side of what becomes one row
     hidden: int  # width between the linears, where there are two
     width: int  # of the LLM
+    newlines: int = 0  # rows of `image_newline` behind those of an image
 
 
 def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
@@ -59,13 +63,14 @@ class Projector(ImageLayer):
     ) -> None:
         super().__init__()
         self.name, self.module, self.merge = f"{module}.projector", module, joint.merge
-        self.extra = extra
+        self.extra, self.newlines = extra, joint.newlines
         self.writes = (TensorSpec(EMBEDS, "image", "tokens", (joint.width,), split=True),)
         self.norm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if norm else nn.Identity()
         )
         self.published = {"norm": norm} if norm else {}
         self.join(joint.merge**2 * config.hidden_size, joint)
+        self.image_newline = nn.Parameter(torch.empty(joint.width)) if joint.newlines else None
 
     def join(self, given: int, joint: Joint) -> None:
         """Make what maps merged rows, `given` wide, to the LLM's width."""
@@ -75,15 +80,31 @@ class Projector(ImageLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         def project(normed_RD: Tensor) -> Tensor:
-            return self.project(merged(normed_RD, batch.of("image").grids, self.merge, self.extra))
+            made = self.project(merged(normed_RD, grids, self.merge, self.extra))
+            return made if self.image_newline is None else self._with_newlines(made, grids)
 
-        rows = count(batch.of("image").grids, self.extra)
+        grids = batch.of("image").grids
+        rows = count(grids, self.extra)
         return {EMBEDS: across(project, self.norm(state["image_hidden"]), rows, self.group)}
 
     def project(self, merged_TD: Tensor) -> Tensor:
         """What merged rows become."""
         made: Tensor = self.mlp(merged_TD)
         return made
+
+    def _with_newlines(self, made_TD: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        """Rows of `image_newline` behind those of each image; of a TP group's partial sums the
+        first rank has them."""
+        assert self.image_newline is not None
+        newline_D = self.image_newline
+        if self.group is not None and self.group.rank:
+            newline_D = torch.zeros_like(newline_D)
+        merged_grids = [(rows // self.merge, columns // self.merge) for rows, columns in grids]
+        blocks = [
+            torch.cat([view, newline_D.expand(len(view), self.newlines, -1)], dim=1).flatten(0, 1)
+            for view in by_grid(made_TD, merged_grids, extra=0)
+        ]
+        return torch.cat(blocks)
 
 
 class NormedProjector(Projector):

@@ -5,6 +5,7 @@ import json
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,9 +14,17 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import origin
 from disttrain_cli.runtime.outputs.export import export, generating
-from tests.data import tiled
+from tests.data.test_parts import told
 from tests.runtime.outputs.test_export import trained
-from tests.whole_models import IMAGE, TILED, run_of, write_llava, write_qwen, write_tiled
+from tests.whole_models import (
+    IMAGE,
+    TILED,
+    run_of,
+    tiled_processor,
+    write_llava,
+    write_qwen,
+    write_tiled,
+)
 
 
 def saved(run, by=0.0):
@@ -31,6 +40,8 @@ WRITE = {
     "idefics3": partial(write_tiled, family="idefics3"),
     "smolvlm": partial(write_tiled, family="smolvlm"),
     "tied smolvlm": partial(write_tiled, family="smolvlm", tie_word_embeddings=True),
+    "llava_next": partial(write_tiled, family="llava_next"),
+    "llava_onevision": partial(write_tiled, family="llava_onevision"),
     "qwen2_5_vl": partial(write_qwen, family="qwen2_5_vl", flat=True),
     "qwen3_vl": partial(write_qwen, family="qwen3_vl"),
     "tied clip": partial(write_llava, text={"tie_word_embeddings": True}, tie_word_embeddings=True),
@@ -40,12 +51,12 @@ WRITE = {
 
 def question(family, model):
     """Arguments of `generate` for a question about an image."""
-    dtype = model.dtype
-    if family.endswith(tuple(TILED)):  # of one tile
-        ids, more = [1, *[model.config.image_token_id] * tiled.TOKENS, 40, 50, 60], {}
-        images = (1,) if family.endswith("internvl") else (1, 1)
-        pixels = torch.randn(*images, 3, tiled.TILE, tiled.TILE)
-    elif "qwen" not in family:
+    dtype, options = model.dtype, {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    if family.endswith(tuple(TILED)):
+        given = told(tiled_processor(family.removeprefix("tied ")), [(50, 30)])
+        del given["assistant_masks"]
+        return {key: torch.as_tensor(np.array(value)) for key, value in given.items()} | options
+    if "qwen" not in family:
         ids, more = [1, *[IMAGE] * 16, 40, 50, 60], {}
         pixels = torch.randn(1, 3, 32, 32)
     else:
@@ -54,7 +65,6 @@ def question(family, model):
             "image_grid_thw": torch.tensor([[1, 4, 6]]),
             "mm_token_type_ids": (torch.tensor([ids]) == IMAGE).int(),
         }
-    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     return {"input_ids": torch.tensor([ids]), "pixel_values": pixels.to(dtype)} | more | options
 
 

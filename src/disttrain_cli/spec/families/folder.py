@@ -17,12 +17,6 @@ from disttrain_cli.spec.image_processor import ImageProcessor
 CONFIG = "config.json"
 AGAIN = "Download the folder again."
 
-#: What a known model needs that is not there yet, by its model_type.
-NOT_YET = {
-    "llava_next": "images cut into tiles of one size beside a thumbnail",
-    "llava_onevision": "images cut into tiles of one size beside a thumbnail",
-}
-
 
 @dataclass(frozen=True)
 class PublishedFolder:
@@ -128,11 +122,8 @@ def read_folder(path: Path) -> PublishedFolder:
     if published is not None:
         return published
     kind = fields.get("model_type") if isinstance(fields, dict) else None
-    needs = NOT_YET.get(kind) if isinstance(kind, str) else None
     raise SpecError(
         f"model.folder: {file} is of no family that is known: model_type {kind!r}",
-        f"it needs {needs}, which this version has not; known: {', '.join(FAMILIES)}"
-        if needs
-        else f"known: {', '.join(FAMILIES)}",
+        f"known: {', '.join(FAMILIES)}",
         "Give its modules one by one instead (model.modules), each with a folder.",
     )
