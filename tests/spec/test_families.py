@@ -6,7 +6,7 @@ import pytest
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
-from disttrain_cli.models.graph import describe
+from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.spec.runfile import RunFile, read_run
 from tests.whole_models import QWEN, QWEN_TOWER, TEXT, TOWER, rewritten, run_of
 
@@ -158,6 +158,61 @@ def test_what_is_not_computed_of_idefics3_is_refused_by_name(tmp_path, family, f
     with pytest.raises(SpecError) as refused:
         describe(run_of(folder))
     assert said in f"{refused.value.what}\n{refused.value.why}"
+
+
+PINPOINTS = [[32, 64], [64, 32], [64, 64]]
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        ("config", {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
+        ("config", {"multimodal_projector_bias": False}, "multimodal_projector_bias False"),
+        ("config", {"image_grid_pinpoints": [[32, 64]]}, "image_grid_pinpoints"),
+        ("config", {"image_grid_pinpoints": 7}, "image_grid_pinpoints"),
+        ("config", {"vision_feature_select_strategy": "both"}, "vision_feature_select_strategy"),
+        ("preprocessor", {"image_grid_pinpoints": [[32, 64]]}, "image_grid_pinpoints"),
+        ("preprocessor", {"do_resize": False}, "do_resize"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
+def test_what_is_not_computed_of_joined_tiles_is_refused_by_name(
+    tmp_path, family, file, fields, said
+):
+    folder = joined_tiles(tmp_path, family)
+    assert describe(run_of(folder)).image.newlines == 4  # a tile's rows
+    rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
+    with pytest.raises(SpecError) as refused:
+        describe(run_of(folder))
+    assert said in f"{refused.value.what}\n{refused.value.why}"
+
+
+def test_largest_areas_and_joints_of_joined_tiles_are_refused_by_name(tmp_path):
+    folder = joined_tiles(tmp_path, "llava_onevision")
+    linear = {"modules": {"vision": {"projector": "linear"}}}
+    with pytest.raises(SpecError, match="image_newline"):
+        layer_table(run_of(folder, linear))
+    for ratio in ("pad", 9):
+        rewritten(folder, vision_aspect_ratio=ratio)
+        with pytest.raises(SpecError, match="vision_aspect_ratio"):
+            describe(run_of(folder))
+
+
+def joined_tiles(folder, family):
+    """A folder without weights whose images' rows are those of the joined tiles."""
+    made = folder / family
+    made.mkdir()
+    tower = {"llava_next": "clip_vision_model", "llava_onevision": "siglip_vision_model"}[family]
+    config = {
+        "model_type": family,
+        "vision_config": TOWER | {"model_type": tower},
+        "text_config": TEXT,
+        "image_grid_pinpoints": PINPOINTS,
+    }
+    (made / "config.json").write_text(json.dumps(config))
+    tile = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": PINPOINTS}
+    (made / "preprocessor_config.json").write_text(json.dumps(tile))
+    return made
 
 
 @pytest.fixture

@@ -70,12 +70,13 @@ def _processor(path: Path, fields: Fields) -> ImageProcessor:
 def _tiles(defaults: _Defaults, path: Path, fields: Fields) -> ImageProcessor:
     file = path.parent / CONFIG
     config = parse_json(file, "model configuration", "Download the folder again.")
-    resolutions = config.get("image_grid_pinpoints") or defaults.resolutions
-    given = fields.get("image_grid_pinpoints")
-    if [*map(tuple, resolutions)] != [*map(tuple, given or ())]:
+    usual = [list(one) for one in defaults.resolutions]
+    resolutions = config.get("image_grid_pinpoints") or usual
+    if (given := fields.get("image_grid_pinpoints")) != resolutions:
         raise refused(path, "image_grid_pinpoints", given, f"those of {CONFIG}: {resolutions}")
-    ratio = config.get("vision_aspect_ratio", "anyres_max_9") if defaults is ONEVISION else None
-    return joined(path, fields, ratio)
+    if defaults is not ONEVISION:
+        return joined(path, fields, None)
+    return joined(path, fields, str(config.get("vision_aspect_ratio", "anyres_max_9")))
 
 
 def _family(prefix: str, defaults: _Defaults, processor: Processor) -> Family:
