@@ -165,6 +165,11 @@ def test_a_folder_saved_by_an_older_library_is_read_too(tmp_path):
     (file.parent / parts[1]).unlink()
     with pytest.raises(SpecError, match="Weight files are missing"):
         starting_weights(run)
+    for gone in (index, file.parent / parts[0]):
+        gone.unlink()
+    assert "holds no weights" in " ".join(starting_weights(run))
+    with pytest.raises(SpecError, match="holds no weights"):
+        starting_weights(run, training=True)
 
 
 def test_a_module_beside_the_folder_takes_the_place_of_its_own_and_the_projector_is_new(tmp_path):

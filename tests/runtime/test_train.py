@@ -15,7 +15,7 @@ import torch
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.errors import RankFailedError, SpecError
+from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.runtime.checkpoints.checkpoint import read_tensors
 from disttrain_cli.runtime.checkpoints.folder import all_of
 from disttrain_cli.runtime.train import train
@@ -90,6 +90,18 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
         train(*job, steps=4, resume=True)
     with pytest.raises(SpecError, match="disttrain train --restart"):
         train(*job, steps=4)
+
+
+def test_a_processor_that_changed_since_the_profile_is_refused(tmp_path: Path, data: Path) -> None:
+    run, plan, profile = make_job(tmp_path, data)
+    heads = [
+        head.model_copy(update={"mean": (0.1, 0.2, 0.3)}) if head.item == "image" else head
+        for head in profile.inputs.heads
+    ]
+    inputs = profile.inputs.model_copy(update={"heads": heads})
+    with pytest.raises(MismatchError, match="asks for other data"):
+        train(run, plan, profile.model_copy(update={"inputs": inputs}))
+    assert not run.dir.checkpoints.exists()
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> None:

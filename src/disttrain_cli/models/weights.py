@@ -35,7 +35,7 @@ from disttrain_cli.spec.families.folder import published_in
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import snapshot_of
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.runfile.published import joins_as
+from disttrain_cli.spec.runfile.published import is_of, joins_as
 
 #: Where a folder ties its LLM's head to its embedding, it holds the embedding only: the head is or,
 #: where this run does not tie them, starts as a copy of it.
@@ -100,14 +100,16 @@ def load_into(
     return notes
 
 
-def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
+def starting_weights(run: Run, given: Collection[str] = (), training: bool = False) -> list[str]:
     """Which weights training starts from, and what is random though its user may think otherwise;
     one sentence each.
 
-    Modules in `given` take their weights from elsewhere.
+    Modules in `given` take their weights from elsewhere. A folder of a whole model may be planned
+    without its weights, but not `training`.
 
     Raises:
-        SpecError: a folder's weights are pickled, or files that its index names are missing.
+        SpecError: a folder's weights are pickled, files that its index names are missing, or the
+            folder of a whole model holds none.
     """
     notes = []
     for module, config in read_configs(run).items():
@@ -119,6 +121,13 @@ def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
             # weights of a name are there when training begins
             named = source is not None and snapshot_of(source.folder) is not None
             if source is not None and not named and not weight_files(source.folder):
+                if training and is_of(run.published, run.file.model, module):
+                    raise SpecError(
+                        f"model.folder: {source.folder} holds no weights",
+                        "needed: model.safetensors, or its parts with their index",
+                        f"Download the folder again; or start {module} from random weights: "
+                        f"model.modules.{module}: {{pretrained: false}}",
+                    )
                 notes.append(
                     f"{source.field}: {source.folder} holds no weights; {module} starts from random"
                     " ones."

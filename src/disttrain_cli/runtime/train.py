@@ -16,6 +16,7 @@ from disttrain_cli.data.latents import described
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
@@ -223,8 +224,14 @@ def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    """The data's index; data other than those profiled, or latents of others, are refused before
-    anything is moved or started."""
+    """The data's index; data other than those profiled, or latents of others, or a model that
+    asks for other data, are refused before anything is moved or started."""
+    if describe(run) != profile.inputs:
+        raise MismatchError(
+            "The model asks for other data than when it was profiled",
+            "the configuration or image processor in a folder of its has changed",
+            "Profile and plan again: disttrain profile && disttrain plan",
+        )
     index = read_index(run, profile.inputs)
     if index.fingerprint != profile.fingerprints.data:
         raise MismatchError(

@@ -222,7 +222,7 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
             if fresh
             else []
         )
-    return notes + starting_weights(run, given)
+    return notes + starting_weights(run, given, training=True)
 
 
 def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
