@@ -21,10 +21,13 @@ from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.statistics import describe_data
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.heads import ImageInput, TargetInput
+from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.joined_tiles import JoinedTiles
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.runfile.data import DistributionSpec
+from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
 from tests.data.dataset import PROPERTY, make_layout, unit
 
 NAMES = [
@@ -74,6 +77,42 @@ def test_means_are_exact_and_every_document_fills_its_sequence(
         == (drawn.grids.prod(axis=1)[drawn.kinds == IMAGE] // 4).tolist()
     )
     assert (drawn.kinds[drawn.segment_start[1:] - 1] == TEXT).all()
+
+
+TILE = {"resize": "tiles", "height_px": 448, "width_px": 448}
+SIDES = (448, 896, 1344)
+TILINGS = {
+    "nearest ratio": NearestRatio(most=12),
+    "longest edge": LongestEdge(longest_px=4 * 448),
+    "joined": JoinedTiles(
+        resolutions=tuple(
+            (448 * rows, 448 * columns) for rows in (1, 2, 3) for columns in (1, 2, 3)
+        ),
+        background=(1, 2, 3),
+        most_tiles=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", TILINGS)
+def test_images_that_are_cut_come_in_parts(rule: str) -> None:
+    processor = ImageProcessor(**TILE, tiling=TILINGS[rule])
+    eye = ImageInput(
+        module="encoder", patch_px=14, merge=2, max_pixels=448 * 448, processor=processor
+    )
+    inputs = INPUTS.model_copy(update={"heads": [eye, INPUTS.heads[1]]})
+    asked = {"images_per_sequence": 1, "generated_per_sequence": 2, "min_side_px": 400}
+    drawn = draw(DistributionSpec(sequences=200, **asked), inputs)
+    lengths = np.add.reduceat(drawn.tokens, drawn.segment_start[:-1]) + SAMPLE_SPECIALS
+    assert set(lengths) == {INPUTS.sequence_length}
+    tiles = drawn.kinds == IMAGE
+    assert (drawn.kinds == TARGET).sum() == 400 and (drawn.grids[tiles] == 32).all()
+    begins = tiles & (np.roll(drawn.kinds, 1) == TEXT)  # a caption goes before an image
+    assert begins.sum() == 200 and 2 * 200 < tiles.sum() < 20 * 200
+    if rule != "joined":
+        assert (drawn.tokens[tiles] == 256).all()
+    else:  # the whole image has no newline, the others lose what held no image
+        assert (drawn.tokens[begins] == 256).all() and drawn.tokens[tiles].max() <= 256 + 16
 
 
 @given(st.floats(0, 3), st.floats(0, 10), st.integers(1, 60), st.integers(300, 2000))

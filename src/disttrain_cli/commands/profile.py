@@ -192,8 +192,9 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
     processor = profile.inputs.image and profile.inputs.image.processor
     if processor and processor.fixed_px:
         height, width = processor.fixed_px
+        tiles = "tiles " if processor.tiling else ""
         console.say(
-            f"         all of {width} × {height} pixels, as the model's processor makes them"
+            f"         all {tiles}of {width} × {height} pixels, as the model's processor makes them"
         )
     elif profile.inputs.image and data.scaled_down is not None:
         console.say(

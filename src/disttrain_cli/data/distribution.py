@@ -11,6 +11,7 @@ are hashed, not drawn from a random state, so every machine gets the same sizes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -21,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from disttrain_cli.data.arrays import mix, starts_of
+from disttrain_cli.data.arrays import mix, ranges, starts_of
 from disttrain_cli.data.headers import MAX_PIXELS
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.cutting import ALONE, Written
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
-from disttrain_cli.spec.heads import Item
+from disttrain_cli.spec.heads import Head, Item
 from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile.data import DistributionSpec
@@ -40,6 +42,7 @@ PROBED = 1000  # images of a kind that tell their mean size
 #: The order in which items are drawn: other orders would give other sizes.
 DRAWN_IN = ("target", "image", "audio")
 TOLD = {"image": "images read", "target": "images generated"}
+SPECIAL = re.compile(r"<[^<>]+>|\n+")  # about one token each, in texts around parts
 LAST_TEXT = 1  # every document ends with a text of at least one token
 
 # Purposes of `mix`, beside those of packing.
@@ -74,12 +77,14 @@ class Distribution(Strict):
 
 
 class Items(NamedTuple):
-    """Items that are to be given to documents."""
+    """Files that are to be given to documents, each with its parts, which are items."""
 
-    kinds: Ints  # [items] of `KINDS`
-    tokens: Ints  # [items]
-    grids: Ints  # [items, 2]
-    captions: Ints  # [items] tokens
+    kinds: Ints  # [files] of `KINDS`
+    tokens: Ints  # [files] of all parts
+    grids: Ints  # [files, 2] of each part
+    captions: Ints  # [files] tokens, with those around the parts
+    parts: Ints  # [files] how many
+    of_parts: Ints  # [Σ parts] tokens of each
 
 
 @dataclass(frozen=True)
@@ -138,18 +143,21 @@ def _items(
     form: Distribution, spec: DistributionSpec, inputs: ModelInputs, asked: Mapping[Item, int]
 ) -> Items:
     """That many items of each modality, none of one that the model has no module for."""
-    kinds, tokens, grids = [], [], []
+    kinds, grids, cuts = [], [], []
     for item in DRAWN_IN:
         heads = inputs.of(item)
         count = asked.get(item, 0) if heads else 0
         if not count:
             continue
         sizes = image_sizes(form, count, spec.min_side_px) if item == "image" else None
-        grid = heads[0].grids(np.ones((count, 2), dtype=np.int64) if sizes is None else sizes)
+        sizes = np.ones((count, 2), dtype=np.int64) if sizes is None else sizes
         kinds.append(np.full(count, KINDS[item], dtype=np.int64))
-        tokens.append(heads[0].rows("tokens").of(heads[0].size(grid.prod(axis=1))))
-        grids.append(grid)
+        grids.append(heads[0].grids(sizes))
+        cuts.append(_cut(heads[0], sizes))
     nothing = np.zeros(0, dtype=np.int64)
+    parts, of_parts, around = (
+        np.concatenate([nothing, *(cut[at] for cut in cuts)]) for at in range(3)
+    )
     count = sum(map(len, kinds))
     captions = (
         _log_normal(form.caption_tokens, _uniform(count, form.seed, CAPTION))
@@ -158,10 +166,43 @@ def _items(
     )
     return Items(
         np.concatenate([nothing, *kinds]),
-        np.concatenate([nothing, *tokens]),
+        np.diff(starts_of(of_parts)[starts_of(parts)]),
         np.concatenate([nothing.reshape(0, 2), *grids]),
-        captions,
+        captions + around,
+        parts,
+        of_parts,
     )
+
+
+def _cut(head: Head, sizes: Ints) -> tuple[Ints, Ints, Ints]:
+    """(parts of files with these numbers, tokens of each part, tokens around the parts of each
+    file), each file by itself; of images that are too large for the model smaller copies."""
+    if not head.cuts:
+        one, none = np.ones(len(sizes), dtype=np.int64), np.zeros(len(sizes), dtype=np.int64)
+        return one, head.tokens_of(sizes, none, one), none
+    written, read = [], []
+    for width, height in sizes.tolist():
+        while (texts := _written(head, width, height)) is None:
+            width, height = -(-width // 2), -(-height // 2)
+        written.append(texts)
+        read.append((width, height))
+    parts = np.array([len(texts) - 1 for texts in written], dtype=np.int64)
+    of_parts = head.tokens_of(
+        np.repeat(np.array(read, dtype=np.int64), parts, axis=0),
+        ranges(np.zeros_like(parts), parts),
+        np.repeat(parts, parts),
+    )
+    around = [sum(len(SPECIAL.findall(text)) for text in texts) for texts in written]
+    return parts, of_parts, np.array(around, dtype=np.int64)
+
+
+def _written(head: Head, width: int, height: int) -> Written | None:
+    """What stands around the parts of an image; None where the model does not read it."""
+    try:
+        (texts,) = head.written([(width, height)])
+    except ValueError:
+        return None if min(width, height) > 1 else ALONE
+    return texts
 
 
 def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
@@ -234,18 +275,22 @@ def _lay_out(
 ) -> Drawn:
     """Segments in order: a text before every image, its caption inside, and a text at the end."""
     order = np.lexsort((mix(form.seed, PLACE_INSIDE, np.arange(len(document))), document))
-    start = starts_of(2 * np.bincount(document, minlength=spec.sequences) + 1)
+    parts = items.parts[order]
+    of_files = starts_of(1 + parts)  # segments, a text and the parts
+    ends = np.cumsum(np.bincount(document, minlength=spec.sequences))
+    start = np.concatenate([[0], of_files[ends] + np.arange(1, spec.sequences + 1)])
     count, last = int(start[-1]), start[1:] - 1
     # every document before adds its last text
-    segment = np.arange(len(order)) * 2 + 1 + document[order]
+    first = of_files[:-1] + 1 + document[order]
+    segment = ranges(first, parts)
     kinds, tokens = np.full(count, TEXT, dtype=np.int64), np.zeros(count, dtype=np.int64)
     grids = np.zeros((count, 2), dtype=np.int64)
     kinds[segment], tokens[segment], grids[segment] = (
-        items.kinds[order],
-        items.tokens[order],
-        items.grids[order],
+        np.repeat(items.kinds[order], parts),
+        items.of_parts[ranges(starts_of(items.parts)[order], parts)],
+        np.repeat(items.grids[order], parts, axis=0),
     )
-    tokens[segment - 1] = items.captions[order]
+    tokens[first - 1] = items.captions[order]
     rest = inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
     share = _log_normal(
         LogNormal(median=1.0, sigma=form.text_sigma), _uniform(count, form.seed, TEXT_SHARE)

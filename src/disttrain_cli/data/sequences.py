@@ -61,7 +61,7 @@ class SequencePlan:
         see."""
         chosen = np.flatnonzero(self.kinds == kind)
         head = next(iter(self.inputs.of(ITEMS[kind])), None)
-        if head is not None and head.cuts:
+        if head is not None and self.index.part is not None:
             return [one for file in self._files(chosen) for one in self._rows_of(file, head)]
         return [self._run(segment) for segment in chosen.tolist()]
 

@@ -90,21 +90,21 @@ Tiling = Annotated[
 MOST_PX = 4096
 
 
+@lru_cache
+def _grids(least: int, most: int) -> list[tuple[int, int]]:
+    """Columns and rows of at least and at most so many tiles, of few tiles first."""
+    sides = range(1, most + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides]
+    fitting = [grid for grid in grids if least <= grid[0] * grid[1] <= most]
+    return sorted(fitting, key=lambda grid: grid[0] * grid[1])
+
+
 @lru_cache(maxsize=4096)
 def _nearest(image: Size, tile: Size, least: int, most: int) -> tuple[int, int]:
     """Columns and rows; of equally near ones more tiles, as long as half their area is less than
     the image's."""
-    grids = sorted(
-        (
-            (columns, rows)
-            for columns in range(1, most + 1)
-            for rows in range(1, most + 1)
-            if least <= columns * rows <= most
-        ),
-        key=lambda grid: grid[0] * grid[1],
-    )
     ratio, best, nearest = image[0] / image[1], (1, 1), math.inf
-    for columns, rows in grids:
+    for columns, rows in _grids(least, most):
         far = abs(ratio - columns / rows)
         enough = image[0] * image[1] > 0.5 * tile[1] * tile[0] * columns * rows
         if far < nearest or (far == nearest and enough):

@@ -88,7 +88,7 @@ def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> Image
     tokens = None
     background = most = None
     if vision_aspect_ratio is not None:
-        background = tuple(int(value * 255) for value in fields.get("image_mean", CLIP_MEAN))
+        background = _background(path, fields.get("image_mean", CLIP_MEAN))
         most = _most(path, vision_aspect_ratio)
         tokens = _tokens(path.parent, "num_image_tokens")
     return ImageProcessor(
@@ -116,6 +116,14 @@ def _tile(path: Path, fields: Fields) -> int:
     if len(given) != 1 or tile is None:
         raise refused(path, "size", size, "one side for images and tiles, that of crop_size")
     return tile
+
+
+def _background(path: Path, mean: Any) -> tuple[int, ...]:
+    """The mean as bytes."""
+    given = mean if isinstance(mean, (list, tuple)) else ()
+    if len(given) != 3 or not all(isinstance(one, (int, float)) and 0 <= one <= 1 for one in given):
+        raise refused(path, "image_mean", mean, "a number for each of RGB, 0 to 1")
+    return tuple(int(one * 255) for one in given)
 
 
 def _most(path: Path, ratio: str) -> int:
