@@ -322,6 +322,11 @@ def test_layer_scale_starts_as_the_class_says(tower):
     assert (block.lambda_1 == 0.3).all() and (block.lambda_2 == 0.3).all()
 
 
+def test_a_new_projector_of_a_published_internvl_tower_starts_with_weights_to_speak_of(tower):
+    *_, projector = encoder(tower("internvl_vision", config={"initializer_range": 1e-10}))
+    assert 0.01 < projector.mlp[2].weight.std() < 0.03
+
+
 @pytest.mark.parametrize("side", [7, 26, 27, 32])
 def test_a_full_tile_has_every_place_once(side):
     assert torch.equal(places(side, side, side), torch.arange(side * side))

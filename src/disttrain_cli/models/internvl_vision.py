@@ -26,6 +26,9 @@ from disttrain_cli.models.parallel import across, copy, reduce
 from disttrain_cli.models.projectors import Joint, projector
 from disttrain_cli.models.towers import ImageLayer, count, images_of
 
+#: Deviation of a new projector's weights: that of published towers is 1e-10.
+PROJECTOR_STD = 0.02
+
 
 class Embed(vit.Embed):
     """Pixels → patches with class token and interpolated positions, under InternVL's names."""
@@ -112,5 +115,5 @@ def makers(module: str, config: Any, joint: Joint, final_norm: bool = True) -> l
             LayerMaker(partial(Block, module, i, config), std)
             for i in range(config.num_hidden_layers)
         ),
-        projector(module, config, norm, 1, joint, std),
+        projector(module, config, norm, 1, joint, PROJECTOR_STD),
     ]
