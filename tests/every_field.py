@@ -154,6 +154,7 @@ RANGES: dict[str, Any] = {
     "rehearse.time_scale": [0.5, "auto"],
     "rehearse.gpus_per_process": [1, "auto"],
     "rehearse.faults": lambda draw, file: [],
+    "data.video": lambda draw, file: None,
     "rehearse.distribution": [None],
 }
 #: What a run on one machine without other services cannot use; where it is tried.
@@ -161,6 +162,7 @@ ELSEWHERE = {
     "data.distribution": "tests/commands/test_plan.py",
     "data.sources.*.images": "tests/data/sources/test_llava.py",
     "data.tokenizer": "tests/data/test_tokenizer.py",
+    "data.video": "tests/test_video_chain.py",
     "cluster.nodes": "tests/runtime/launching/test_emit.py",
     "cluster.device": "tests/commands/test_profile.py",
     "cluster.cpu_nodes": "tests/runtime/launching/test_emit.py",

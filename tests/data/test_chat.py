@@ -321,8 +321,13 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
         ("vision", {"conversations": [{"from": "function", "value": "a"}]}, "is of 'function'"),
         (
             "vision",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "the type 'input_audio', which is not read",
+        ),
+        (
+            "vision",
             {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]},
-            "the type 'video', which is not read",
+            "none are read, unless the run file has data.video",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.index import AROUND, IMAGE, TEXT
+from disttrain_cli.spec.index import AROUND, IMAGE, OPTIONAL, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
@@ -324,12 +324,12 @@ def test_an_index_without_parts_is_read_and_its_fingerprint_stays(
     assert index.part is None and (index.file == np.arange(len(index.kinds))).all()
     rows = stored.file.read()
     assert "parts" in rows.column_names
-    before = rows.drop_columns(["parts"]).replace_schema_metadata(stored.file.metadata.metadata)
+    before = rows.drop_columns([*OPTIONAL]).replace_schema_metadata(stored.file.metadata.metadata)
     path = tmp_path / "index.parquet"
     groups = [stored.file.read_row_group(at) for at in range(stored.file.num_row_groups)]
     with pq.ParquetWriter(path, before.schema) as writer:
         for group in groups:
-            table = group.drop_columns(["parts"]).cast(before.schema)
+            table = group.drop_columns([*OPTIONAL]).cast(before.schema)
             writer.write_table(table, row_group_size=len(table))
     old = read_stored(path)
     assert old.rows().equals(stored.rows()) and old.fingerprint == index.fingerprint

@@ -189,6 +189,12 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         f"Images   {data.images:,} to read ({images.mean:.1f} per sequence, p95 {images.p95:.0f}, "
         f"max {images.max:.0f}), {data.targets:,} to generate"
     )
+    video = profile.inputs.image and profile.inputs.image.video
+    if video:
+        console.say(
+            f"Videos   {data.videos:,}, of which {video.fps:g} frames per second are seen, at most"
+            f" {video.max_frames:,}; every two of them are one of the images"
+        )
     processor = profile.inputs.image and profile.inputs.image.processor
     if processor and processor.fixed_px:
         height, width = processor.fixed_px

@@ -46,7 +46,7 @@ def run(
     images: Annotated[
         list[Path] | None,
         typer.Option(
-            "--image", metavar="FILE", help="Image read before the text; may be repeated."
+            "--image", metavar="FILE", help="Image or video read before the text; may be repeated."
         ),
     ] = None,
     count: Annotated[

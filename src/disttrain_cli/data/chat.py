@@ -19,15 +19,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.chat_templates import ChatTemplate, Message
-from disttrain_cli.data.sources.chats import MARK, no_numbers
-from disttrain_cli.data.sources.samples import Measure, Part, Turn
+from disttrain_cli.data.sources.chats import FILM, MARK, MARKS, no_numbers
+from disttrain_cli.data.sources.samples import Measure, Part, Turn, VideoName
 from disttrain_cli.spec.cutting import ALONE
 from disttrain_cli.spec.cutting import Written as Around
 from disttrain_cli.spec.heads import ImageInput, Numbers
@@ -56,18 +56,25 @@ class Chat:
     """What writes conversations; safe to use from several threads."""
 
     def __init__(
-        self, template: ChatTemplate, rules: Rules, image: str | None, processor: bool = False
+        self,
+        template: ChatTemplate,
+        rules: Rules,
+        image: str | None,
+        processor: bool = False,
+        video: str | None = None,
     ) -> None:
         """
         Args:
-            image: the tokenizer's own placeholder of an image, if it has one.
+            image, video: the tokenizer's own placeholders, if it has any.
             processor: tokens are those of a processor's `apply_chat_template`, which adds the
                 tokenizer's special ones (BOS) unless the template begins with BOS; a tokenizer's
                 adds none.
         """
-        self._template, self._rules, self._image = template, rules, image
+        self._template, self._rules, self._image, self._video = template, rules, image, video
         self._processor = processor
         self._mark = image or MARK
+        #: by the marks of a conversation, what stands for them in what a template writes
+        self._placeholders = {MARK: self._mark, FILM: video or FILM}
         self._head: ImageInput | None = None
         self.fingerprint = template.fingerprint
 
@@ -91,6 +98,8 @@ class Chat:
         Raises:
             ValueError: with the reason why it cannot be written.
         """
+        if any(isinstance(name, VideoName) for name in names):
+            self._check_films()
         cut = self._head is not None and self._head.cuts
         around = self.around(measure(names)) if cut else [ALONE] * len(names)
         ids, trained = self.written(turns, around)
@@ -112,6 +121,13 @@ class Chat:
         """What the model's processor writes around the parts of images of these sizes."""
         return [ALONE] * len(images) if self._head is None else self._head.written(images)
 
+    def _check_films(self) -> None:
+        """ValueError where videos are not read."""
+        if self._head is None or self._head.video is None:
+            raise ValueError("a video: none are read, unless the run file has data.video")
+        if self._video is None:
+            raise ValueError("a video, of which the tokenizer has no placeholder")
+
     def written(
         self, turns: list[Turn], around: Sequence[Around] = (), prompt: bool = False
     ) -> Written:
@@ -123,19 +139,22 @@ class Chat:
         Raises:
             ValueError: with the reason why it cannot be written.
         """
-        if any(self._image and self._image in turn.said.replace(MARK, "") for turn in turns):
-            raise ValueError(f"a text contains {self._image}, which stands for an image")
+        said = "".join(turn.said for turn in turns)
+        for own, what in ((self._image, "an image"), (self._video, "a video")):
+            if own and own in MARKS.sub("", said):
+                raise ValueError(f"a text contains {own}, which stands for {what}")
         messages = [self._message(turn) for turn in turns]
         text, spans = self._template.render_marked(messages, prompt)
-        marks = sum(turn.said.count(MARK) for turn in turns)
-        if text.count(self._mark) != marks:
-            raise ValueError(
-                f"the chat template writes {self._mark} {text.count(self._mark)} times for"
-                f" {marks} images"
-            )
+        for mark, what in ((MARK, "images"), (FILM, "videos")):
+            placeholder = self._placeholders[mark]
+            if (count := text.count(placeholder)) != (marks := said.count(mark)):
+                raise ValueError(
+                    f"the chat template writes {placeholder} {count} times for {marks} {what}"
+                )
         spans = spans if self._template.marks else self._answers(messages, text)
         spans = _trained(turns, spans)
-        text, spans, inside = _with_parts(text, self._mark, around or [ALONE] * marks, spans)
+        around = around or [ALONE] * len(MARKS.findall(said))
+        text, spans, inside = _with_parts(text, [*self._placeholders.values()], around, spans)
         ids, begins, ends = self._tokens(text)
         trained = np.zeros(len(ids), dtype=bool)
         for first, end in spans:
@@ -189,15 +208,18 @@ class Chat:
     def _message(self, turn: Turn) -> Message:
         """A turn as the template takes it: its content as parts where it knows such, or as a
         text."""
-        pictured = MARK in turn.said
-        if pictured and self._images_elsewise:
+        pictured = MARKS.search(turn.said) is not None
+        if MARK in turn.said and self._images_elsewise:
             raise ValueError(
                 f"the chat template writes an image otherwise than as {self._mark}, which is not"
                 " read"
             )
-        listed = self._takes_images if pictured else turn.listed and self._takes_parts
+        takes = (MARK not in turn.said or self._takes_images) and (
+            FILM not in turn.said or self._takes_videos
+        )
+        listed = takes if pictured else turn.listed and self._takes_parts
         if not listed and (pictured or self._takes_texts):
-            content: Any = turn.said.replace(MARK, self._mark)
+            content: Any = MARKS.sub(lambda mark: self._placeholders[mark[0]], turn.said)
         else:
             content = [part for text in turn.texts for part in _content(text)]
         message = {**turn.others, "role": turn.role, "content": content}
@@ -222,8 +244,8 @@ class Chat:
             offsets += [(first + at, end + at) for first, end in encoding.offsets]
             at += len(piece) + len(self._mark)
         array, places = np.array(ids, np.int64), np.array(offsets, np.int64).reshape(-1, 2)
-        if self._image:
-            array[array == self._rules.token_to_id(self._image)] = IMAGE_ROW
+        for own in filter(None, (self._image, self._video)):
+            array[array == self._rules.token_to_id(own)] = IMAGE_ROW
         return array, places[:, 0], places[:, 1]
 
     @cached_property
@@ -267,6 +289,12 @@ class Chat:
         return self._takes_parts and said.count(self._mark) == 1
 
     @cached_property
+    def _takes_videos(self) -> bool:
+        """The same of a video."""
+        said = self._tried([{"role": "user", "content": _content(FILM + ASKED)}])
+        return self._takes_parts and said.count(self._placeholders[FILM]) == 1
+
+    @cached_property
     def _images_elsewise(self) -> bool:
         """Whether it writes something else for an image, which a processor would replace."""
         said, without = (
@@ -293,13 +321,16 @@ def _parts_of(names: Sequence[str], around: Sequence[Around]) -> Iterator[Part]:
 
 
 def _with_parts(
-    text: str, mark: str, around: Sequence[Around], spans: Sequence[Span]
+    text: str, marks: Sequence[str], around: Sequence[Around], spans: Sequence[Span]
 ) -> tuple[str, list[Span], list[Span]]:
-    """(text with a mark for each part of an image and the texts around them, the spans moved along,
-    where what belongs to images stands)."""
-    pieces, joined = text.split(mark), [mark.join(texts) for texts in around]
-    grown = [len(one) - len(mark) for one in joined]
-    begins = list(accumulate((len(piece) + len(mark) for piece in pieces[:-1]), initial=0))[1:]
+    """(text with a mark for each part of an image or video and the texts around them, the spans
+    moved along, where what belongs to them stands)."""
+    found = list(re.finditer("|".join(map(re.escape, marks)), text))
+    begins = [one.end() for one in found]
+    pieces = [text[a:b] for a, b in zip([0, *begins], [one.start() for one in found], strict=False)]
+    pieces.append(text[begins[-1] if begins else 0 :])
+    joined = [one[0].join(texts) for one, texts in zip(found, around, strict=True)]
+    grown = [len(one) - len(mark[0]) for one, mark in zip(joined, found, strict=True)]
 
     def moved(place: int) -> int:
         return place + sum(grown[: bisect_right(begins, place)])
@@ -326,16 +357,18 @@ def _trained(turns: list[Turn], spans: list[tuple[int, int]]) -> list[tuple[int,
 def _content(text: str) -> list[dict[str, str]]:
     """A text with marks as parts of a turn; the line break behind a mark, or before the last, is
     the mark's."""
-    if text != MARK:
-        text = text.replace(MARK + "\n", MARK)
-        text = text.removesuffix("\n" + MARK) + MARK if text.endswith("\n" + MARK) else text
-    parts: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(MARK)):
-        if number:
-            parts.append({"type": "image"})
-        if piece or MARK not in text:
-            parts.append({"type": "text", "text": piece})
-    return parts
+    types = {MARK: "image", FILM: "video"}
+    for mark in types:
+        text = text.replace(mark + "\n", mark)
+        text = text.removesuffix("\n" + mark) + mark if text.endswith("\n" + mark) else text
+    if not MARKS.search(text):
+        return [{"type": "text", "text": text}]
+    pieces = re.split(f"({MARKS.pattern})", text)
+    return [
+        {"type": types[piece]} if piece in types else {"type": "text", "text": piece}
+        for piece in pieces
+        if piece
+    ]
 
 
 def _absent(text: str) -> str:

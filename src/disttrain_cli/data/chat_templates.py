@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FILE, LEGACY_FILE, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 FILES = (FILE, LEGACY_FILE)  # that hold a template and nothing else
 #: Placeholders of Qwen-VL, InternVL, Gemma 3, Llama 3.2 and Pixtral, LLaVA and SmolVLM.
+VIDEO_TOKEN = "<|video_pad|>"
 IMAGE_TOKENS = ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "<|image|>", "[IMG]", MARK)
 NOW = datetime(2024, 7, 26)  # what Llama's templates write where there is no clock
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -127,6 +128,17 @@ def image_token(
     by_number = rules.id_to_token(number) if isinstance(number, int) else None
     candidates = (by_number, told, *IMAGE_TOKENS)
     return next((one for one in candidates if one and rules.token_to_id(one) is not None), None)
+
+
+def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | None:
+    """The placeholder of a video: that of the id `given`, else what a folder's model names, or the
+    usual one where the tokenizer has it."""
+    path = folder / "config.json"
+    model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    number = given if given is not None else model.get("video_token_id")
+    if isinstance(number, int) and (named := rules.id_to_token(number)) is not None:
+        return named
+    return VIDEO_TOKEN if rules.token_to_id(VIDEO_TOKEN) is not None else None
 
 
 def special_tokens(named: Mapping[str, Any]) -> dict[str, str]:

@@ -36,12 +36,20 @@ from disttrain_cli.data.index_checks import (
     states_of,
 )
 from disttrain_cli.data.index_file import Indexed, Stored, read_stored, writing_index
-from disttrain_cli.data.index_rows import counts_of, digest, flat, shard_rows, specials_of
+from disttrain_cli.data.index_rows import (
+    counts_of,
+    digest,
+    flat,
+    numbers_of,
+    shard_rows,
+    specials_of,
+)
 from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped, read_shard
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.data.videos import check_installed
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, KINDS, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
@@ -104,7 +112,8 @@ class Index:
     #: [segments] numbers of items among those of their file, `AROUND` for texts around them; None =
     #: every file is one item (`data.parts`)
     part: Ints | None = None
-    #: [segments, 2] what the headers of items' files say; None where `part` is
+    #: [segments, 2] what the headers of items' files say, [segments, 4] where there are videos;
+    #: None where `part` is
     numbers: Ints | None = None
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -168,6 +177,13 @@ class Index:
         """[segments] items that are the first, or only, part of their file."""
         items = self.kinds != TEXT
         return items if self.part is None else items & (self.part == 0)
+
+    @cached_property
+    def frames(self) -> Ints:
+        """[segments] frames of the video that an item is a part of; 0 of all others."""
+        if self.numbers is None or self.numbers.shape[1] < 4:
+            return np.zeros(len(self.kinds), dtype=np.int64)
+        return np.where(self.kinds == TEXT, 0, self.numbers[:, 2])
 
     @cached_property
     def label_tokens(self) -> Ints:
@@ -267,6 +283,8 @@ def _build(
     """
     import pyarrow as pa
 
+    if any(head.video is not None for head in inputs.images):
+        check_installed()
     old = kept.by_shard() if kept else iter(())
     known = {indexed[:2] for indexed in kept.files} if kept else set()
     files: list[Indexed] = []
@@ -327,9 +345,11 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
     rows = stored.rows()
     fraction = run.file.data.held_out
     counts = [indexed.rows for indexed in stored.files]
-    kinds, widths, heights, parts = (
-        flat(rows, name) for name in ("kinds", "widths", "heights", "parts")
+    kinds, widths, heights, parts, frames, rates = (
+        flat(rows, name) for name in ("kinds", "widths", "heights", "parts", "frames", "rates")
     )
+    of_files = {"widths": widths, "heights": heights, "frames": frames, "rates": rates}
+    numbers = numbers_of(of_files)
     budget = inputs.image.max_pixels if inputs.image else 0
     start, cut = starts_of(counts_of(rows)), cutting(inputs)
     return Index(
@@ -350,14 +370,16 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         ended=flat(rows, "ended").astype(bool),
         offsets=flat(rows, "offsets"),
         sizes=flat(rows, "sizes"),
-        grids=_grids(inputs, kinds, widths, heights),
+        grids=_grids(inputs, kinds, numbers),
         pieces=_pieces(start, kinds, widths, heights),
         templated=_templated(start, kinds, heights),
         part=parts if cut else None,
-        numbers=np.stack([widths, heights], axis=1) if cut else None,
+        numbers=numbers if cut else None,
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
-        scaled_down=int(((kinds == IMAGE) & (parts == 0) & (widths * heights > budget)).sum()),
+        scaled_down=int(
+            ((kinds == IMAGE) & (parts == 0) & (frames == 0) & (widths * heights > budget)).sum()
+        ),
         drawn=~chosen(rows.column("key"), fraction) if fraction else None,
     )
 
@@ -420,9 +442,9 @@ def _templated(segment_start: Ints, kinds: Ints, heights: Ints) -> NDArray[np.bo
     return templated if templated.any() else None
 
 
-def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Ints:
-    """Grids [segments, 2]."""
-    grids, sizes = np.zeros((len(kinds), 2), dtype=np.int64), np.stack([widths, heights], axis=1)
+def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
+    """Grids [segments, 2] of items whose files' headers say these numbers."""
+    grids = np.zeros((len(kinds), 2), dtype=np.int64)
     for item, kind in KINDS.items():
         indices = np.flatnonzero(kinds == kind)
         if len(indices):

@@ -190,5 +190,7 @@ def schema() -> pa.Schema:
         "offsets": pa.list_(pa.int64()),
         "sizes": pa.list_(pa.int64()),
         "parts": pa.list_(pa.int32()),
+        "frames": pa.list_(pa.int32()),
+        "rates": pa.list_(pa.int64()),
     }
     return pa.schema([(name, kinds[name]) for name in COLUMNS])

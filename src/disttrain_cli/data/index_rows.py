@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import compress, islice
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from disttrain_cli.spec.index import (
     TEMPLATED,
     TEXT,
     UNREAD,
+    VIDEOS,
 )
 from disttrain_cli.spec.inputs import ModelInputs
 
@@ -97,6 +98,12 @@ def flat(rows: pa.Table, name: str) -> Ints:
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.int64)
 
 
+def numbers_of(columns: Mapping[str, Ints]) -> Ints:
+    """[segments, 2] what the headers of files say, or [segments, 4] where there are videos."""
+    names = ["widths", "heights", *(("frames", "rates") if columns["frames"].any() else ())]
+    return np.stack([columns[name] for name in names], axis=1)
+
+
 def specials_of(kinds: Ints, heights: Ints, start: Ints) -> Ints:
     """[N] BOS and EOS of each sample, of segments from `start` [N + 1]: none where a chat template
     wrote it."""
@@ -122,10 +129,14 @@ def _batch(
     import pyarrow as pa
 
     present = {TEXT} | {kind for item, kind in KINDS.items() if inputs.of(item)}
+    films = any(head.video is not None for head in inputs.images)
     unread.update(
-        UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present
+        VIDEOS if one.frames else UNREAD[one.kind]
+        for sample in samples
+        for one in sample.segments
+        if one.kind not in present or (one.frames and not films)
     )
-    samples = [Sample(sample.key, _read(sample.segments, present)) for sample in samples]
+    samples = [Sample(sample.key, _read(sample.segments, present, films)) for sample in samples]
     samples, of_texts = _in_pieces(
         _cut(samples, label, inputs, skipped),
         inputs.sequence_length - SAMPLE_SPECIALS,
@@ -133,7 +144,7 @@ def _batch(
     )
     per_sample = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in per_sample], dtype=np.int64)
-    kinds, locations, _, widths, heights, trained, ended, _, parts = (
+    kinds, locations, _, widths, heights, trained, ended, _, parts, frames, rates = (
         zip(*(s for segments in per_sample for s in segments), strict=True)
         if counts.any()
         else [()] * len(Segment._fields)
@@ -145,6 +156,8 @@ def _batch(
         "widths": np.array(widths, np.int64),
         "heights": np.array(heights, np.int64),
         "parts": np.array(parts, np.int64),
+        "frames": np.array(frames, np.int64),
+        "rates": np.array(rates, np.int64),
     }
     for name, values in zip(
         ("offsets", "sizes"), zip(*locations, strict=True) if locations else ((), ()), strict=True
@@ -176,14 +189,14 @@ def _batch(
     return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
 
 
-def _read(segments: list[Segment], present: set[int]) -> list[Segment]:
-    """Segments of the kinds `present`; a text that asks for an image that nothing here generates is
-    not trained."""
+def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segment]:
+    """Segments of the kinds `present`, videos only with `films`; a text that asks for an image that
+    nothing here generates is not trained."""
     asks = [one.kind == TARGET and TARGET not in present for one in segments[1:]] + [False]
     return [
         one._replace(trained=one.trained and not asking)
         for one, asking in zip(segments, asks, strict=True)
-        if one.kind in present
+        if one.kind in present and (films or not one.frames)
     ]
 
 
@@ -207,9 +220,7 @@ def _cut(
 def _misfit(segments: list[Segment], inputs: ModelInputs) -> str | None:
     """Why the model cannot read an item of a sample, if there is one that it cannot."""
     reasons = (
-        inputs.of(ITEMS[one.kind])[0].misfit(one.width_px, one.height_px)
-        for one in segments
-        if one.kind != TEXT
+        inputs.of(ITEMS[one.kind])[0].misfit(*one.numbers) for one in segments if one.kind != TEXT
     )
     return next((reason for reason in reasons if reason), None)
 
@@ -244,7 +255,7 @@ def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInput
     tokens = np.zeros(len(kinds), dtype=np.int64)
     tokens[kinds == TEXT] = of_texts
     tokens += columns["ended"]
-    sizes = np.stack([columns["widths"], columns["heights"]], axis=1)
+    sizes = numbers_of(columns)
     parts = counts_of_parts(first_parts(kinds, columns["parts"]))
     for item, kind in KINDS.items():
         at = np.flatnonzero(kinds == kind)

@@ -30,7 +30,7 @@ def in_parts(segments: Sequence[Segment], inputs: ModelInputs) -> list[Segment]:
         return list(segments)
     made = list[Segment]()
     texts = written_around(
-        [(one.kind, (one.width_px, one.height_px)) for one in segments if one.kind != TEXT], inputs
+        [(one.kind, one.numbers) for one in segments if one.kind != TEXT], inputs
     )
     for segment in segments:
         if segment.kind == TEXT:

@@ -36,6 +36,24 @@ def sample_positions(
     return positions
 
 
+def joined_in_time(grids: Iterable[tuple[int, Ints, int | None]]) -> list[tuple[int, Ints]]:
+    """(place, positions) of grids, of which the parts of a video that follow each other without a
+    text between are one.
+
+    Args:
+        grids: place, positions in its own grid, and of a part of a video behind its first one the
+            time by which it is later.
+    """
+    made = list[tuple[int, Ints]]()
+    for place, inside, time in grids:
+        later = inside if time is None else inside + np.array([[time], [0], [0]])
+        if time is not None and made and made[-1][0] + made[-1][1].shape[1] == place:
+            made[-1] = made[-1][0], np.concatenate([made[-1][1], later], axis=1)
+        else:
+            made.append((place, later))
+    return made
+
+
 def grid_positions(grid: tuple[int, int, int], every: float = 1.0) -> Ints:
     """[3, tokens] time, row and column of the tokens of a grid of (frames, rows, columns).
 

@@ -45,6 +45,7 @@ class ShardReader:
         try:
             shard = self._shard(sample)
             media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
+            media = "video" if self._index.frames[segment] else media
             return shard.file(media, self._location(segment), record)
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
@@ -101,7 +102,10 @@ class ShardReader:
         first, last = self._index.segment_start[sample : sample + 2].tolist()
         files = first + np.flatnonzero(self._index.files[first:last])
         kinds, numbers = self._index.kinds[files].tolist(), self._index.numbers[files].tolist()
-        return [(kind, tuple(one)) for kind, one in zip(kinds, numbers, strict=True)]
+        return [
+            (kind, tuple(one if any(one[2:]) else one[:2]))
+            for kind, one in zip(kinds, numbers, strict=True)
+        ]
 
     def _texts_of(self, sample: int) -> list[int]:
         """Text segments of a sample that its shard has."""

@@ -16,11 +16,12 @@ import numpy as np
 
 from disttrain_cli.data.arrays import ranges, starts_of
 from disttrain_cli.data.packing import Packing
-from disttrain_cli.data.positions import grid_positions, sample_positions
+from disttrain_cli.data.positions import grid_positions, joined_in_time, sample_positions
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.index import ITEMS, KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.video_processor import Film
 
 NOT_TRAINED = -100
 PADDING_DOCUMENT = -1
@@ -48,6 +49,7 @@ class SequencePlan:
         self.grids = index.grids[segments]
         self.segments, self.index = segments, index
         self.trained = index.trained[segments]
+        self.films = index.frames[segments] > 0
         self.end_trained = index.end_trained[self.samples]
         self.specials = index.specials[self.samples]
         # Besides the segments before it, a segment lies behind the specials of earlier samples and
@@ -99,22 +101,37 @@ class SequencePlan:
         """Positions of the tokens of all samples."""
         if self.inputs.positions == "1d":
             return ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
-        images = np.flatnonzero(self.kinds == ImageInput.kind)
-        places, grids = self.segment_at[images], self.grids[images]
-        head, made = self.inputs.image, []
+        grids, made = self._image_grids(), []
+        places = np.array([place for place, _ in grids], dtype=np.int64)
         for first, count in zip(self.sample_at, self.sample_tokens, strict=True):
-            inside = (first <= places) & (places < first + count)
-            of_sample = zip((places[inside] - first).tolist(), grids[inside], strict=True)
-            made.append(
-                sample_positions(
-                    self.inputs.positions,
-                    int(count),
-                    [(place, grid_positions(head.frames(grid))) for place, grid in of_sample]
-                    if head
-                    else (),
-                )
-            )
+            inside = np.flatnonzero((first <= places) & (places < first + count)).tolist()
+            of_sample = [(grids[at][0] - int(first), grids[at][1]) for at in inside]
+            made.append(sample_positions(self.inputs.positions, int(count), of_sample))
         return np.concatenate(made, axis=1)
+
+    def _image_grids(self) -> list[tuple[int, Ints]]:
+        """Place and positions of each grid of images (`joined_in_time`)."""
+        head, times = self.inputs.image, dict[int, list[int]]()
+        if head is None:
+            return []
+        grids = list[tuple[int, Ints, int | None]]()
+        for at in np.flatnonzero(self.kinds == ImageInput.kind).tolist():
+            inside = grid_positions(head.frames(self.grids[at]))
+            time = self._time_in_film(head, at, times) if self.films[at] else None
+            grids.append((int(self.segment_at[at]), inside, time))
+        return joined_in_time(grids)
+
+    def _time_in_film(self, head: ImageInput, at: int, known: dict[int, list[int]]) -> int | None:
+        """By how much positions of a part of a video are later than those of its first one, which
+        has None; `known`: of videos by their first part."""
+        index, segment = self.index, int(self.segments[at])
+        assert index.part is not None and index.numbers is not None and head.video is not None
+        if not (part := int(index.part[segment])):
+            return None
+        file = int(index.file[segment])
+        if file not in known:
+            known[file] = head.video.times(Film(*index.numbers[segment].tolist()))
+        return known[file][part]
 
     def token_ids(self, tokenizer: Tokenizer, read_texts: ReadTexts) -> tuple[Ints, Ints]:
         """(ids, labels), each [L]."""
@@ -128,10 +145,10 @@ class SequencePlan:
             self.end_trained[own],
         )
         for item, kind in KINDS.items():
-            for places in self.rows(kind):
-                ids[places[places >= 0]] = (
-                    tokenizer.context if item == "target" else tokenizer.image
-                )
+            films = self.films[self.kinds == kind].tolist()
+            for places, film in zip(self.rows(kind), films, strict=True):
+                read = tokenizer.video if film else tokenizer.image
+                ids[places[places >= 0]] = tokenizer.context if item == "target" else read
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

@@ -35,6 +35,7 @@ def describe_data(packing: Packing) -> DataProfile:
         image_tokens=int(index.tokens[index.kinds == IMAGE].sum()),
         images=len(packing.items["image"]),
         scaled_down=index.scaled_down,
+        videos=int((index.files & (index.frames > 0)).sum()),
         targets=len(packing.items["target"]),
         clips=len(packing.items["audio"]),
         others={item: len(packing.items[item]) for item in KINDS if item not in NAMED_ITEMS},

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.chat import Chat
 from disttrain_cli.data.chat_templates import FILES as TEMPLATES
-from disttrain_cli.data.chat_templates import image_token, read_chat_template
+from disttrain_cli.data.chat_templates import image_token, read_chat_template, video_token
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
@@ -35,6 +35,7 @@ class Tokenizer(Protocol):
     bos: int
     eos: int
     image: int  # placeholder for one row of an image that is read
+    video: int  # the same of a video
     context: int  # placeholder for one row that conditions an image to be generated
     chat: Chat | None  # writes conversations, where the tokenizer says how
 
@@ -56,6 +57,7 @@ class ByteTokenizer:
 
     fingerprint = "bytes"
     pad, bos, eos, image, context = range(256, 261)
+    video = image
     vocabulary = 261
     chat: Chat | None = None
 
@@ -80,10 +82,17 @@ class FolderTokenizer:
     Which of its tokens begin, end and pad a text is said by tokenizer_config.json or
     special_tokens_map.json. `image` is the id of an image's placeholder, where the model has one of
     its own; else, with a chat template, it is the tokenizer's, where that has one. `processor`:
-    the folder is of a whole model, whose processor writes conversations.
+    the folder is of a whole model, whose processor writes conversations. `video` is the id of a
+    video's placeholder.
     """
 
-    def __init__(self, folder: Path, image: int | None = None, processor: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        image: int | None = None,
+        processor: bool = False,
+        video: int | None = None,
+    ) -> None:
         from tokenizers import Tokenizer as Rules
 
         try:
@@ -96,6 +105,7 @@ class FolderTokenizer:
             }
             template = read_chat_template(folder, named)
             placeholder = image_token(folder, named, rules, image) if template else None
+            of_videos = video_token(folder, rules, video) if template else None
         except Exception as error:  # the library raises plain Exceptions for a bad file
             raise SpecError(
                 f"Cannot read the tokenizer {folder} (data.tokenizer)", str(error), CHOICES
@@ -110,7 +120,8 @@ class FolderTokenizer:
         self.vocabulary = max(self.vocabulary, (image or 0) + 1)
         self.image = self._special(placeholder) if image is None else image
         self.context = self._special(None)
-        self.chat = Chat(template, rules, placeholder, processor) if template else None
+        self.video = self._special(of_videos) if of_videos else self.image
+        self.chat = Chat(template, rules, placeholder, processor, of_videos) if template else None
         content = hashlib.sha256()
         for path in (folder / name for name in FILES):
             if path.is_file():
@@ -159,7 +170,9 @@ def read_tokenizer(run: Run) -> Tokenizer:
     folder = run.resolve(name)
     if folder.is_dir():
         own = run.published if name == run.file.model.folder else None
-        return FolderTokenizer(folder, None if own is None else own.image_token, own is not None)
+        if own is None:
+            return FolderTokenizer(folder)
+        return FolderTokenizer(folder, own.image_token, True, own.video_token)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         raise SpecError(
             f"There is no tokenizer folder at {folder} (data.tokenizer)",

@@ -50,6 +50,38 @@ class VideoHeader(NamedTuple):
     fps: float  # their mean rate per second
 
 
+def is_installed() -> bool:
+    """Whether videos can be read here."""
+    try:
+        _av()
+    except DataError:
+        return False
+    return True
+
+
+def check_installed() -> None:
+    """DataError where videos cannot be read here."""
+    _av()
+
+
+def suffix_of(data: bytes) -> str:
+    """The usual suffix of a video file."""
+    return {"mov": "mp4", "matroska": "mkv", "avi": "avi"}[_form(_of(data))]
+
+
+def is_video(data: bytes) -> bool:
+    """Whether a file begins as a video does."""
+    try:
+        return bool(_form(_of(data)))
+    except ValueError:
+        return False
+
+
+def video_header(data: bytes) -> VideoHeader:
+    """`read_video_header` of a file in memory."""
+    return read_video_header(_of(data), len(data))
+
+
 def read_video_header(read: Read, file_bytes: int) -> VideoHeader:
     """Size of a video file of so many bytes, of which only headers (of Matroska, WebM and MP4 in
     fragments those of all packets) are read."""

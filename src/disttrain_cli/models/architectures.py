@@ -49,6 +49,7 @@ from disttrain_cli.models.configs.generators import (
 from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, image_input
 from disttrain_cli.models.configs.lora import read_lora
 from disttrain_cli.models.configs.noise import read_noise
+from disttrain_cli.models.configs.videos import with_video
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
@@ -193,7 +194,7 @@ def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig)
 
 def _merging_input(normal: Normal, run: Run, module: ModuleConfig) -> ImageInput:
     config = module.config
-    return image_input(
+    images = image_input(
         run,
         module.name,
         normal,
@@ -201,6 +202,7 @@ def _merging_input(normal: Normal, run: Run, module: ModuleConfig) -> ImageInput
         merge=config.spatial_merge_size,
         window=getattr(config, "window_size", config.patch_size) // config.patch_size,
     )
+    return with_video(run, module.name, module.architecture, config, images)
 
 
 def _whisper_input(run: Run, module: ModuleConfig) -> AudioInput:

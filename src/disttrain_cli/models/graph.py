@@ -18,6 +18,7 @@ from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.configs.checks import wrong
 from disttrain_cli.models.configs.decoders import positions_of, windows_of
+from disttrain_cli.models.configs.videos import check_read
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec, embeds_name, features_name
 from disttrain_cli.models.lora import check_targets
 from disttrain_cli.spec.files import fingerprint
@@ -53,7 +54,7 @@ def describe(run: Run) -> ModelInputs:
     llm = next(config for config in configs.values() if config.kind == "llm")
     heads = list(_heads(run, configs).values())
     eyes = [head for head in heads if isinstance(head, ImageInput)]
-    if len({(eye.patch_px, eye.merge, eye.channels, eye.processor) for eye in eyes}) > 1:
+    if len({(eye.patch_px, eye.merge, eye.channels, eye.processor, eye.video) for eye in eyes}) > 1:
         given = ", ".join(
             f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels"
             + (f", resized by {eye.processor.resize} as its folder says" if eye.processor else "")
@@ -65,6 +66,7 @@ def describe(run: Run) -> ModelInputs:
             "Their tokens are added one by one: give them equal patch sizes and merge, or leave one"
             " out.",
         )
+    check_read(run, heads)
     length = run.file.data.sequence_length
     return ModelInputs(
         llm=llm.name,

@@ -26,7 +26,8 @@ from disttrain_cli.models.towers import EMBEDS, count, positions
 
 
 class Embed(qwen_vision.Embed):
-    """Pixels [N, C, H, W] → a convolution of each patch and its position, in the rows' order."""
+    """Pixels [N, C, H, W], or of two frames [N, 2 · C, H, W] → a convolution of each patch and its
+    position, in the rows' order."""
 
     def __init__(self, module: str, config: Any) -> None:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchEmbed

@@ -4,8 +4,8 @@ the merger ends in the LLM's width.
 Images have any size in whole merge blocks; nothing is interpolated (Bai et al. 2025, arXiv
 2502.13923, section 2.1). Rows of an image: its patches, window by window, so that a window is a run
 of rows, and inside a window m × m patches of a merge block after another, so that the merger takes
-runs too. Most blocks attend inside windows, some (`kind` "block.global") over the whole image. The
-temporal patch of 2 sees the image twice.
+runs too. Most blocks attend inside windows, some (`kind` "block.global") over the whole image. A
+temporal patch of two frames of a video is an image, too; an image is seen twice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class QwenLayer(ImageLayer):
 
 
 class Embed(QwenLayer):
-    """Pixels [N, C, H, W] → a convolution of each patch, in the rows' order."""
+    """Pixels [N, C, H, W], or of two frames [N, 2 · C, H, W] → a convolution of each patch, in the
+    rows' order."""
 
     kind = "embed"
     needs = ("image",)
@@ -95,15 +96,23 @@ class Embed(QwenLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         proj = self.patch_embed.proj
-        kernel = proj.weight.sum(2)  # the same image at every time
-        hidden = []
-        for pixels in self.pixels(batch):
+        runs_NCHW, hidden = self.pixels(batch), []
+        kernel = self._kernel(runs_NCHW[0].shape[1])
+        for pixels in runs_NCHW:
             # [N, D, rows, columns]
             grid = functional.conv2d(pixels.to(kernel.dtype), kernel, proj.bias, kernel.shape[2:])
             order = to_device(self.layout(*grid.shape[2:]).order, grid.device)
             raster_NPD = self.placed(grid.flatten(2).transpose(1, 2), *grid.shape[2:])
             hidden.append(raster_NPD.index_select(1, order).flatten(0, 1))
         return {"image_hidden": split(torch.cat(hidden), self.group)}
+
+    def _kernel(self, channels: int) -> Tensor:
+        """[D, channels, p, p]: of an image, which is the same at every time, or of frames after
+        one another."""
+        weight = self.patch_embed.proj.weight  # [D, C, T, p, p]
+        return (
+            weight.sum(2) if channels == weight.shape[1] else weight.transpose(1, 2).flatten(1, 2)
+        )
 
     def placed(self, raster_NPD: Tensor, rows: int, columns: int) -> Tensor:
         """Images of a grid, with what says where each patch is; rotary positions say it later."""

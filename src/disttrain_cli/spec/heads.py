@@ -16,6 +16,7 @@ from disttrain_cli.spec.cutting import ALONE, Cut, Written
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.joined_tiles import JoinedTiles
+from disttrain_cli.spec.video_processor import TEMPORAL, Film, VideoProcessor
 from disttrain_cli.spec.work import Work
 
 FRAME_MS = 10  # of sound in a column of a spectrogram
@@ -30,7 +31,8 @@ LARGE_IMAGE_PX = 1 << 18
 #: Rows and columns.
 Grid = tuple[int, int]
 
-#: What a file's header says: width and height in pixels, or duration in ms and samples per second.
+#: What a file's header says: width and height in pixels, or duration in ms and samples per second;
+#: of a video four (`spec.video_processor.Film`).
 Numbers = tuple[int, ...]
 
 #: Of each channel, the scale and shift of a byte x: x · scale - shift.
@@ -184,6 +186,17 @@ class ImageInput(Head):
         exclude_if=lambda given: given is None,  # so that fingerprints without one stay
         description="The published model's own rule of resizing, where it has one.",
     )
+    video: Annotated[
+        VideoProcessor | None,
+        WithJsonSchema({"anyOf": [VideoProcessor.model_json_schema(), {"type": "null"}]}),
+    ] = Field(
+        None,
+        exclude_if=lambda given: given is None,
+        description=(
+            "How videos are prepared, where they are read: an item is then two frames of a video,"
+            " or an image twice."
+        ),
+    )
 
     @model_validator(mode="after")
     def _values_per_channel(self) -> ImageInput:
@@ -196,9 +209,14 @@ class ImageInput(Head):
     @property
     def affine(self) -> Affine:
         """By which bytes become what the encoder reads: (x / 255 - mean) / std."""
-        return tuple(
+        return self.temporal * tuple(
             (1 / (255 * std), mean / std) for mean, std in zip(self.mean, self.std, strict=True)
         )
+
+    @property
+    def temporal(self) -> int:
+        """Frames of an item, one after the other in its channels."""
+        return 1 if self.video is None else TEMPORAL
 
     def grid_of(self, rows: int, columns: int) -> Grid:
         return rows * self.merge, columns * self.merge
@@ -219,20 +237,25 @@ class ImageInput(Head):
 
     @property
     def cuts(self) -> bool:
-        return self.processor is not None and self.processor.tiling is not None
+        return self.video is not None or (
+            self.processor is not None and self.processor.tiling is not None
+        )
 
     def written(self, files: Sequence[Numbers]) -> list[Written]:
+        return [self._written(numbers, len(files) == 1) for numbers in files]
+
+    def _written(self, numbers: Numbers, alone: bool) -> Written:
+        if len(numbers) > 2 and self.video is not None:
+            return self.video.written(Film(*numbers))
         if self.processor is None or self.processor.tiling is None:
-            return super().written(files)
-        tiling, written = self.processor.tiling, []
-        for width, height in files:
-            cut = self.cut((width, height), alone=len(files) == 1)
-            if isinstance(tiling, JoinedTiles) and (
-                reason := tiling.too_large((width, height), cut, self.tile_side)
-            ):
-                raise ValueError(reason)
-            written.append(tiling.written(cut))
-        return written
+            return ALONE
+        tiling, size = self.processor.tiling, (numbers[0], numbers[1])
+        cut = self.cut(size, alone)
+        if isinstance(tiling, JoinedTiles) and (
+            reason := tiling.too_large(size, cut, self.tile_side)
+        ):
+            raise ValueError(reason)
+        return tiling.written(cut)
 
     def cut(self, size: tuple[int, int], alone: bool) -> Cut:
         """How an image of this width and height becomes tiles; `alone`: its sample has no
@@ -279,8 +302,10 @@ class ImageInput(Head):
         size = numbers[0], numbers[1]
         return joined_tiles.places(size, self.cut(size, alone=parts > 1), self.tile_side)
 
-    def misfit(self, width: int, height: int) -> str | None:
-        """Sides too unlike for the processor."""
+    def misfit(self, width: int, height: int, *film: int) -> str | None:
+        """Sides too unlike for the processor; a video of too few frames."""
+        if film and self.video is not None:
+            return self.video.misfit(Film(width, height, *film), self.patch_px * self.merge)
         return None if self.processor is None else self.processor.misfit(width, height)
 
     def grid(self, width_px: int, height_px: int) -> tuple[int, int]:
@@ -295,9 +320,12 @@ class ImageInput(Head):
 
     def grids(self, sizes_px: Any) -> Any:
         """`grid` of many images at once: [N, 2] patches (rows, columns) of [N, 2] widths and
-        heights, int64 arrays."""
+        heights, int64 arrays; or of [N, 4], of which some are of videos, those of their frames."""
         import numpy as np
 
+        sizes_px = np.asarray(sizes_px, dtype=np.int64)
+        if sizes_px.shape[1:] == (4,):
+            return self._grids_with_films(sizes_px)
         if self.processor is not None:
             return self.processor.grids(sizes_px, self.patch_px, self.merge, self.max_pixels)
         width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
@@ -312,6 +340,19 @@ class ImageInput(Head):
             shrink_rows = rows >= columns
             rows, columns = rows - (over & shrink_rows), columns - (over & ~shrink_rows)
         return np.stack([rows, columns], axis=1) * self.merge
+
+    def _grids_with_films(self, numbers: Any) -> Any:
+        """Of images (whose last two numbers are 0) and videos."""
+        import numpy as np
+
+        grids = self.grids(numbers[:, :2])
+        films = np.flatnonzero(numbers[:, 2])
+        if self.video is not None and len(films):
+            each, places = np.unique(numbers[films], axis=0, return_inverse=True)
+            block_px = self.patch_px * self.merge
+            sizes = [self.video.size_px(Film(*film), block_px) for film in each.tolist()]
+            grids[films] = np.array(sizes, np.int64)[places.reshape(-1)] // self.patch_px
+        return grids
 
     def frames(self, grid: Any) -> tuple[int, int, int]:
         """Frames, rows and columns of an image's tokens in the LLM, of its grid of patches."""
@@ -337,8 +378,8 @@ class ImageInput(Head):
         return {"patches": Rows(self.extra_tokens, 1), "tokens": of_tokens}[column]
 
     def shape_of(self, grid: Grid) -> tuple[int, ...]:
-        """Channels, height and width."""
-        return self.channels, grid[0] * self.patch_px, grid[1] * self.patch_px
+        """Channels (of two frames where videos are read), height and width."""
+        return self.temporal * self.channels, grid[0] * self.patch_px, grid[1] * self.patch_px
 
 
 class AudioInput(Head):

@@ -21,6 +21,8 @@ place); the rows of a shard are one row group:
     form's own. Tars: byte offset and length of the member's content (text: of the json / txt).
     Conversations: of the record in the JSON; of an image its number in the record and the length of
     its file. Parquet and Arrow: row, and position in it.
+  - frames, int32, and rates, int64: of a video, its frames and their rate in billionths per second;
+    else 0. Indexes without these columns have no videos. Widths and heights are those of a frame.
   - parts, int32: of an item that is one of several of its file, its number among them, from 0; of a
     text that the model's processor writes around a file's parts `AROUND`; else 0. Indexes without
     this column have no such item. The parts of a file follow each other, with texts between; each
@@ -55,9 +57,11 @@ COLUMNS = (
     "offsets",
     "sizes",
     "parts",
+    "frames",
+    "rates",
 )
 #: Columns that an index may lack: all 0 then.
-OPTIONAL = ("parts",)
+OPTIONAL = ("parts", "frames", "rates")
 #: Number of an item's segments in `kinds`; in the order in which a slot's items are listed.
 KINDS: dict[str, int] = {item: head.kind for item, head in HEADS.items()}
 IMAGE, TARGET, AUDIO = KINDS["image"], KINDS["target"], KINDS["audio"]
@@ -65,6 +69,7 @@ IMAGE, TARGET, AUDIO = KINDS["image"], KINDS["target"], KINDS["audio"]
 ITEMS: dict[int, str] = {kind: item for item, kind in KINDS.items()}
 #: What a sample holds beside texts, by kind, as users are told.
 UNREAD: dict[int, str] = {head.kind: head.what for head in HEADS.values()}
+VIDEOS = "videos (data.video reads them)"
 if len(ITEMS) < len(HEADS):
     raise SpecError(
         "Two modalities have the same number in the index",

@@ -83,15 +83,18 @@ class ModelInputs(Strict):
         if (
             len(
                 {
-                    (head.patch_px, head.merge, head.channels, head.max_pixels, head.processor)
+                    (
+                        *(head.patch_px, head.merge, head.channels, head.max_pixels),
+                        *(head.processor, head.video),
+                    )
                     for head in self.images
                 }
             )
             > 1
         ):
             raise ValueError(
-                "image encoders must have equal patch_px, merge, channels, max_pixels and"
-                " processor: their tokens are added one by one"
+                "image encoders must have equal patch_px, merge, channels, max_pixels, processor"
+                " and video: their tokens are added one by one"
             )
         return self
 

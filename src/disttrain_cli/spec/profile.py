@@ -366,6 +366,11 @@ class DataProfile(Strict):
             " drawn."
         ),
     )
+    videos: int = Field(
+        0,
+        exclude_if=lambda given: not given,
+        description="Videos; every two frames that are seen of one are one of the images.",
+    )
     targets: int = Field(description="Images to generate.")
     clips: int = Field(0, description="Audio clips.")
     others: dict[str, int] = Field(default_factory=dict, description="Items of further modalities.")

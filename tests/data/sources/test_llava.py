@@ -72,8 +72,8 @@ def read(
         ({"id": "x", "conversations": []}, "at least one turn"),
         (turns("a", "b", system=5), "system must have"),
         (
-            {"id": "x", "messages": [{"role": "user", "content": [{"type": "video"}]}]},
-            "messages[0] has a part of the type 'video', which is not read",
+            {"id": "x", "messages": [{"role": "user", "content": [{"type": "tool"}]}]},
+            "messages[0] has a part of the type 'tool', which is not read",
         ),
         (
             {"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -86,7 +86,7 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
         ([interleaved("bad", clip("gone.wav"))], "the clip gone.wav is missing"),
         ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is no sound"),
         ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
-        ([interleaved("bad", {"type": "audio"})], "image or audio with `file`"),
+        ([interleaved("bad", {"type": "audio"})], "image or audio or video with `file`"),
     ],
 )
 def test_bad_clips_are_named(tmp_path: Path, files: list[tuple[str, bytes]], reason: str) -> None:

@@ -11,23 +11,27 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.decoding import decode_image, decode_tiles
 from disttrain_cli.data.examples import smooth_jpeg
+from disttrain_cli.data.films import check_patches, decode_patches
 from disttrain_cli.data.modalities.media import IMAGE_FILES
+from disttrain_cli.data.videos import is_video
 from disttrain_cli.spec.heads import Grid, Head, ImageInput
 
 
 class Images:
-    """[C, rows · patch, columns · patch]; `ImageInput.affine` normalises them."""
+    """[C, rows · patch, columns · patch], or twice as many channels, the image twice, where videos
+    are read; `ImageInput.affine` normalises them."""
 
     media = IMAGE_FILES
 
     def blank(self, head: Head, grid: Grid) -> NDArray[Any]:
         assert isinstance(head, ImageInput)
-        rows, columns = grid
-        return np.zeros((head.channels, rows * head.patch_px, columns * head.patch_px), np.uint8)
+        return np.zeros(head.shape_of(grid), np.uint8)
 
     def decode(self, data: bytes, head: Head, grid: Grid, out: NDArray[Any]) -> None:
         assert isinstance(head, ImageInput)
-        decode_image(data, grid, head, out)
+        first = out[: head.channels]
+        decode_image(data, grid, head, first)
+        out.reshape(head.temporal, *first.shape)[1:] = first
 
     def decode_parts(
         self,
@@ -38,11 +42,19 @@ class Images:
         outs: Sequence[tuple[int, NDArray[Any]]],
     ) -> None:
         assert isinstance(head, ImageInput)
-        decode_tiles(data, head, parts, outs)
+        if head.video is not None and is_video(data):
+            decode_patches(data, head, parts, outs)
+        elif head.processor is not None and head.processor.tiling is not None:
+            decode_tiles(data, head, parts, outs)
+        else:
+            for _, out in outs:
+                self.decode(data, head, grid, out)
 
     def check(self, data: bytes, head: Head, grid: Grid) -> None:
         assert isinstance(head, ImageInput)
-        if head.cuts:
+        if head.video is not None and is_video(data):
+            check_patches(data, head)
+        elif head.cuts and head.video is None:
             decode_tiles(data, head, 0, ())
         else:
             decode_image(data, grid, head)
@@ -50,7 +62,7 @@ class Images:
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
         """Of a head that cuts, a picture as large as one tile."""
         assert isinstance(head, ImageInput)
-        if head.cuts:
+        if head.cuts and head.video is None:
             picture, out = smooth_jpeg(max(grid) * head.patch_px), self.blank(head, grid)
             return partial(decode_tiles, picture, head, 1, [(0, out)])
         return partial(decode_image, smooth_jpeg(max(grid) * head.patch_px), grid, head)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from disttrain_cli.data.clips import read_clip_header
 from disttrain_cli.data.headers import Read, is_whole, read_header
+from disttrain_cli.data.videos import is_installed, read_video_header
+from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.video_processor import NHZ
 
 MOST_BYTES = 256 * 1024 * 1024  # a larger file is none
 HEAD_BYTES = 4096  # of an image that are read at once; most headers end before
@@ -23,8 +26,8 @@ class Media:
         suffixes: of files in tars.
         columns: usual names of columns in tables.
         read_sizes: (width and height in pixels, duration in ms and rate, or whatever the modality's
-            head makes of two numbers) of a file of so many bytes; ValueError with the reason where
-            it is none.
+            head makes of two numbers; of videos four, `spec.video_processor.Film`) of a file of so
+            many bytes; ValueError with the reason where it is none.
     """
 
     name: str
@@ -32,7 +35,7 @@ class Media:
     what: str
     suffixes: tuple[str, ...]
     columns: tuple[str, ...]
-    read_sizes: Callable[[Read, int], tuple[int, int]]
+    read_sizes: Callable[[Read, int], Numbers]
 
 
 def image_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
@@ -54,6 +57,16 @@ def sound_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
     check_bytes(file_bytes, "sound")
     header = read_clip_header(read, file_bytes)
     return header.duration_ms, header.rate_hz
+
+
+def video_sizes(read: Read, file_bytes: int) -> Numbers:
+    """Width and height in pixels, frames, and their rate. Where nothing can read videos, numbers of
+    none: a run that reads them has found that out before."""
+    check_bytes(file_bytes, "video")
+    if not is_installed():
+        return (1, 1, 1, NHZ)
+    header = read_video_header(read, file_bytes)
+    return (*header[:3], round(header.fps * NHZ))
 
 
 def check_bytes(file_bytes: int, what: str) -> None:
@@ -79,4 +92,12 @@ SOUND_FILES = Media(
     ("wav", "flac", "ogg", "mp3"),
     ("audio", "wav", "flac", "ogg", "mp3", "sound", "speech"),
     sound_sizes,
+)
+VIDEO_FILES = Media(
+    "video",
+    "image",
+    "video",
+    ("mp4", "mov", "mkv", "webm", "avi"),
+    ("video", "mp4", "mov", "mkv", "webm", "avi"),
+    video_sizes,
 )

@@ -3,11 +3,12 @@
 Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role,
 content}` (OpenAI, chat templates), whose content may be a list of parts `{type: text, text}`,
 `{type: image, image: NAME}` and `{type: image_url, image_url: {url: NAME}}`. `<image>` in a text
-marks where one of the record's images stands. An assistant's turn with `weight: 0` is not trained
-(OpenAI's form). A chat template writes them (`data.chat`); where the
-tokenizer has none, they are `USER: … ASSISTANT: …EOS` behind what the system says, and only what
-stands behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485,
-section 4.2). The last EOS is the sample's own.
+marks where one of the record's images stands. Videos are named and marked as images are, with
+`video` in the place of `image`. An assistant's turn with `weight: 0` is not trained (OpenAI's
+form). A chat template writes them (`data.chat`); where the tokenizer has none, they are `USER: …
+ASSISTANT: …EOS` behind what the system says, and only what stands behind `ASSISTANT:`, EOS with it,
+is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last EOS is the sample's
+own.
 
 Without turns all of `text` is trained: a document, or, as `caption` too, that of the record's
 images.
@@ -15,14 +16,27 @@ images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
-from disttrain_cli.data.sources.samples import ChatForm, Measure, Part, Turn, clean
+from disttrain_cli.data.sources.samples import (
+    ChatForm,
+    Measure,
+    Part,
+    Turn,
+    VideoName,
+    clean,
+    media_of,
+)
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 MARK = "<image>"
+#: Of a video, in a record's texts, and once they are read: no text means it otherwise.
+WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
+MARKS = re.compile(f"{MARK}|{FILM}")
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
@@ -31,6 +45,7 @@ SAID = {"from", "role", "value", "content", "weight"}
 NO_TOOLS = "`tools` and `tool_calls` are not read"
 TURNS = ("conversations", "messages")
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
+VIDEOS = ("video", "videos")
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
@@ -44,18 +59,17 @@ def conversation(
     beside: Sequence[str] = (),
     measure: Measure = no_numbers,
 ) -> list[Part]:
-    """Texts and images (by name) of a record, in order; index and loader both read it by this
-    function.
+    """Texts, images and videos (by name) of a record, in order; index and loader both read it by
+    this function.
 
-    `chat` writes its turns, if it has any; `beside`: images that lie beside it, which are meant
-    where it names none; `measure`: says their numbers, which it may need. Raises ValueError with
-    the reason.
+    `chat` writes its turns, if it has any; `beside`: images and videos that lie beside it, which
+    are meant where it names none; `measure`: says their numbers, which it may need. Raises
+    ValueError with the reason.
     """
-    names, turns = image_names(record) or list(beside), _turns(record)
+    names = file_names(record, beside)
+    turns = _marked(_turns(record), names)
     if not turns:
         return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
-    if (marks := sum(turn.said.count(MARK) for turn in turns)) != len(names):
-        raise ValueError(f"{marks} marks {MARK} for {len(names)} images")
     if chat is None:
         return _plain(turns, names)
     if record.get("tools"):
@@ -66,7 +80,7 @@ def conversation(
 def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
     """Turns as they are written where the tokenizer does not say how."""
     parts: list[Part] = []
-    images = iter(names)
+    files = iter(names)
     before, answers = "", True  # `before`: a text that is not trained and not in `parts` yet
     for turn in turns:
         if answers and parts and parts[-1].kind == TEXT:
@@ -74,10 +88,10 @@ def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
         before += "" if answers else " "
         answers = turn.role == "assistant"
         before += BEFORE[turn.role]
-        for index, piece in enumerate(turn.said.split(MARK)):
+        for index, piece in enumerate(MARKS.split(turn.said)):
             if index:
                 before = _text(parts, before, trained=False)
-                parts.append(Part(IMAGE, next(images)))
+                parts.append(Part(IMAGE, next(files)))
             if answers:
                 before = _text(parts, before, trained=False)
                 _text(parts, piece if index else " " + piece, trained=turn.trained)
@@ -90,9 +104,11 @@ def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
 def texts_of(
     record: Any, chat: ChatForm | None = None, files: Sequence[Numbers] = ()
 ) -> list[str | tuple[int, ...]]:
-    """Texts of a record whose images are known to be there, with these numbers, in order."""
+    """Texts of a record whose images and videos are known to be there, with these numbers, in
+    order."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
-    parts = conversation(record, chat, [""] * marks, lambda names: files)
+    beside = [VideoName() if len(numbers) > 2 and numbers[2] else "" for numbers in files]
+    parts = conversation(record, chat, beside or [""] * marks, lambda names: files)
     return [part.text for part in parts if part.kind == TEXT]
 
 
@@ -101,17 +117,53 @@ def has_turns(record: Any) -> bool:
     return isinstance(record, dict) and any(record.get(name) is not None for name in TURNS)
 
 
-def image_names(record: Any) -> list[str]:
-    """Names of a record's images; ValueError where it has no such form."""
+def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
+    """Names of a record's images and videos as they are marked, or where it has no turns the
+    images first; ValueError where it has no such form, or other numbers of marks."""
     if not isinstance(record, dict):
         raise ValueError("a record must be a mapping")
-    field = next((name for name in IMAGES if record.get(name) is not None), None)
+    turns = _turns(record)
+    named = list(chain.from_iterable(turn.images for turn in turns))
+    images = _listed(record, IMAGES) or _only("image", named) or _only("image", beside)
+    videos = [
+        VideoName(name)
+        for name in _listed(record, VIDEOS) or _only("video", named) or _only("video", beside)
+    ]
+    if not turns:
+        return [*images, *videos]
+    marks = [mark for turn in _marked(turns, videos) for mark in MARKS.findall(turn.said)]
+    for mark, what, names in ((MARK, "images", images), (FILM, "videos", videos)):
+        if (count := marks.count(mark)) != len(names):
+            shown = MARK if mark == MARK else WRITTEN_FILM
+            raise ValueError(f"{count} marks {shown} for {len(names)} {what}")
+    each = {MARK: iter(images), FILM: iter(videos)}
+    return [next(each[mark]) for mark in marks]
+
+
+def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
+    """What the first of these fields names."""
+    field = next((name for name in fields if record.get(name) is not None), None)
     if field is None:
-        return [name for turn in _turns(record) for name in turn.images]
+        return []
     names = [record[field]] if isinstance(record[field], str) else record[field]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"`{field}` must be a name or a list of names")
     return names
+
+
+def _only(media: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if media_of(name) == media]
+
+
+def _marked(turns: list[Turn], names: Sequence[str]) -> list[Turn]:
+    """Turns of a record with these files: what a text says of videos is a mark only where there
+    are any."""
+    if not _only("video", names):
+        return turns
+    return [
+        turn._replace(texts=[text.replace(WRITTEN_FILM, FILM) for text in turn.texts])
+        for turn in turns
+    ]
 
 
 def _turns(record: dict[str, Any]) -> list[Turn]:
@@ -142,7 +194,10 @@ def _turn(turn: Any, where: str) -> Turn:
                 texts.append(clean(text))
             case {"type": "image" | "image_url"}:
                 texts.append(MARK)
-                images += _named(part)
+                images += _named(part, "image")
+            case {"type": "video" | "video_url"}:
+                texts.append(FILM)
+                images += map(VideoName, _named(part, "video"))
             case {"type": str(kind)} if kind not in ("text", "image"):
                 raise ValueError(f"{where} has a part of the type {kind!r}, which is not read")
             case _:
@@ -165,15 +220,17 @@ def _turn(turn: Any, where: str) -> Turn:
     return Turn(role, texts, images, isinstance(said, list), others, weight != 0)
 
 
-def _named(part: dict[str, Any]) -> list[str]:
-    """The name of an image that a part of a turn has, unless the record has it."""
-    url = part.get("image_url")
+def _named(part: dict[str, Any], media: str) -> list[str]:
+    """The name of an image or video that a part of a turn has, unless the record has it."""
+    url = part.get(f"{media}_url")
     given = [
-        part.get("image"),
+        part.get(media),
         url.get("url") if isinstance(url, dict) else url,
         part.get("url"),
         part.get("path"),
     ]
+    if isinstance(given[0], list):
+        raise ValueError(f"a {media} given as a list of frames is not read")
     return [name for name in given if isinstance(name, str)][:1]
 
 

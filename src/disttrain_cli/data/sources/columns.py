@@ -27,6 +27,8 @@ from disttrain_cli.data.sources.samples import (
     Sample,
     Segment,
     Skipped,
+    file_segment,
+    media_of,
     shown_name,
     text_segment,
 )
@@ -119,9 +121,18 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
 
 def _of_conversations(turns: str, kinds: dict[str, str], label: str, schema: pa.Schema) -> Columns:
     kind = "list of image" if "list of image" in kinds.values() else "image"
+    films = {"video", "videos"} | set(MEDIA["video"].columns)
+    videos = {
+        name: "image"
+        for name, of in kinds.items()
+        if name.lower() in films and of.endswith("image")
+    }
+    kinds = {name: of for name, of in kinds.items() if name not in videos}
     files = {}
     if kind in kinds.values():
         files["image"] = _one(kinds, kind, (*MEDIA["image"].columns, "images"), label, schema)
+    if videos:
+        files["video"] = _one(videos, "image", tuple(films), label, schema)
     system = "system" if kinds.get("system") == "text" else ""
     return Columns(files, turns, interleaved=False, conversations=True, system=system)
 
@@ -170,44 +181,50 @@ def _record(columns: Columns, cells: list[Any]) -> dict[str, Any]:
     return {columns.text: cells[0], "system": cells[1] if columns.system else None}
 
 
-def _turns(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, list[Any]]]:
-    """(record, its images) of each row."""
+def _turns(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, Any]]:
+    """(record, its files by their type and name) of each row."""
     texts = zip(*(batch.column(name).to_pylist() for name in columns.of_texts), strict=True)
-    if columns.files:
-        values, counts = _flat(batch.column(columns.files["image"]))
-        files = iter(_views(values))
-    else:
-        files, counts = iter(()), [0] * len(batch)
-    for cells, count in zip(texts, counts, strict=True):
-        images = [next(files) for _ in range(count or 0)]
-        yield _record(columns, list(cells)), images
+    of_media = [
+        _lists(batch.column(columns.files[name])) if name in columns.files else [[]] * len(batch)
+        for name in ("image", "video")
+    ]
+    for cells, images, videos in zip(texts, *of_media, strict=True):
+        files = {str(at): image for at, image in enumerate(images) if image is not None}
+        films = {str(at): video for at, video in enumerate(videos) if video is not None}
+        yield _record(columns, list(cells)), {"image": files, "video": films}
 
 
-def _said(chat: ChatForm | None, row: int, cells: tuple[Any, list[Any]]) -> Iterator[Segment]:
+def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
+    """Files of each row of a column of them or of lists of them."""
+    values, counts = _flat(column)
+    files = iter(_views(values))
+    for count in counts:
+        yield [next(files) for _ in range(count or 0)]
+
+
+def _said(chat: ChatForm | None, row: int, cells: tuple[Any, Any]) -> Iterator[Segment]:
     """Segments of a conversation; ValueError with the reason."""
-    record, images = cells
-    present = [str(number) for number, image in enumerate(images) if image is not None]
+    record, files = cells
 
-    def sizes_of(name: str) -> tuple[int, int]:
-        if name not in present:
+    def numbers_of(name: str) -> Numbers:
+        media = media_of(name)
+        if name not in files[media]:
             raise ValueError(
-                f"the image {shown_name(name)} is in no column: images are binary or {{bytes,"
+                f"the {media} {shown_name(name)} is in no column: {media}s are binary or {{bytes,"
                 " path}"
             )
-        image = images[int(name)]
-        return MEDIA["image"].read_sizes(partial(_part, image), len(image))
+        file = files[media][name]
+        return MEDIA[media].read_sizes(partial(_part, file), len(file))
 
+    named = {"images": [*files["image"]] or None, "videos": [*files["video"]] or None}
     for part in conversation(
-        {**record, "images": present or None},
-        chat,
-        measure=lambda names: [sizes_of(name) for name in names],
+        {**record, **named}, chat, measure=lambda names: [numbers_of(name) for name in names]
     ):
         if part.kind == TEXT:
             yield text_segment(part, Location(row, 0))
         else:
-            width, height = sizes_of(part.value)
             place = Location(row, int(part.value))
-            yield Segment(IMAGE, place, "", width, height, part=part.part)
+            yield file_segment(IMAGE, place, numbers_of(part.value), part.part)
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
@@ -260,8 +277,8 @@ def _segments(row: int, cells: Any) -> Iterator[Segment]:
     for name, at, value in cells:
         if name:
             media = MEDIA[name]
-            sizes = media.read_sizes(partial(_part, value), len(value))
-            yield Segment(KINDS[media.item], Location(row, at), "", *sizes)
+            numbers = media.read_sizes(partial(_part, value), len(value))
+            yield file_segment(KINDS[media.item], Location(row, at), numbers)
             continue
         if len(value) > MAX_TEXT_BYTES:
             raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")

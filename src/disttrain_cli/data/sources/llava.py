@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import conversation, image_names, texts_of
+from disttrain_cli.data.sources.chats import conversation, file_names, texts_of
 from disttrain_cli.data.sources.files import File, HeldFile, LocalFile, is_url, join, open_file
 from disttrain_cli.data.sources.samples import (
     DATA,
@@ -32,6 +32,8 @@ from disttrain_cli.data.sources.samples import (
     Segment,
     Shard,
     Skipped,
+    file_segment,
+    media_of,
     shown_name,
     text_segment,
 )
@@ -60,7 +62,7 @@ class LlavaShard:
         self._file, self._folder, self._chat = open_file(shard.path), shard.images, chat
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
-        name = image_names(self._record(record))[location.offset]
+        name = file_names(self._record(record))[location.offset]
         file = open_image(self._folder, name)
         if file.size != location.size:
             raise ValueError(
@@ -166,9 +168,10 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
         if name not in known:
             file = open_image(folder, name)
             try:
-                known[name] = file.size, MEDIA["image"].read_sizes(file.read, file.size)
+                sizes = MEDIA[media_of(name)].read_sizes(file.read, file.size)
             except ValueError as error:
                 raise ValueError(f"{shown_name(name)}: {error}") from None
+            known[name] = file.size, sizes
         return known[name]
 
     known: dict[str, tuple[int, Numbers]] = {}  # bytes and numbers of images
@@ -180,9 +183,8 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
             segments.append(text_segment(part, record.location))
             continue
         image += part.part == 0
-        size, (width, height) = measured(part.value)
-        location = Location(image, size)
-        segments.append(Segment(IMAGE, location, "", width, height, part=part.part))
+        size, numbers = measured(part.value)
+        segments.append(file_segment(IMAGE, Location(image, size), numbers, part.part))
     return segments
 
 

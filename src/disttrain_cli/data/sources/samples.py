@@ -30,14 +30,24 @@ class Location(NamedTuple):
     size: int
 
 
+class VideoName(str):
+    """The name of a video file, among those of images."""
+
+
+def media_of(name: str) -> str:
+    """The type of file (`data.modalities.Media`) that a name is of."""
+    return "video" if isinstance(name, VideoName) else "image"
+
+
 class Segment(NamedTuple):
     """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows
     inside the sample.
 
     A file that is no image has the two numbers of its type (`data.modalities.Media`) in the place
-    of width and height; a piece of a document (`data.documents`) its first character, and how many
-    it has; a text of a chat template `TEMPLATED` in that of the height, and its tokens. `part`: as
-    in the index's column `parts`.
+    of width and height; a video its `frames` and their rate (`spec.video_processor.Film`) beside
+    those of a frame; a piece of a document (`data.documents`) its first character, and how many it
+    has; a text of a chat template `TEMPLATED` in that of the height, and its tokens. `part`: as in
+    the index's column `parts`.
     """
 
     kind: int
@@ -49,6 +59,14 @@ class Segment(NamedTuple):
     ended: bool = False
     ids: tuple[int, ...] | None = None
     part: int = 0
+    frames: int = 0
+    rate_nhz: int = 0
+
+    @property
+    def numbers(self) -> Numbers:
+        """What its file's header says."""
+        of_all = (self.width_px, self.height_px)
+        return (*of_all, self.frames, self.rate_nhz) if self.frames else of_all
 
 
 class Sample(NamedTuple):
@@ -81,7 +99,7 @@ class Turn(NamedTuple):
 
     role: str  # system, user, assistant
     texts: list[str]  # to be read as one, with a mark for each image
-    images: list[str]  # that the turn itself names
+    images: list[str]  # that the turn itself names; those of videos are `VideoName`
     listed: bool = False  # whether it was given as a list of parts
     others: Mapping[str, Any] = {}  # what else its record says, for a chat template
     trained: bool = True  # an assistant's
@@ -127,6 +145,12 @@ class OpenShard(Protocol):
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         """All texts of a sample, in order; of a chat template their tokens, those around the parts
         of its `files` with them, of which the numbers are given."""
+
+
+def file_segment(kind: int, location: Location, numbers: Numbers, part: int = 0) -> Segment:
+    """The segment of a file, or of a part of it."""
+    width, height, *film = numbers
+    return Segment(kind, location, "", width, height, False, False, None, part, *film)
 
 
 def text_segment(part: Part, location: Location) -> Segment:

@@ -29,7 +29,10 @@ from disttrain_cli.data.sources.samples import (
     Segment,
     Shard,
     Skipped,
+    VideoName,
     clean,
+    file_segment,
+    media_of,
     shown_name,
     text_segment,
 )
@@ -38,10 +41,10 @@ from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
 
 class Header(NamedTuple):
-    """What is known of a file that is no text: its type, and the two numbers of that."""
+    """What is known of a file that is no text: its type, and the numbers of that."""
 
     media: str
-    sizes: tuple[int, int]
+    sizes: Numbers
 
 
 class Member(NamedTuple):
@@ -214,13 +217,14 @@ def _segments(
     if "txt" in group:
         parts = parse_parts(described.content)
     elif has_turns(value := _json(described.content)):
-        images = [member.name for name, member in media if name == "image"]
+        names = {"image": str, "video": VideoName}
+        beside = [names[name](member.name) for name, member in media if name in names]
 
         def measure(names: Sequence[str]) -> list[Numbers]:
-            named = (_find(Part(IMAGE, name), described.name, by_name) for name in names)
-            return [_header(member, "image").sizes for member in named]
+            named = ((_find(Part(IMAGE, name), described.name, by_name), name) for name in names)
+            return [_header(member, media_of(name)).sizes for member, name in named]
 
-        parts = conversation(value, chat, images, measure)
+        parts = conversation(value, chat, beside, measure)
     else:
         parts = _parse_json(described.content)
     if isinstance(parts, str):
@@ -285,7 +289,8 @@ def _parts(segments: Any) -> list[Part]:
             generated = "generate" in segment and _flag(segment, index, "generate")
             parts.append(Part(TARGET if generated else IMAGE, value))
         elif kind in MEDIA and isinstance(value := segment.get("file"), str):
-            parts.append(Part(KINDS[MEDIA[kind].item], value))
+            named = VideoName(value) if kind == "video" else value
+            parts.append(Part(KINDS[MEDIA[kind].item], named))
         else:
             types = " or ".join([_a(next(iter(MEDIA))), *list(MEDIA)[1:]])
             raise ValueError(
@@ -312,6 +317,8 @@ def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
 
 def _media(part: Part) -> str:
     """Type of the file that a part names."""
+    if isinstance(part.value, VideoName):
+        return media_of(part.value)
     return MODALITIES[ITEMS[part.kind]].media.name
 
 
@@ -323,8 +330,7 @@ def _media_of(name: str) -> Media:
 
 def _file(kind: int, media: str, member: Member, part: int = 0) -> Segment:
     """The segment of a file, which has to be of that type, or of a part of it."""
-    width, height = _header(member, media).sizes
-    return Segment(kind, member.location, "", width, height, part=part)
+    return file_segment(kind, member.location, _header(member, media).sizes, part)
 
 
 def _header(member: Member, media: str) -> Header:

@@ -12,7 +12,7 @@ from disttrain_cli.data.chat import IMAGE_ROW
 from disttrain_cli.data.index import Index, held_out, read_index
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
-from disttrain_cli.runtime.outputs.pictures import header_of
+from disttrain_cli.runtime.outputs.pictures import suffix_of
 from disttrain_cli.runtime.outputs.prompts import Prompt
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
@@ -34,7 +34,7 @@ class Question:
         """With what a model says; images go below the folder `out`."""
         names = []
         for number, image in enumerate(self.prompt.images):
-            names.append(f"answers/{self.key}-{number}.{header_of(image).format}")
+            names.append(f"answers/{self.key}-{number}.{suffix_of(image)}")
             write_whole(out / names[-1], image)
         return Answer(prompt=self.asked, images=names, text=text.strip(), recorded=self.recorded)
 

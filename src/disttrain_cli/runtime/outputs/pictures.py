@@ -9,19 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.data.decoding import decode_image, decode_tiles
+from disttrain_cli.data import videos
+from disttrain_cli.data.films import film_of
 from disttrain_cli.data.headers import ImageHeader, read_header
+from disttrain_cli.data.modalities.images import Images
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.cutting import Written
-from disttrain_cli.spec.heads import Grid, ImageInput
+from disttrain_cli.spec.heads import Grid, ImageInput, Numbers
+from disttrain_cli.spec.video_processor import Film
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a prompt."""
+    """An image or video of a prompt."""
 
     file: bytes
-    size_px: tuple[int, int]  # width, height
+    numbers: Numbers  # width, height; of a video also its frames and their rate
     around: Written  # the texts around its parts
 
     @property
@@ -31,18 +34,30 @@ class Picture:
 
     def grid(self, head: ImageInput) -> Grid:
         """Of each of its parts."""
-        return head.grid(*self.size_px)
+        rows, columns = head.grids(np.array([self.numbers]))[0].tolist()
+        return rows, columns
+
+    def times(self, head: ImageInput) -> list[int | None]:
+        """Of each part of a video but its first one, by how much its positions are later."""
+        if not self.is_video or head.video is None:
+            return [None] * self.parts
+        return [None, *head.video.times(Film(*self.numbers))[1:]]
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it is a video."""
+        return len(self.numbers) > 2
 
     def tokens(self, head: ImageInput) -> list[int]:
         """Of each of its parts in the LLM."""
-        sizes, parts = np.array([self.size_px] * self.parts), np.full(self.parts, self.parts)
+        sizes, parts = np.array([self.numbers] * self.parts), np.full(self.parts, self.parts)
         counts: list[int] = head.tokens_of(sizes, np.arange(self.parts), parts).tolist()
         return counts
 
     def places(self, head: ImageInput, begins: Sequence[int]) -> list[Ints]:
         """Of each part the places of its rows, -1 of those that the LLM does not see; the tokens of
         the parts begin at `begins`."""
-        joined = head.places(self.size_px, self.parts)
+        joined = head.places(self.numbers, self.parts)
         if joined is not None:
             return [np.where(own < 0, own, own + begins[0]) for own in joined]
         counts = self.tokens(head)
@@ -50,17 +65,19 @@ class Picture:
 
     def planes(self, head: ImageInput) -> list[Any]:
         """Bytes [C, H, W] of each part; ValueError where it cannot be decoded."""
-        grid = self.grid(head)
-        if not head.cuts:
-            return [decode_image(self.file, grid, head)]
-        outs = [(part, np.zeros(head.shape_of(grid), np.uint8)) for part in range(self.parts)]
-        decode_tiles(self.file, head, self.parts, outs)
+        grid, images = self.grid(head), Images()
+        outs = [(part, images.blank(head, grid)) for part in range(self.parts)]
+        if head.cuts:
+            images.decode_parts(self.file, head, grid, self.parts, outs)
+        else:
+            images.decode(self.file, head, grid, outs[0][1])
         return [out for _, out in outs]
 
 
 def pictures_of(files: Sequence[bytes], head: ImageInput) -> list[Picture]:
-    """The images of one prompt; ValueError where one is none, or the model does not read it."""
-    sizes = [(header.width_px, header.height_px) for header in map(header_of, files)]
+    """The images and videos of one prompt; ValueError where one is none, or the model does not read
+    it."""
+    sizes = [_numbers(file, head) for file in files]
     for size in sizes:
         if reason := head.misfit(*size):
             raise ValueError(reason)
@@ -73,6 +90,17 @@ def in_order(pictures: Sequence[Picture]) -> Iterator[tuple[Picture, int]]:
     return ((one, part) for one in pictures for part in range(one.parts))
 
 
-def header_of(image: bytes) -> ImageHeader:
-    """Format and size of an image file; ValueError where it is none."""
+def suffix_of(file: bytes) -> str:
+    """The usual suffix of an image or video file; ValueError where it is none."""
+    return videos.suffix_of(file) if videos.is_video(file) else _header(file).format
+
+
+def _numbers(file: bytes, head: ImageInput) -> Numbers:
+    if head.video is not None and videos.is_video(file):
+        return film_of(file)
+    header = _header(file)
+    return header.width_px, header.height_px
+
+
+def _header(image: bytes) -> ImageHeader:
     return read_header(lambda offset, length: image[offset : offset + length])

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from disttrain_cli.data.chat import IMAGE_ROW
-from disttrain_cli.data.positions import grid_positions, sample_positions
+from disttrain_cli.data.positions import grid_positions, joined_in_time, sample_positions
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources.chats import MARK
+from disttrain_cli.data.sources.chats import FILM, MARK
 from disttrain_cli.data.sources.samples import Turn
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
@@ -103,11 +103,12 @@ def batch_of(
         rows=positions((seen[at][0], seen[at][1].places) for at in order),
         unseen=any((part.places < 0).any() for _, part in seen),
     )
-    seen_in: dict[int, list[tuple[int, Ints]]] = {row: [] for row in range(len(rows))}
+    seen_in: dict[int, list[tuple[int, Ints, int | None]]] = {row: [] for row in range(len(rows))}
     for row_number, part in seen:
         assert inputs.image is not None
         inside = grid_positions(inputs.image.frames(part.grid))
-        seen_in[row_number].append((part.first, inside))
+        time = part.picture.times(inputs.image)[part.number]
+        seen_in[row_number].append((part.first, inside, time))
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
@@ -120,7 +121,7 @@ def batch_of(
         positions=torch.from_numpy(
             np.stack(
                 [
-                    sample_positions(inputs.positions, width, seen_in[row])
+                    sample_positions(inputs.positions, width, joined_in_time(seen_in[row]))
                     for row in range(len(rows))
                 ],
                 axis=-2,
@@ -162,7 +163,8 @@ def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) 
         elif head is not None:
             picture, number = next(parts)
             begins = [*(begins if number else []), len(row.ids)]
-            row.ids.extend([tokenizer.image] * picture.tokens(head)[number])
+            placeholder = tokenizer.video if picture.is_video else tokenizer.image
+            row.ids.extend([placeholder] * picture.tokens(head)[number])
             if number == picture.parts - 1:
                 grid, places = picture.grid(head), picture.places(head, begins)
                 row.parts.extend(
@@ -187,7 +189,8 @@ def _ids(
             for text in others:
                 begin += [IMAGE_ROW, *tokenizer.encode(text)]
         return begin + tokenizer.encode(prompt.text)
-    turn = Turn("user", [*[MARK] * len(around), prompt.text], [], listed=True)
+    marks = [FILM if picture.is_video else MARK for picture in pictures]
+    turn = Turn("user", [*marks, prompt.text], [], listed=True)
     try:
         return tokenizer.chat.written([turn], around, prompt=True).ids.tolist()
     except ValueError as error:

@@ -193,7 +193,9 @@ def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
         ) from None
     except ValueError as error:
         raise DataError(
-            f"Cannot read the image {path}", str(error), "Give a JPEG, PNG or WebP file."
+            f"Cannot read the image {path}",
+            str(error),
+            "Give a JPEG, PNG or WebP file; or a video, where the run file has data.video.",
         ) from None
     return data
 

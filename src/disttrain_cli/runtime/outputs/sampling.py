@@ -30,7 +30,7 @@ from disttrain_cli.models.writing import write
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.runtime.outputs.conversations import held_out_questions
-from disttrain_cli.runtime.outputs.pictures import header_of
+from disttrain_cli.runtime.outputs.pictures import suffix_of
 from disttrain_cli.runtime.outputs.prompts import Prompt, batch_of
 from disttrain_cli.runtime.outputs.trained import Trained, load_trained
 from disttrain_cli.spec.index import IMAGE, TEXT
@@ -70,7 +70,7 @@ def main(payload: dict[str, Any]) -> None:
         read = list(islice(_pictures(run, model), spec.read))
         said = write_after(model, [Prompt(images=(picture,)) for picture, _ in read], TEXT_TOKENS)
         for number, ((picture, recorded), text) in enumerate(zip(read, said, strict=True)):
-            name = f"read/{number:02d}.{header_of(picture).format}"
+            name = f"read/{number:02d}.{suffix_of(picture)}"
             write_whole(out / name, picture)
             written.append(
                 Written(prompt="", text=text.partition("\n")[0], image=name, recorded=recorded)

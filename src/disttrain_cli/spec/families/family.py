@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.video_processor import VideoProcessor
 
 #: A `config.json`, or a part of it.
 Fields = Mapping[str, Any]
@@ -65,6 +66,7 @@ class Family:
         processor: the image processor's rule, of its own fields; SpecError where it has another.
         image_token: fields of the whole `config.json` that may name the id of an image's
             placeholder.
+        video: the video processor's rule, of its own fields; None: videos are not read.
     """
 
     published: str
@@ -72,6 +74,7 @@ class Family:
     joins: Callable[[Path, Fields], dict[str, dict[str, Any]]]
     processor: Callable[[Path, Fields], ImageProcessor]
     image_token: tuple[str, ...] = ("image_token_id",)
+    video: Callable[[Path, Fields], VideoProcessor] | None = None
 
     def of_kind(self, kind: str) -> Module | None:
         """The family's module of a kind."""

@@ -11,8 +11,10 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.family import Family, Fields, Module
 from disttrain_cli.spec.families.processors import image_processor_fields
 from disttrain_cli.spec.families.table import FAMILIES
+from disttrain_cli.spec.families.videos import video_processor_fields
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.video_processor import VideoProcessor
 
 CONFIG = "config.json"
 AGAIN = "Download the folder again."
@@ -84,6 +86,19 @@ class PublishedFolder:
     def processor(self) -> ImageProcessor:
         """The image processor's rule; SpecError where it has none that is known."""
         return self.family.processor(*image_processor_fields(self.path))
+
+    def video_processor(self) -> VideoProcessor | None:
+        """The video processor's rule, None of families whose videos are not read; SpecError where
+        it has none that is known."""
+        if self.family.video is None:
+            return None
+        return self.family.video(*video_processor_fields(self.path))
+
+    @property
+    def video_token(self) -> int | None:
+        """Id of the placeholder of a video, if the folder names it."""
+        given = self.config.get("video_token_id")
+        return given if isinstance(given, int) else None
 
     def specs(self, given: str) -> dict[str, dict[str, Any]]:
         """The modules as the run file would have them; `given` is the folder as it names it."""

@@ -7,13 +7,16 @@ the LLM's fields at the top of config.json.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.family import Family, Fields, Module
 from disttrain_cli.spec.families.processors import budget
+from disttrain_cli.spec.families.videos import QWEN2_VIDEO, QWEN3_VIDEO, video_budget
 from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.video_processor import VideoProcessor
 
 #: Pixels of the class's own processor, where the folder's says nothing.
 LEAST, MOST = 56 * 56, 28 * 28 * 1280
@@ -34,7 +37,7 @@ def _processor(path: Path, fields: Fields) -> ImageProcessor:
     return budget(path, fields, LEAST, MOST)
 
 
-def _family(published: str, model_type: str) -> Family:
+def _family(published: str, model_type: str, video: VideoProcessor) -> Family:
     return Family(
         published=published,
         modules={
@@ -54,8 +57,9 @@ def _family(published: str, model_type: str) -> Family:
         },
         joins=_joins,
         processor=_processor,
+        video=partial(video_budget, video),
     )
 
 
-QWEN2_5_VL = _family("transformers:Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl")
-QWEN3_VL = _family("transformers:Qwen3VLForConditionalGeneration", "qwen3_vl")
+QWEN2_5_VL = _family("transformers:Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN2_VIDEO)
+QWEN3_VL = _family("transformers:Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VIDEO)

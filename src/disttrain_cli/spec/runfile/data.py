@@ -33,6 +33,24 @@ class SourceSpec(Strict):
     )
 
 
+class VideoSpec(Strict):
+    """That videos are read, and how much of them is seen; what is not given is the model's own
+    processor's."""
+
+    fps: float | None = Field(
+        None, gt=0, le=1000, description="Frames seen of each second of a video."
+    )
+    max_frames: int | None = Field(
+        None, ge=2, le=100_000, description="Frames seen of one video, at most."
+    )
+    max_pixels: int | None = Field(
+        None,
+        ge=64,
+        le=2**40,
+        description="Pixels of all seen frames of one video together; larger ones are scaled down.",
+    )
+
+
 class DistributionSpec(Strict):
     """A named distribution of sizes that stands in for a dataset: to plan for data that nobody has
     here."""
@@ -98,6 +116,13 @@ class DataSpec(Strict):
         ge=64,
         le=100_000_000,
         description="Pixels of one image read; larger ones are scaled down to it.",
+    )
+    video: VideoSpec | None = Field(
+        None,
+        description=(
+            "Videos are read by the image encoder, as its family reads them; {} = as the model's"
+            " processor says. Without it they are left out."
+        ),
     )
     held_out: float = Field(
         0.0,

@@ -1,0 +1,65 @@
+"""Videos to what an image encoder reads: the frames that are seen, two to an item, resized by the
+rule of the published video processor.
+
+Its class resizes tensors of bytes by torchvision's antialiased bicubic filter; here it is PIL's, as
+for images. Both compute in fixed point and differ by one level of 255 at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.videos import decode_frames, video_header
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.video_processor import NHZ, TEMPORAL, Film
+
+Bytes = NDArray[np.uint8]
+
+
+def film_of(data: bytes) -> Film:
+    """What a video file's header says."""
+    header = video_header(data)
+    return Film(*header[:3], round(header.fps * NHZ))
+
+
+def decode_patches(
+    data: bytes, image: ImageInput, parts: int, outs: Sequence[tuple[int, NDArray[Any]]]
+) -> None:
+    """Some of the `parts` [2 · C, H, W] of a video by their numbers, into `outs`, once nothing can
+    fail any more."""
+    assert image.video is not None
+    numbers = image.video.numbers(film_of(data))
+    if len(numbers) != parts * TEMPORAL:
+        raise ValueError(f"{len(numbers)} frames are seen, not {parts * TEMPORAL}")
+    wanted = {part: numbers[part * TEMPORAL : (part + 1) * TEMPORAL] for part, _ in outs}
+    height, width = outs[0][1].shape[1:] if outs else (0, 0)
+    each = sorted({number for pair in wanted.values() for number in pair})
+    frames = {
+        number: resized(pixels, height, width, image.video.resample)
+        for number, pixels in decode_frames(data, each)
+    }
+    for part, out in outs:
+        for place, number in zip(np.split(out, TEMPORAL), wanted[part], strict=True):
+            place[:] = frames[number].transpose(2, 0, 1)
+
+
+def check_patches(data: bytes, image: ImageInput) -> None:
+    """Decode all frames that are seen, for the errors alone."""
+    assert image.video is not None
+    numbers = image.video.numbers(film_of(data))
+    for _ in decode_frames(data, sorted(set(numbers))):
+        pass
+
+
+def resized(pixels: Bytes, height: int, width: int, how: str) -> Bytes:
+    """[height, width, C] of pixels [H, W, C], by one of PIL's filters."""
+    from PIL import Image
+
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    image = Image.fromarray(pixels)
+    return np.asarray(image.resize((width, height), Image.Resampling[how.upper()]))

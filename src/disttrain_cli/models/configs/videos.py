@@ -1,0 +1,83 @@
+"""How a video is prepared for an encoder (`data.video`): by its class's own processor, or the
+folder's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.configs.checks import wrong
+from disttrain_cli.spec.families.folder import PublishedFolder
+from disttrain_cli.spec.families.videos import QWEN2_VIDEO, QWEN3_VIDEO, video_processor_fields
+from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.published import is_of
+from disttrain_cli.spec.video_processor import TEMPORAL
+
+#: By architecture, the rule of its class.
+RULES = {"qwen2_5_vl_vision": QWEN2_VIDEO, "qwen3_vl_vision": QWEN3_VIDEO}
+
+
+def with_video(
+    run: Run, module: str, architecture: str, config: Any, head: ImageInput
+) -> ImageInput:
+    """What an image encoder asks of its images, with what it asks of videos where the run reads
+    them and its class does.
+
+    Raises:
+        SpecError: the folder's video processor cannot be read, or does not fit the tower.
+    """
+    asked, rule = run.file.data.video, RULES.get(architecture)
+    if asked is None or rule is None:
+        return head
+    if config.temporal_patch_size != TEMPORAL:
+        raise wrong(
+            module,
+            "temporal_patch_size",
+            config.temporal_patch_size,
+            f"{TEMPORAL}, where videos are read (data.video)",
+        )
+    published = run.published
+    if published is not None and is_of(published, run.file.model, module):
+        _check_fit(published, config, head)
+        rule = published.video_processor() or rule
+    given = {
+        "fps": asked.fps,
+        "max_frames": asked.max_frames,
+        "most_pixels": asked.max_pixels,
+        "most_frame_pixels": head.max_pixels,
+        "tokens_per_second": float(getattr(config, "tokens_per_second", 0.0)),
+    }
+    made = rule.model_copy(update={name: one for name, one in given.items() if one is not None})
+    least = min(made.min_frames, made.max_frames)
+    return head.model_copy(update={"video": made.model_copy(update={"min_frames": least})})
+
+
+def _check_fit(published: PublishedFolder, config: Any, head: ImageInput) -> None:
+    """SpecError where the folder's video processor makes other patches than the tower takes, or
+    normalises them otherwise than images."""
+    path, fields = video_processor_fields(published.path)
+    expected = {
+        "patch_size": config.patch_size,
+        "merge_size": config.spatial_merge_size,
+        "image_mean": list(head.mean),
+        "image_std": list(head.std),
+    }
+    for field, value in expected.items():
+        if fields.get(field, value) != value:
+            raise SpecError(
+                f"{path}: the video processor does not fit the tower and its image processor",
+                f"{field}: {fields[field]}; theirs: {value}",
+                "Download the folder again; or give the module of that name another folder.",
+            )
+
+
+def check_read(run: Run, heads: list[Any]) -> None:
+    """SpecError where the run reads videos and no encoder does."""
+    if run.file.data.video is None or any(getattr(head, "video", None) for head in heads):
+        return
+    raise SpecError(
+        "data.video: no encoder of this model reads videos",
+        f"architectures that do: {', '.join(RULES)}",
+        "Leave data.video out, or give the model one of these encoders.",
+    )

@@ -1,0 +1,212 @@
+"""How a published video processor prepares a video: which frames of it are seen, at which size, and
+what is written between them, as its numbers say.
+
+Two frames that follow each other are a temporal patch, and each patch is an item of its own to the
+tower: a grid of patches of its own, attention inside it.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.cutting import Written
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.image_processor import MOST_RATIO, Filter
+
+TEMPORAL = 2  # frames of a temporal patch
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"  # around one, where its time is written
+#: A rate in frames per second is kept as a whole number of these; denominators of rates up to
+#: 30,000 are found again.
+NHZ = 10**9
+MOST_DENOMINATOR = 30_000
+
+
+class Film(NamedTuple):
+    """Of a video file: pixels of a frame, frames, and their rate in billionths per second."""
+
+    width_px: int
+    height_px: int
+    frames: int
+    rate_nhz: int
+
+    @property
+    def fps(self) -> float:
+        """Frames per second."""
+        return float(Fraction(self.rate_nhz, NHZ).limit_denominator(MOST_DENOMINATOR))
+
+
+class VideoProcessor(Strict):
+    """The rule of a published video processor.
+
+    qwen2_vl: `min_pixels` and `max_pixels` are of each frame (transformers'
+    `Qwen2VLVideoProcessor`); the positions of a patch's tokens say its time. qwen3_vl: they are of
+    all frames together (`Qwen3VLVideoProcessor`); a text before each patch says its time.
+    """
+
+    rule: Literal["qwen2_vl", "qwen3_vl"]
+    resample: Filter = "bicubic"
+    fps: float = Field(2.0, gt=0, le=1000, description="Frames seen of each second.")
+    min_frames: int = Field(4, ge=TEMPORAL, description="Seen at least, where there are as many.")
+    max_frames: int = Field(768, ge=TEMPORAL, description="Seen at most.")
+    min_pixels: int = Field(ge=1, description="Fewer are enlarged to it.")
+    max_pixels: int = Field(ge=1, description="More are reduced to it.")
+    most_pixels: int | None = Field(
+        None, ge=1, description="Of all frames together, whatever else is said; null = no bound."
+    )
+    most_frame_pixels: int = Field(ge=1, description="Of one frame, whatever else is said.")
+    most_tokens: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "Where the processor caps the pixels of a frame (cap_pixels_per_frame), the tokens that"
+            " it reckons with: of all frames (qwen2_vl), or of each (qwen3_vl)."
+        ),
+    )
+    tokens_per_second: float = Field(
+        0.0, ge=0, description="qwen2_vl: by which positions advance in a second."
+    )
+
+    @model_validator(mode="after")
+    def _order(self) -> VideoProcessor:
+        if self.min_frames > self.max_frames:
+            raise ValueError("min_frames must not be more than max_frames")
+        if self.min_pixels > self.max_pixels:
+            raise ValueError("min_pixels must not be more than max_pixels")
+        return self
+
+    def numbers(self, film: Film) -> list[int]:
+        """Of the frames that are seen, padded to whole temporal patches by the last one.
+
+        Raises:
+            ValueError: it has too few.
+        """
+        if film.frames < TEMPORAL:
+            raise ValueError(f"a video of {film.frames} frame, at least {TEMPORAL} are needed")
+        numbers = self._even(film) if self.rule == "qwen2_vl" else self._from_end_to_end(film)
+        return numbers + numbers[-1:] * (len(numbers) % TEMPORAL)
+
+    def _even(self, film: Film) -> list[int]:
+        """As `Qwen2VLVideoProcessor.sample_frames`."""
+        most = min(self.max_frames, film.frames) // TEMPORAL * TEMPORAL
+        wanted = min(max(film.frames / film.fps * self.fps, self.min_frames), most)
+        count = math.floor(wanted / TEMPORAL) * TEMPORAL
+        step = film.frames / count
+        # torch.arange's, in double precision and rounded to single
+        return [int(_single(at * step)) for at in range(math.ceil(film.frames / step))]
+
+    def _from_end_to_end(self, film: Film) -> list[int]:
+        """As `Qwen3VLVideoProcessor.sample_frames`."""
+        import numpy as np
+
+        wanted = int(film.frames / film.fps * self.fps)
+        count = min(max(wanted, self.min_frames), self.max_frames, film.frames)
+        numbers: list[int] = np.linspace(0, film.frames - 1, count).round().astype(int).tolist()
+        return numbers
+
+    def misfit(self, film: Film, block_px: int) -> str | None:
+        """Why a video is not read, if it is not."""
+        try:
+            self.size_px(film, block_px)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def written(self, film: Film) -> Written:
+        """The texts before, between and behind its temporal patches."""
+        if self.rule == "qwen2_vl":
+            return ("",) * (self.patches(film) + 1)
+        times = [f"<{seconds:.1f} seconds>{BEGIN}" for seconds in self.seconds(film)]
+        return (times[0], *(END + time for time in times[1:]), END)
+
+    def patches(self, film: Film) -> int:
+        """How many temporal patches are seen."""
+        return len(self.numbers(film)) // TEMPORAL
+
+    def size_px(self, film: Film, block_px: int) -> tuple[int, int]:
+        """Height and width of its frames, whole blocks.
+
+        Raises:
+            ValueError: it has too few frames, or sides too unlike.
+        """
+        self.numbers(film)
+        seen = self._seen(film)
+        width, height = film.width_px, film.height_px
+        if self.rule == "qwen3_vl" and min(width, height) < block_px:
+            scale = max(block_px / height, block_px / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(width, height) > MOST_RATIO * min(width, height):
+            raise ValueError(
+                f"a video of {film.width_px} × {film.height_px} pixels: one side is more than"
+                f" {MOST_RATIO} times the other"
+            )
+        least, most = self._budget(seen, block_px)
+        return _smart_size(
+            (height, width), 1 if self.rule == "qwen2_vl" else seen, block_px, least, most
+        )
+
+    def _seen(self, film: Film) -> int:
+        """Frames that are seen, without padding."""
+        rule = self._even if self.rule == "qwen2_vl" else self._from_end_to_end
+        return len(rule(film))
+
+    def _budget(self, seen: int, block_px: int) -> tuple[int, int]:
+        """Pixels at least and at most: of a frame (qwen2_vl), or of all (qwen3_vl)."""
+        least, most, area = self.min_pixels, self.max_pixels, block_px**2
+        bound = self.most_frame_pixels
+        if self.most_pixels is not None:
+            bound = min(bound, self.most_pixels // seen)
+        if self.rule == "qwen2_vl":
+            if self.most_tokens is not None:
+                share = int(self.most_tokens * area * 0.9) * TEMPORAL // seen
+                most = max(min(most, share), int(least * 1.05))
+        else:
+            if self.most_tokens is not None:
+                share = min(self.most_tokens * area, most // seen)
+                most = max(share, int(least * 1.05)) * seen
+            bound *= seen
+        most = max(1, min(most, bound))
+        return min(least, most), most
+
+    def seconds(self, film: Film) -> list[float]:
+        """The middle of each temporal patch, in seconds."""
+        numbers = self.numbers(film)
+        times = [number / film.fps for number in numbers]
+        return [(times[at] + times[at + TEMPORAL - 1]) / 2 for at in range(0, len(times), TEMPORAL)]
+
+    def times(self, film: Film) -> list[int]:
+        """Of each temporal patch, by how much the positions of its tokens are advanced in time."""
+        if self.rule != "qwen2_vl":
+            return [0] * self.patches(film)
+        # as `get_rope_index`, whose seconds are a tensor in single precision
+        rate = self._seen(film) / film.frames * film.fps
+        every = _single(self.tokens_per_second * _single(TEMPORAL / rate))
+        return [int(_single(at * every)) for at in range(self.patches(film))]
+
+
+def _smart_size(
+    sides: tuple[int, int], frames: int, block_px: int, least: int, most: int
+) -> tuple[int, int]:
+    """The operations of both `smart_resize` in their order, so that they round alike."""
+    height, width = sides
+    rows, columns = round(height / block_px) * block_px, round(width / block_px) * block_px
+    of_all = (1 if frames == 1 else round(frames / TEMPORAL) * TEMPORAL) * rows * columns
+    if of_all > most:
+        shrink = math.sqrt((frames * height * width) / most)
+        rows, columns = (
+            max(block_px, math.floor(side / shrink / block_px) * block_px) for side in sides
+        )
+    elif of_all < least:
+        grow = math.sqrt(least / (frames * height * width))
+        rows, columns = (math.ceil(side * grow / block_px) * block_px for side in sides)
+    return rows, columns
+
+
+def _single(value: float) -> float:
+    """Rounded to single precision."""
+    import numpy as np
+
+    return float(np.float32(value))
