@@ -54,6 +54,7 @@ LORA = {
     "use_rslora": True,
     "target_modules": ["v_proj", "mlp.up_proj"],
     "modules_to_save": ["norm"],
+    "lora_dropout": 0.1,
 }
 #: Small configurations of classes, with every kind of dropout that they have.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {

@@ -126,6 +126,25 @@ OTHERS: dict[str, dict[str, Any]] = {
             "lora": {"r": 64, "target_modules": "all-linear"},
         },
     },
+    "adapters with dropout, and parts that are trained whole": {
+        "eye": {
+            "kind": "encoder",
+            "architecture": "clip_vision_model",
+            "config": IMAGE,
+            "lora": {"r": 16, "lora_dropout": 0.1, "target_modules": ["q_proj", "fc2"]},
+        },
+        "llm": {
+            "kind": "llm",
+            "architecture": "llama",
+            "config": TEXT,
+            "lora": {
+                "r": 64,
+                "lora_dropout": 0.05,
+                "target_modules": ["q_proj", "v_proj", "down_proj"],
+                "modules_to_save": ["embed_tokens", "lm_head", "gate_proj"],
+            },
+        },
+    },
     "internvl": {
         "eye": {
             "kind": "encoder",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -271,6 +272,48 @@ def test_files_without_lora_keep_their_fingerprints(make_run):
     assert "lora" not in make_run().file.model_dump_json()
     run = make_run(llm={"lora": {"target_modules": ["q_proj"]}})
     assert run.file.model_fingerprint() != make_run().file.model_fingerprint()
+
+
+@pytest.mark.parametrize("name", ["llm", "tower"])
+def test_dropout_equals_pefts_with_the_same_masks(make_run, tower, name):
+    """An adapter drops what it reads, and its linear does not."""
+    lora = {"r": 3, "lora_dropout": 0.4, "target_modules": "all-linear"}
+    if name == "llm":
+        run = make_run(image_encoder=None, image_generator=None, llm={"lora": lora})
+        layers = randomised(build_layers(run, 0, len(layer_table(run))))
+        batch = probe_batch(describe(run), documents=[[20, 11, 9]], length=48)
+        batch = replace(batch, positions=torch.arange(48)[None], sample_lengths=[48])
+        batch = replace(batch, sample_seeds=torch.tensor([5]))
+    else:
+        run = tower("qwen2_5_vl_vision", lora=lora)
+        table = layer_table(run)
+        layers = randomised(build_layers(run, 0, sum(info.module == "eye" for info in table)))
+        batch = probe_batch(describe(run), image=GRIDS)
+    model, ours, theirs = with_adapters(run, {"tower": "eye"}.get(name, name), layers)
+    model.train()
+    state = through(layers, batch)
+    wrapped = dict(model.named_modules())
+    for layer in layers:
+        assert "dropout" in layer.needs or not adapters(layer)
+        for path, linear in adapters(layer).items():
+            place = f"base_model.model.{layer.published_path(path)}"
+            linear.lora_dropout.calls = 0
+            wrapped[place].lora_dropout["default"] = linear.lora_dropout
+    if name == "llm":
+        found = layers[-1].lm_head(layers[-1].norm(state["hidden"]))
+        expected = model(input_ids=batch.token_ids).logits[0]
+    else:
+        found, expected = state["image_merged"], model(*_patches(batch)).pooler_output
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(found)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert_same_gradients(ours, theirs)
+    for layer in layers:
+        layer.eval()
+    plain = through(layers, batch)["image_merged" if name == "tower" else "hidden"]
+    dropped = state["image_merged" if name == "tower" else "hidden"]
+    assert (plain - dropped).abs().max() > 1e-3
 
 
 def test_gradients_of_adapters_are_not_put_off(make_run):

@@ -117,11 +117,18 @@ PAINTER: dict[str, Any] = REFINER | {
 
 #: Adapters of every module, on all that can have some and on a few.
 LORA: dict[str, dict[str, Any]] = {
-    "image_encoder": {"r": 3, "target_modules": ["q_proj", "o_proj", "fc1"]},
-    "llm": {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"},
+    "image_encoder": {"r": 3, "lora_dropout": 0.2, "target_modules": ["q_proj", "o_proj", "fc1"]},
+    "llm": {
+        "r": 4,
+        "lora_alpha": 16,
+        "lora_dropout": 0.1,
+        "target_modules": "all-linear",
+        "modules_to_save": ["norm", "embed_tokens", "lm_head"],
+    },
     "image_generator": {
         "r": 2,
         "use_rslora": True,
+        "lora_dropout": 0.3,
         "target_modules": ["to_q", "to_out.0", "ff.net.0.proj", "ff.net.2", "time_emb_proj"],
     },
 }

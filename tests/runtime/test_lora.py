@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +100,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     alone = write_run(
         folder / "tp4", folder / "data", name="tp4", lora=LORA, global_batch_size=BATCH
     )
-    return {"out": folder / "out", "run": alone, "reference": reference(alone, STEPS)[:2]}
+    return {
+        "out": folder / "out",
+        "run": alone,
+        "data": folder / "data",
+        "reference": reference(alone, STEPS)[:2],
+    }
 
 
 @pytest.mark.slow
@@ -116,8 +122,26 @@ def test_only_adapters_and_projectors_move(runs: dict[str, Any]) -> None:
         for layer in build_layers(run, 0, len(layer_table(run)))
         for path, before in layer.named_parameters()
     }
-    trained = {name for name in moved if is_adapter(name) or "projector/" in name}
+    layers = {layer.name: layer for layer in build_layers(run, 0, len(layer_table(run)), "meta")}
+    trained = {
+        name for name in moved if layers[name.partition("/")[0]].trains(name.partition("/")[2])
+    }
     assert {name for name, differs in moved.items() if differs} <= trained
     still = {name for name in trained if not moved[name]}
     assert all("projector/norm" in name for name in still), still
+    assert {"llm.embed/embedding.weight", "llm.head/lm_head.weight"} < trained
     assert sum(map(is_adapter, trained)) > 100
+
+
+@pytest.mark.slow
+def test_adapters_drop_what_they_read(runs: dict[str, Any], tmp_path: Path) -> None:
+    none = {name: spec | {"lora_dropout": 0.0} for name, spec in LORA.items()}
+    plain = write_run(tmp_path, runs["data"], lora=none, global_batch_size=BATCH)
+    _, parameters = reference(plain, STEPS)[:2]
+    _, dropped = runs["reference"]
+    differ = {
+        name.partition(".")[0]
+        for name, values in parameters.items()
+        if is_adapter(name) and (values - dropped[name]).abs().max() > 1e-4
+    }
+    assert differ == set(EVERYTHING)

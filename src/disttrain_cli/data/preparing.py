@@ -8,7 +8,7 @@ bytes do not depend on the threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -38,6 +38,9 @@ from disttrain_cli.spec.runfile import Run
 #: Fields that are read from the data's files: what an encoder or generator reads of an item
 #: ("image", of a further one "image.1"), and those of texts.
 READ = frozenset({*KINDS, "tokens", "labels", "weights"})
+
+#: Places of what is drawn for a whole sample and for padding, where items have theirs.
+_WHOLE, _PADDING = -1, -1
 
 FIELDS = READ | {"layout", "rows", "context", "dropout"}
 
@@ -162,6 +165,8 @@ class Preparer:
                 work.items[item]["seeds"] = self._seeds(request.step, segments)
         if request.fields & {"tokens", "layout", "rows", "context", "labels"}:
             plans = [SequencePlan(batch, int(chosen[number])) for number in numbers["sequence"]]
+            if {"layout", "dropout"} <= request.fields:
+                work.fields["sample_seeds"] = self._sample_seeds(request.step, plans)
             self._begin_sequences(work, plans, numbers, request.fields)
         return work
 
@@ -321,6 +326,19 @@ class Preparer:
             self._run.file.train.seed, step, sample, segments - self._index.segment_start[sample]
         )
         return (seeds >> np.uint64(1)).astype(np.int64)[: len(segments)]
+
+    def _sample_seeds(self, step: int, plans: Sequence[SequencePlan]) -> Ints:
+        """A number for each sample of sequences from (seed, step, sample), and for each padding."""
+        samples = [
+            number
+            for plan in plans
+            for number in (
+                *plan.samples.tolist(),
+                *([_PADDING] if plan.sample_tokens.sum() < plan.length else ()),
+            )
+        ]
+        seeds = mix(self._run.file.train.seed, step, np.asarray(samples, np.int64), _WHOLE)
+        return (seeds >> np.uint64(1)).astype(np.int64)[: len(samples)]
 
     def _sample_of(self, segment: Any) -> Any:
         """Row of the sample that a segment belongs to."""

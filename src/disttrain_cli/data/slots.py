@@ -148,6 +148,7 @@ class SlotBatch:
     token_ids: Ints | None = None
     positions: Ints | None = None
     documents: Ints | None = None
+    sample_seeds: Ints | None = None
     labels: Ints | None = None
 
 

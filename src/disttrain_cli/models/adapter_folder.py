@@ -131,7 +131,7 @@ def _described(
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
         "modules_to_save": _modules_of(saved, model) or None,
         "use_rslora": first.use_rslora,
-        "lora_dropout": 0.0,
+        "lora_dropout": first.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

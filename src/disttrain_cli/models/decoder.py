@@ -55,6 +55,9 @@ class DecoderLayer(PipelineLayer):
 
     by_rows = True
 
+    def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
+        return batch.sample_seeds, batch.sample_lengths or []
+
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return False
 

@@ -14,6 +14,8 @@ Layers that are not trained drop nothing, and nothing is dropped in evaluation o
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,35 +66,58 @@ class SeededDropout(nn.Module):
         return hidden * (kept.view(hidden.shape).to(hidden.dtype) * (1.0 / (1.0 - self.p)))
 
 
-def seeded(layer: PipelineLayer) -> list[SeededDropout]:
-    """Replace every nn.Dropout of a layer that drops something; the layer then asks for the items'
-    seeds."""
+class OfAdapter(SeededDropout):
+    """Drops of what an adapter reads: rows [R, D], whatever their first dimensions are; where items
+    have several rows that the layer does not count, as in a U-Net, [N, …, D]."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training or self.rows is None:
+            return hidden
+        rows_RD = hidden.reshape(-1, hidden.shape[-1])
+        if len(rows_RD) > len(self.rows):
+            rows_RD = rows_RD.unflatten(0, (len(self.rows), -1))
+        return super().forward(rows_RD).view(hidden.shape)
+
+
+def of_adapter(layer: PipelineLayer, path: str, p: float, divided: bool) -> OfAdapter:
+    """The dropout before the adapter of the linear at a path."""
+    return OfAdapter(p, _key(f"{layer.name}/{path}.lora_dropout"), divided)
+
+
+def seeded(layer: PipelineLayer) -> None:
+    """Replace every nn.Dropout of a layer that drops something (`announce`)."""
     dropouts = []
     for path, part in list(layer.named_modules()):
         if isinstance(part, nn.Dropout) and part.p:
-            digest = hashlib.sha256(f"{layer.name}/{path}".encode()).digest()
             divided = any(
                 path.endswith(end) for end in ("ff.net.1", "mlp.dropout", "inner_dropout")
             )
-            dropouts.append(SeededDropout(part.p, int.from_bytes(digest[:7], "big"), divided))
+            dropouts.append(SeededDropout(part.p, _key(f"{layer.name}/{path}"), divided))
             owner, _, name = path.rpartition(".")
             setattr(layer.get_submodule(owner), name, dropouts[-1])
-    if dropouts:
+    announce(layer, dropouts)
+
+
+def announce(layer: PipelineLayer, dropouts: Sequence[SeededDropout]) -> None:
+    """Have a layer tell these of its parts the rows of a batch before it runs; the layer then asks
+    for the items' seeds."""
+    if dropouts and not layer.dropouts:
         layer.needs = (*layer.needs, "dropout")
-    return dropouts
+        layer.register_forward_pre_hook(begin)
+    layer.dropouts = [*layer.dropouts, *dropouts]
 
 
-def begin(
-    layer: PipelineLayer, dropouts: list[SeededDropout], seeds_N: Tensor | None, counts: list[int]
-) -> None:
-    """Tell a layer's dropouts the rows of a batch: item i has the seed `seeds_N[i]` and `counts[i]`
-    rows."""
-    if not dropouts:
-        return
+def begin(layer: Any, given: tuple[Any, ...]) -> None:
+    """Tell a layer's dropouts the rows of the batch that it is given: with the state before it."""
+    seeds_N, counts = layer.seeded_rows(given[1])
     rows = row_hashes(seeds_N, counts) if layer.trained and seeds_N is not None else None
     group = layer.group
-    for dropout in dropouts:
+    for dropout in layer.dropouts:
         dropout.begin(rows, *((1, 0) if group is None else (group.size, group.rank)))
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:

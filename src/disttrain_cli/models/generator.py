@@ -76,6 +76,10 @@ def targets_of(batch: Batch, index: int) -> Tensor:
 class GeneratorLayer(PipelineLayer):
     """A layer whose items are the images to be generated."""
 
+    def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
+        """Of an image to be generated one row, whatever a tensor has of it."""
+        return batch.of("target").seeds, [1] * len(batch.of("target"))
+
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         if self.reads:
             return len(state[self.reads[0]]) == 0

@@ -45,6 +45,7 @@ class Block(ImageLayer):
     """One InternVLVisionLayer."""
 
     kind = "block"
+    extra = 1
     row_by_row = True
     reads = ("image_hidden",)
     division = Division(

@@ -14,7 +14,7 @@ Shape letters used in this room:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,6 +84,7 @@ class Batch:
     positions: Tensor | None = None
     # of the M·L rows: tokens of each sample, and a sequence's padding as one
     sample_lengths: list[int] | None = None
+    sample_seeds: Tensor | None = None  # int64, one for each of them, as those of items
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
@@ -148,7 +149,8 @@ class PipelineLayer(nn.Module):
     #: groups of batch fields: "ITEM" (what encoder or generator 0 of a modality reads), "ITEM.N"
     #: (the same of number N), "tokens" (ids, and rows of what encoders made), "rows" (the latter
     #: alone), "layout" (positions, sample_lengths), "context" (rows of targets), "labels",
-    #: "weights" (of targets, with noise_seeds), "dropout" (seeds)
+    #: "weights" (of targets, with noise_seeds), "dropout" (seeds, of
+    #: samples with the layout)
     needs: tuple[str, ...] = ()
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
@@ -172,6 +174,7 @@ class PipelineLayer(nn.Module):
     published: Mapping[str, str] = {}
     # paths of its parameters that are another layer's → (that layer, the path there) (`tying`)
     tied: Mapping[str, tuple[str, str]] = {}
+    dropouts: Sequence[nn.Module] = ()  # parts that drop numbers by its items' seeds (`dropout`)
     # the published model that `published` speaks of
     weights_of: Literal["module", "vae"] = "module"
 
@@ -181,6 +184,11 @@ class PipelineLayer(nn.Module):
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         """Whether the replica has nothing for this layer in this slot."""
+        raise NotImplementedError
+
+    def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
+        """Seeds of its items, if the batch has them, and how many rows each has, on all ranks of a
+        group together; what is dropped is drawn by them (`dropout`)."""
         raise NotImplementedError
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models.dropout import announce, of_adapter
 from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
 from disttrain_cli.spec.families.family import prefixed
 from disttrain_cli.spec.runfile.lora import ALL_LINEAR
@@ -44,6 +45,7 @@ class Lora:
     use_rslora: bool
     #: parts of the published model that are trained whole beside them
     modules_to_save: tuple[str, ...] = ()
+    lora_dropout: float = 0.0  # share of what an adapter reads that it drops in training
     folder: Path | None = None  # they start from
     #: prefixes of names in the module's own published class → in the whole model that names of
     #: targets are of; none: they are of the module's own
@@ -90,12 +92,18 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     if layer.weights_of != "module":
         return
     layer.saved = frozenset(_saved(layer, lora))
-    for linear in list(targets(layer, lora)):
+    dropouts = []
+    for path, linear in list(targets(layer, lora)):
+        if lora.lora_dropout:
+            divided = any(matches((end,), path) for end in layer.division.row)
+            linear.lora_dropout = of_adapter(layer, path, lora.lora_dropout, divided)
+            dropouts.append(linear.lora_dropout)
         linear.lora_A = nn.Linear(linear.in_features, lora.r, bias=False)
         linear.lora_B = nn.Linear(lora.r, linear.out_features, bias=False)
         linear.lora_scale = lora.scale
         linear.register_forward_hook(_add)
         layer.row_by_row = False  # its linears do not send themselves (`overlapped`)
+    announce(layer, dropouts)
     layer.adapted = True
     layer.ask_for_gradients()
 
@@ -118,11 +126,12 @@ def _saved(layer: PipelineLayer, lora: Lora) -> Iterator[str]:
 
 
 def _add(linear: Any, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
-    return made + linear.lora_B(linear.lora_A(given[0]) * linear.lora_scale)
+    read = linear.lora_dropout(given[0]) if hasattr(linear, "lora_dropout") else given[0]
+    return made + linear.lora_B(linear.lora_A(read) * linear.lora_scale)
 
 
-def targets(layer: PipelineLayer, lora: Lora) -> Iterator[Any]:
-    """The layer's linears that are targets.
+def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
+    """The layer's linears that are targets, by path.
 
     Raises:
         SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts.
@@ -137,7 +146,7 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[Any]:
                 "adapters are of linear layers, and of an LLM's head there are none",
                 "Name the linear layers alone, or give all-linear.",
             )
-        yield part
+        yield path, part
 
 
 def _is_adaptable(layer: PipelineLayer, path: str) -> bool:

@@ -21,7 +21,7 @@ from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import whole_model
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.dropout import begin, seeded
+from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.generator import (
     Canvas,
     Finish,
@@ -139,10 +139,9 @@ class Block(GeneratorLayer):
         self.published = {"block": f"transformer_blocks.{number}"}
         self.block: Any = with_own_attention(copy.deepcopy(block))
         self.division = GATED if gated else PLAIN
-        self.dropouts = seeded(self)
+        seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        begin(self, self.dropouts, batch.of("target").seeds, [1] * len(state["patches"]))
         conditioning_NKD = state["conditioning"].unflatten(0, (-1, self.context_tokens))
         patches = self.block(
             state["patches"], encoder_hidden_states=conditioning_NKD, timestep=state["modulation"]

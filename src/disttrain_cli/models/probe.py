@@ -188,14 +188,14 @@ def _with_tokens(
         start = len(free) - counts[item] if item == "target" else first
         first += 0 if item == "target" else counts[item]
         items[item] = replace(prepared, rows=free[start : start + counts[item]] if fits else None)
+    lengths = [size for one in documents for size in (*one, length - sum(one)) if size]
     return replace(
         batch,
         items=items,
         token_ids=token_ids,
         positions=positions.expand(3, *shape) if inputs.positions == "mrope" else positions,
-        sample_lengths=[
-            size for lengths in documents for size in (*lengths, length - sum(lengths)) if size
-        ],
+        sample_lengths=lengths,
+        sample_seeds=torch.arange(len(lengths)),
         labels=labels,
         label_tokens=float(max(1, int((labels >= 0).sum()))),
     )

@@ -73,6 +73,11 @@ class QwenLayer(ImageLayer):
         self.merge = config.spatial_merge_size
         self.window = getattr(config, "window_size", 0) // config.patch_size
 
+    def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
+        seeds, counts = super().seeded_rows(batch)
+        merges = self.writes[0].rows == "tokens"
+        return seeds, [rows // self.merge**2 for rows in counts] if merges else counts
+
     def layout(self, rows: int, columns: int) -> Layout:
         """The layout of an image."""
         return layout(rows, columns, self.merge, self.window)

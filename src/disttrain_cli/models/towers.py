@@ -101,6 +101,7 @@ class ImageLayer(PipelineLayer):
     """A layer whose items are the images read."""
 
     by_rows = True
+    extra: int = 0  # rows of an image before its patches
     index: int = 0  # of the encoder among the model's image encoders
 
     def with_index(self, index: int) -> PipelineLayer:
@@ -126,6 +127,10 @@ class ImageLayer(PipelineLayer):
             embeds_name("image", self.index) if name == EMBEDS else name: tensor
             for name, tensor in written.items()
         }
+
+    def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
+        items = batch.of("image")
+        return items.seeds, rows_of(items.grids, self.extra)
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return not batch.of("image").grids

@@ -23,7 +23,7 @@ from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import pooled_width, whole_model
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.dropout import begin, seeded
+from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.generator import Canvas, Finish, GeneratorLayer, Projector, Start, filled
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 
@@ -92,10 +92,9 @@ class Inner(GeneratorLayer):
         self.features, self.skips, self.context_tokens = features, skips, context_tokens
         self.published = {"block": path}
         self.block = with_own_attention(block)
-        self.dropouts = seeded(self)
+        seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        begin(self, self.dropouts, batch.of("target").seeds, [1] * len(state[self.features]))
         arguments: dict[str, Any] = {
             "hidden_states": state[self.features],
             "temb": state["time_embedding"],

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.dropout import begin, seeded
+from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
 from disttrain_cli.models.projectors import Joint, projector
-from disttrain_cli.models.towers import ImageLayer, count, images_of, positions, rows_of
+from disttrain_cli.models.towers import ImageLayer, count, images_of, positions
 
 
 class Embed(ImageLayer):
@@ -26,6 +26,7 @@ class Embed(ImageLayer):
     section 3.1)."""
 
     kind = "embed"
+    extra = 1
     needs = ("image",)
 
     def __init__(self, module: str, config: Any) -> None:
@@ -39,7 +40,7 @@ class Embed(ImageLayer):
             self.embeddings.dropout,
             nn.Identity(),
         )  # over the rows of all images
-        self.dropouts = seeded(self)
+        seeded(self)
         self.published = {"embeddings": "embeddings"}
 
     def embeddings_of(self, config: Any) -> Any:
@@ -50,9 +51,6 @@ class Embed(ImageLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         hidden = [self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)]
-        begin(
-            self, self.dropouts, batch.of("image").seeds, rows_of(batch.of("image").grids, extra=1)
-        )
         return {"image_hidden": split(self.dropout(torch.cat(hidden)), self.group)}
 
     def _embed(self, pixels: Tensor) -> Tensor:
@@ -68,6 +66,7 @@ class Block(ImageLayer):
     """One transformers ViTLayer."""
 
     kind = "block"
+    extra = 1
     row_by_row = True
     reads = ("image_hidden",)
     division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("o_proj", "fc2"))
@@ -81,7 +80,7 @@ class Block(ImageLayer):
             TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
         )
         self.layer = ViTLayer(config)
-        self.dropouts = seeded(self)
+        seeded(self)
         self.published = {"layer": f"layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -89,9 +88,6 @@ class Block(ImageLayer):
             self.layer,
             state["image_hidden"],
             count(batch.of("image").grids, extra=1),
-        )
-        begin(
-            self, self.dropouts, batch.of("image").seeds, rows_of(batch.of("image").grids, extra=1)
         )
 
         def attend(normed_RD: Tensor) -> Tensor:

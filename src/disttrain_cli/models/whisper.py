@@ -19,7 +19,7 @@ from torch.nn import functional
 from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.dropout import begin, seeded
+from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
@@ -37,6 +37,9 @@ class WhisperLayer(PipelineLayer):
     def rows_of(self, batch: Batch) -> list[int]:
         """Rows of each clip."""
         return [self.positions] * len(batch.of("audio"))
+
+    def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
+        return batch.of("audio").seeds, self.rows_of(batch)
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return not batch.of("audio").grids
@@ -64,14 +67,13 @@ class Embed(WhisperLayer):
             config.d_model, config.d_model, kernel_size=3, stride=FRAMES_PER_POSITION, padding=1
         )
         self.dropout = nn.Dropout(config.dropout)
-        self.dropouts = seeded(self)
+        seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         (features,) = batch.of("audio").values[0]
         hidden = functional.gelu(self.conv1(features.to(self.conv1.weight.dtype)))
         hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
         hidden_RD = (hidden_NPD + self._positions(hidden_NPD)).flatten(0, 1)
-        begin(self, self.dropouts, batch.of("audio").seeds, self.rows_of(batch))
         return {"audio_hidden": split(self.dropout(hidden_RD), self.group)}
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,7 +119,7 @@ class Block(WhisperLayer):
             nn.Dropout(config.dropout),
             nn.Dropout(config.activation_dropout),
         )
-        self.dropouts = seeded(self)
+        seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = (
@@ -125,7 +127,6 @@ class Block(WhisperLayer):
             state["audio_hidden"],
             len(batch.of("audio")) * self.positions,
         )
-        begin(self, self.dropouts, batch.of("audio").seeds, self.rows_of(batch))
         clips = segments_of(
             batch.cache,
             f"clips of {self.positions}",

@@ -112,6 +112,7 @@ def to_batch(
         token_ids=tensor(arrays.token_ids),
         positions=tensor(arrays.positions),
         sample_lengths=None if arrays.documents is None else sample_lengths(arrays.documents),
+        sample_seeds=tensor(arrays.sample_seeds),
         labels=tensor(arrays.labels),
         label_tokens=float(max(1, order.label_tokens)),
         targets=float(max(1, order.targets)),

@@ -29,6 +29,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "use_rslora": (bool,),
     "target_modules": (list, str),
     "modules_to_save": (list,),
+    "lora_dropout": (float, int),
     "rank_pattern": (dict,),
     "alpha_pattern": (dict,),
 }

@@ -14,7 +14,7 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 
-PROTOCOL = 2
+PROTOCOL = 3
 IDENTITY_ACTION = "identity"  # by which a worker tells its own
 DECODERS = ("opencv-python-headless", "simplejpeg")
 

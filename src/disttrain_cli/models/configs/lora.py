@@ -37,6 +37,7 @@ def read_lora(run: Run, module: str) -> Lora | None:
         targets if isinstance(targets, str) else tuple(targets),
         fields["use_rslora"],
         tuple(fields["modules_to_save"]),
+        fields["lora_dropout"],
         found.folder,
         () if found.part is None else tuple(found.part.names.items()),
     )

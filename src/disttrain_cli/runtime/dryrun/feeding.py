@@ -61,6 +61,10 @@ def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) 
         positions = np.zeros((*one.shape[:-2], *shape), np.int64)
         positions[..., :used] = one
         arrays |= {"documents": documents, "positions": positions}
+        if "dropout" in fields:
+            arrays["sample_seeds"] = np.zeros(
+                shape[0] * (len(lengths) + (used < shape[1])), np.int64
+            )
     if "tokens" in fields:
         arrays["token_ids"] = np.zeros(shape, np.int64)
     if "labels" in fields:

@@ -42,7 +42,7 @@ def resolved(run: Run, module: str) -> Resolved | None:
         return Resolved(DEFAULTS | given, None, None)
     folder = run.resolve(spec.folder)
     there, part = _of_folder(run, module, folder, f"{field}.folder")
-    for name in given.keys() & there.keys():
+    for name in given.keys() & there.keys() - {"lora_dropout"}:  # which only training knows
         if _plain(given[name]) != _plain(there[name]):
             raise SpecError(
                 f"{field}.{name} is not that of the adapter in {folder}",

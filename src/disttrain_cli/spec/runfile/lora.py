@@ -11,7 +11,13 @@ from disttrain_cli.spec.files import Strict
 #: peft's word for every linear layer but an LLM's head.
 ALL_LINEAR = "all-linear"
 #: peft's own numbers where none are given.
-DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "use_rslora": False, "modules_to_save": ()}
+DEFAULTS: dict[str, Any] = {
+    "r": 8,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "modules_to_save": (),
+    "lora_dropout": 0.0,
+}
 FIELDS = (*DEFAULTS, "target_modules")
 
 
@@ -54,6 +60,16 @@ class LoraSpec(Strict):
         ),
     )
 
+    lora_dropout: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        exclude_if=lambda given: given is None,
+        description=(
+            "Share of what an adapter reads that is dropped while training, the same in every"
+            " layout; 0 if not given, or as the adapter's folder says."
+        ),
+    )
     modules_to_save: list[str] | None = Field(
         None,
         exclude_if=lambda given: given is None,
