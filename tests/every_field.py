@@ -23,7 +23,7 @@ from disttrain_cli.spec.runfile.model import NoiseSpec
 from disttrain_cli.spec.runfile.train import ModuleOptimizerSpec
 from tests.models.conftest import LLAMA, MROPE, UNET
 from tests.models.test_towers import TOWERS
-from tests.models.test_weights import SD3
+from tests.models.test_weights import FLUX, SD3
 
 PIXART = {
     "num_attention_heads": 2,
@@ -72,6 +72,7 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "unet2d_condition": UNET | {"dropout": 0.1},
         "pixart": PIXART | {"dropout": 0.2},
         "sd3": SD3 | {"num_layers": 1},
+        "flux": FLUX,
     },
 }
 #: Fields of a flow's noise.
@@ -258,7 +259,7 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         module["lora"] = dict(LORA)
     if kind == "generator":
         noise = draw_section(draw, NoiseSpec, "model.modules.*.noise.", {}, {})
-        noise["prediction"] = "flow" if architecture == "sd3" else noise["prediction"]
+        noise["prediction"] = "flow" if architecture in ("sd3", "flux") else noise["prediction"]
         own = {"logit_normal": ("logit_mean", "logit_std"), "mode": ("mode_scale",)}
         flows = ("density", "shift", *own.get(noise["density"], ()))
         kept = flows if noise["prediction"] == "flow" else ()

@@ -54,13 +54,16 @@ MODELS = {
             "context_tokens": 4,
         }
     },
-    "sd3.5": {
-        "image_generator": {
-            "kind": "generator",
-            **GENERATORS["sd3.5"],
-            "image_size": 16,
-            "context_tokens": 4,
+    **{
+        name: {
+            "image_generator": {
+                "kind": "generator",
+                **GENERATORS[name],
+                "image_size": 16,
+                "context_tokens": 4,
+            }
         }
+        for name in ("sd3.5", "flux")
     },
 }
 

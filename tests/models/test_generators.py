@@ -59,6 +59,17 @@ SD3 = {
     "pooled_projection_dim": 24,
     "pos_embed_max_size": 7,
 }
+FLUX = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "joint_attention_dim": 20,
+    "pooled_projection_dim": 24,
+    "axes_dims_rope": [2, 4, 6],
+    "guidance_embeds": True,
+}
 GENERATORS = {
     "sd 1.5": {"config": SD | {"attention_head_dim": 4}, "vae": VAE, "noise": SCALED},
     "sd 2.1": {
@@ -116,12 +127,17 @@ GENERATORS = {
         },
         "noise": {"density": "mode"},
     },
+    "flux": {"architecture": "flux", "config": FLUX, "vae": VAE, "noise": {"shift": "resolution"}},
+    "flux, pixels": {
+        "architecture": "flux",
+        "config": FLUX | {"in_channels": 12, "out_channels": 12, "guidance_embeds": False},
+    },
     "pixels, velocity": {
         "config": SD | {"in_channels": 3, "out_channels": 3, "attention_head_dim": 4},
         "noise": {"prediction": "v_prediction", "betas": "squaredcos_cap_v2"},
     },
 }
-QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5")
+QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5", "flux")
 ANY = pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in GENERATORS],
@@ -210,14 +226,17 @@ def test_layers_equal_diffusers_own_model(setting, kind):
             if kind == "pixart"
             else {"resolution": None, "aspect_ratio": None}
         )
-    if kind.startswith("sd3"):
+    if kind.startswith(("sd3", "flux")):
         projector = next(layer for layer in layers if layer.kind == "projector")
         arguments["encoder_hidden_states"] = projector(state, batch)["conditioning"].unflatten(
             0, (3, 4)
         )
         arguments["pooled_projections"] = state["pooled"]
     times = config.noise.times(timesteps)
-    predicted = model(noisy, timestep=times, **arguments).sample[:, : canvas.shape[0]]
+    if kind.startswith("flux"):
+        predicted = of_flux(model, config, noisy, times, arguments)
+    else:
+        predicted = model(noisy, timestep=times, **arguments).sample[:, : canvas.shape[0]]
     torch.testing.assert_close(out.predict(state), predicted, rtol=1e-5, atol=1e-5)
     goal = {
         "epsilon": noise,
@@ -232,6 +251,23 @@ def test_layers_equal_diffusers_own_model(setting, kind):
         state["loss/image"], [p for layer in layers for p in layer.parameters() if p.requires_grad]
     )
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def of_flux(model, config, noisy, times, arguments):
+    """Flux's own prediction, given what its pipeline gives it."""
+    from diffusers import FluxPipeline
+
+    side = noisy.shape[2]
+    guided = config.config["guidance_embeds"]
+    made = model(
+        FluxPipeline._pack_latents(noisy, *noisy.shape),
+        timestep=times / 1000,
+        img_ids=FluxPipeline._prepare_latent_image_ids(3, side // 2, side // 2, "cpu", noisy.dtype),
+        txt_ids=torch.zeros(4, 3),
+        guidance=torch.full((3,), 3.5) if guided else None,
+        **arguments,
+    ).sample
+    return FluxPipeline._unpack_latents(made, side, side, 1)
 
 
 def scheduler(noise):
@@ -586,6 +622,11 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
         ("sd3", {"dual_attention_layers": [3]}, {}, ("dual_attention_layers", "below 3")),
         ("sd3", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
         ("sd3", {"attention_head_dim": 0}, {}, ("config.attention_head_dim", "1 or more")),
+        ("flux", {"in_channels": 4}, {}, ("config.in_channels", "16: 4 times 4")),
+        ("flux", {"axes_dims_rope": [2, 4, 8]}, {}, ("config.axes_dims_rope", "(12)")),
+        ("flux", {"patch_size": 2}, {}, ("config.patch_size", "1: its patches")),
+        ("flux", {"sample_size": 8}, {}, ("config.sample_size", "unknown field")),
+        ("flux", {}, {"image_size": 18}, ("image_size", "multiples of 4")),
     ],
 )
 def test_wrong_configurations_are_named(make_run, kind, config, others, words):
@@ -667,11 +708,12 @@ PUBLISHED = {
         1024,
         2_243_171_520 + 384**2 * 1536,
     ),
+    "FLUX.1-dev": ("flux", {"guidance_embeds": True}, 1024, 11_901_408_320),
     "PixArt-α 1024": ("pixart", {"caption_channels": 4096}, 1024, 611_349_152),
 }
 
 
-CHANNELS = {"unet2d_condition": 4, "pixart": 4, "sd3": 16}
+CHANNELS = {"unet2d_condition": 4, "pixart": 4, "sd3": 16, "flux": 16}
 
 
 @pytest.mark.slow

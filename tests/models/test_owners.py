@@ -11,7 +11,7 @@ from disttrain_cli.models.published import on_meta
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.models.conftest import AUDIO, LLAMA, MODULES, MROPE, UNET
 from tests.models.test_towers import TOWERS
-from tests.models.test_weights import SD3
+from tests.models.test_weights import FLUX, SD3
 
 PIXART = {
     "num_attention_heads": 2,
@@ -23,7 +23,13 @@ PIXART = {
     "caption_channels": 20,
 }
 CONFIGS = (
-    {"whisper": AUDIO["config"], "unet2d_condition": UNET, "pixart": PIXART, "sd3": SD3}
+    {
+        "whisper": AUDIO["config"],
+        "unet2d_condition": UNET,
+        "pixart": PIXART,
+        "sd3": SD3,
+        "flux": FLUX,
+    }
     | {name: tower["config"] for name, tower in TOWERS.items()}
     | {"smolvlm_vision": TOWERS["idefics3_vision"]["config"]}
     | {name: LLAMA for name, entry in ARCHITECTURES.items() if entry.kind == "llm"}

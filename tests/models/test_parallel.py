@@ -35,7 +35,7 @@ OTHERS = {
     ),
     **{
         name: ("image_generator", GENERATOR | GENERATORS[name])
-        for name in ("sd xl", "pixart", "sd3.5")
+        for name in ("sd xl", "pixart", "sd3.5", "flux")
     },
     "qwen3": (
         "llm",

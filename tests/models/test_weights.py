@@ -66,6 +66,17 @@ SD3 = {
     "qk_norm": "rms_norm",
     "dual_attention_layers": [0],
 }
+FLUX = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 12,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "joint_attention_dim": 20,
+    "pooled_projection_dim": 16,
+    "axes_dims_rope": [2, 4, 6],
+    "guidance_embeds": True,
+}
 ENCODER, GENERATOR = (
     {"kind": "encoder", "merge": 2},
     {"kind": "generator", "image_size": 16, "context_tokens": 4},
@@ -90,6 +101,7 @@ CLASSES = {
     "unet2d_condition": (GENERATOR, UNET),
     "pixart": (GENERATOR, PIXART),
     "sd3": (GENERATOR, SD3),
+    "flux": (GENERATOR, FLUX),
 }
 
 

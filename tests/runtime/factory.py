@@ -114,6 +114,25 @@ PAINTER: dict[str, Any] = REFINER | {
     "vae": REFINER["vae"] | {"scaling_factor": 1.5, "shift_factor": 0.06},
 }
 
+#: One whose last blocks are of image and conditioning together, over pixels.
+MURAL: dict[str, Any] = {
+    "kind": "generator",
+    "architecture": "flux",
+    "image_size": 16,
+    "context_tokens": 4,
+    "config": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 12,
+        "in_channels": 12,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "joint_attention_dim": 20,
+        "pooled_projection_dim": 24,
+        "axes_dims_rope": [2, 4, 6],
+        "guidance_embeds": True,
+    },
+}
+
 
 #: Adapters of every module, on all that can have some and on a few.
 LORA: dict[str, dict[str, Any]] = {
@@ -147,7 +166,7 @@ def write_run(
 ) -> Run:
     """A run file in `folder` over the sample data in `data`, with `lora` of modules; `train`
     overrides its training section."""
-    known = MODEL["modules"] | {"refiner": REFINER, "painter": PAINTER}
+    known = MODEL["modules"] | {"refiner": REFINER, "painter": PAINTER, "mural": MURAL}
     if tied:
         llm = known["llm"]
         known = known | {"llm": llm | {"config": llm["config"] | {"tie_word_embeddings": True}}}

@@ -18,6 +18,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models import (
     clip,
     decoder,
+    flux,
     idefics3_vision,
     internvl_vision,
     pixart,
@@ -40,6 +41,8 @@ from disttrain_cli.models.configs.checks import (
     wrong_field,
 )
 from disttrain_cli.models.configs.generators import (
+    denoised,
+    read_flux,
     read_pixart,
     read_sd3,
     read_unet,
@@ -154,9 +157,9 @@ def _decoder(joined: Joined) -> list[LayerMaker]:
 def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
     module, spec = joined.module, joined.spec
     assert spec.image_size is not None and module.noise is not None
-    side, cached = module.config["sample_size"], spec.cached_latents
+    (channels, side), cached = denoised(module.vae, spec.image_size), spec.cached_latents
     canvas = Canvas(
-        (module.config["in_channels"], side, side),
+        (channels, side, side),
         module.noise,
         spec.image_size,
         reads_latents=module.vae is not None and not cached,
@@ -217,12 +220,13 @@ def _whisper_input(run: Run, module: ModuleConfig) -> AudioInput:
 def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
     spec = run.file.model.modules[module.name]
     assert spec.image_size is not None
+    channels, side = denoised(module.vae, spec.image_size)
     return TargetInput(
         module=module.name,
         size_px=spec.image_size,
-        channels=2 * module.config["in_channels"] if spec.cached_latents else 3,
+        channels=2 * channels if spec.cached_latents else 3,
         context_tokens=spec.context_tokens,
-        latent_pixels=module.config["sample_size"] ** 2,
+        latent_pixels=side**2,
         cached_latents=spec.cached_latents and run.file.train.precision,
     )
 
@@ -336,6 +340,15 @@ _OWN: dict[str, Architecture] = {
         _generator_input,
         several=True,
     ),
+    "flux": Architecture(
+        "generator",
+        "target",
+        "diffusers:FluxTransformer2DModel",
+        read_flux,
+        partial(_generator, flux.makers),
+        _generator_input,
+        several=True,
+    ),
     "sd3": Architecture(
         "generator",
         "target",
@@ -358,6 +371,7 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "UNet2DConditionModel": ("unet2d_condition", None),
     "PixArtTransformer2DModel": ("pixart", None),
     "SD3Transformer2DModel": ("sd3", None),
+    "FluxTransformer2DModel": ("flux", None),
 }
 
 
@@ -416,7 +430,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
         raise _with_vae(run, name, spec, fields, error) from None
     noise = None
     if entry.kind == "generator":
-        noise = read_noise(name, architecture, spec, _scheduler(run, spec), tokens_of(config))
+        assert spec.image_size is not None
+        tokens = tokens_of(architecture, config, denoised(own_vae, spec.image_size)[1])
+        noise = read_noise(name, architecture, spec, _scheduler(run, spec), tokens)
     return ModuleConfig(
         name, entry.kind, architecture, config, own_vae, noise, read_lora(run, name)
     )

@@ -282,10 +282,15 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
         AttnProcessor2_0,
         JointAttnProcessor2_0,
     )
+    from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 
-    ours = {AttnProcessor2_0: _Processor, JointAttnProcessor2_0: _JointProcessor}
+    ours = {
+        AttnProcessor2_0: _Processor,
+        JointAttnProcessor2_0: _JointProcessor,
+        FluxAttnProcessor: _FluxProcessor,
+    }
     for part in layer.modules():
-        if isinstance(part, Attention):
+        if isinstance(part, (Attention, FluxAttention)):
             part.set_processor(ours[type(part.processor)]())
     return layer
 
@@ -346,31 +351,63 @@ class _JointProcessor:
         attention_mask: None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         assert attention_mask is None
-        a, others = attention, encoder_hidden_states
-        rows = self._heads(a, hidden, (a.to_q, a.norm_q), (a.to_k, a.norm_k), (a.to_v, None))
-        if others is not None:
-            added = (
-                (a.add_q_proj, a.norm_added_q),
-                (a.add_k_proj, a.norm_added_k),
-                (a.add_v_proj, None),
-            )
-            more = self._heads(a, others, *added)
-            rows = [torch.cat(pair, dim=1) for pair in zip(rows, more, strict=True)]
-        within = equal_segments(*rows[0].shape[:2], hidden.device)
-        query, key, value = (one.flatten(0, 1) for one in rows)
-        made = attend(query, key, value, within).flatten(1)
-        made = made.unflatten(0, (len(hidden), -1))
+        a, others, rows = attention, encoder_hidden_states, _own_heads(attention, hidden)
         if others is None:
-            return a.to_out[1](a.to_out[0](made))
-        made, of_others = made.split([hidden.shape[1], others.shape[1]], dim=1)
+            return a.to_out[1](a.to_out[0](_attended(*rows)))
+        rows = [torch.cat(pair, dim=1) for pair in zip(rows, _added(a, others), strict=True)]
+        made, of_others = _attended(*rows).split([hidden.shape[1], others.shape[1]], dim=1)
         of_others = of_others if a.context_pre_only else a.to_add_out(of_others)
         return a.to_out[1](a.to_out[0](made)), of_others
 
-    @staticmethod
-    def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
-        """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm."""
-        heads = []
-        for linear, norm in linears:
-            made = linear(rows_NLD).unflatten(-1, (attention.heads, -1))
-            heads.append(made if norm is None else norm(made))
-        return heads
+
+class _FluxProcessor:
+    """As diffusers' FluxAttnProcessor: the same with the others first, and queries and keys turned
+    by their positions; where both are together already, without what follows."""
+
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        assert attention_mask is None and image_rotary_emb is not None
+        a, others, rows = attention, encoder_hidden_states, _own_heads(attention, hidden)
+        if others is not None:
+            rows = [torch.cat(pair, dim=1) for pair in zip(_added(a, others), rows, strict=True)]
+        query, key = (apply_rotary_emb(one, image_rotary_emb, sequence_dim=1) for one in rows[:2])
+        made = _attended(query, key, rows[2])
+        if others is None:
+            return made
+        of_others, made = made.split([others.shape[1], hidden.shape[1]], dim=1)
+        return a.to_out[1](a.to_out[0](made)), a.to_add_out(of_others)
+
+
+def _own_heads(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
+    a = attention
+    return _heads(a, rows_NLD, (a.to_q, a.norm_q), (a.to_k, a.norm_k), (a.to_v, None))
+
+
+def _added(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
+    a = attention
+    norms = (a.norm_added_q, a.norm_added_k, None)
+    return _heads(a, rows_NLD, *zip((a.add_q_proj, a.add_k_proj, a.add_v_proj), norms, strict=True))
+
+
+def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
+    """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm."""
+    heads = []
+    for linear, norm in linears:
+        made = linear(rows_NLD).unflatten(-1, (attention.heads, -1))
+        heads.append(made if norm is None else norm(made))
+    return heads
+
+
+def _attended(query_NLHD: Tensor, key_NLHD: Tensor, value_NLHD: Tensor) -> Tensor:
+    """[N, L, H·D], of every item's rows to all of its rows."""
+    within = equal_segments(*query_NLHD.shape[:2], query_NLHD.device)
+    query, key, value = (one.flatten(0, 1) for one in (query_NLHD, key_NLHD, value_NLHD))
+    return attend(query, key, value, within).flatten(1).unflatten(0, (len(query_NLHD), -1))

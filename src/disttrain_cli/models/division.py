@@ -28,7 +28,10 @@ class Division:
     # column-parallel, its outputs two halves (value and gate) that are divided alike
     fused: tuple[str, ...] = ()
     thirds: tuple[str, ...] = ()  # the same of three: an attention's queries, keys and values
+    quarters: tuple[str, ...] = ()  # and of four: an FFN's whose features go beside an attention's
     row: tuple[str, ...] = ()
+    # row-parallel, its inputs five parts: an attention's features and the FFN's four
+    fifths: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()  # divided by token ids
     # whole on every rank, which sees its own heads with them (norms of queries and keys)
     per_head: tuple[str, ...] = ()

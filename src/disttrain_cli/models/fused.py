@@ -116,11 +116,12 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def with_own_norms(layer: nn.Module) -> nn.Module:
-    """The layer with our RMSNorm in the place of transformers' own, under the same names."""
+    """The layer with our RMSNorm in the place of the library's own, under the same names."""
     for path, part in list(layer.named_modules()):
         if type(part).__name__.endswith("RMSNorm"):
             norm: Any = part
-            layer.set_submodule(path, RmsNorm(len(norm.weight), norm.variance_epsilon))
+            eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+            layer.set_submodule(path, RmsNorm(len(norm.weight), eps))
     return layer
 
 

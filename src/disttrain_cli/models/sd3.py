@@ -23,6 +23,7 @@ from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import whole_model
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.fused import with_own_norms
 from disttrain_cli.models.generator import (
     Canvas,
     Finish,
@@ -123,7 +124,7 @@ class Block(GeneratorLayer):
         )
         self.writes = (stream.patches, *(() if self.last else (stream.conditioning,)))
         self.published = {"block": f"transformer_blocks.{number}"}
-        self.block = with_own_attention(copy.deepcopy(block))
+        self.block = with_own_norms(with_own_attention(copy.deepcopy(block)))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         conditioning, patches = self.block(

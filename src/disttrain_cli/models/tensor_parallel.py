@@ -37,6 +37,7 @@ def pieces(layer: PipelineLayer) -> set[int]:
         for owner, linear in parts(layer, division.column)
     }
     sizes |= {linear.out_features // 2 for _, linear in parts(layer, division.fused)}
+    sizes |= {linear.out_features // 4 for _, linear in parts(layer, division.quarters)}
     sizes |= {_heads(owner, linear) // 3 for owner, linear in parts(layer, division.thirds)}
     return sizes | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
 
@@ -54,13 +55,19 @@ def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
     assert not any(count % tp for count in pieces(layer)), (layer.name, tp)
     division = layer.division
     owners = {owner for owner, _ in parts(layer, (*division.column, *division.thirds))}
-    for ends, halves in ((division.column, 1), (division.fused, 2), (division.thirds, 3)):
+    for ends, halves in (
+        (division.column, 1),
+        (division.fused, 2),
+        (division.thirds, 3),
+        (division.quarters, 4),
+    ):
         for linear in _with_adapter(layer, ends, "lora_B"):
             _narrow(linear, Shard(0, halves, tp, rank))
             linear.out_features //= tp
-    for linear in _with_adapter(layer, division.row, "lora_A"):
-        _narrow(linear, Shard(1, 1, tp, rank))
-        linear.in_features //= tp
+    for ends, halves in ((division.row, 1), (division.fifths, 5)):
+        for linear in _with_adapter(layer, ends, "lora_A"):
+            _narrow(linear, Shard(1, halves, tp, rank))
+            linear.in_features //= tp
     # diffusers' and Whisper's; the others follow the shapes of their linears
     for attention in owners:
         for count in ("heads", "num_heads"):
@@ -89,15 +96,15 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
         return
     layer.group = group = group if layer.row_by_row else replace(group, overlap=False)
     division, own = layer.division, set[int]()  # whole weights whose gradients are not all alike
-    for _, linear in parts(layer, division.row):
+    for _, linear in parts(layer, (*division.row, *division.fifths)):
         own.add(id(linear.bias))
         if group.rank:
             linear.__class__ = WithoutBias
     for _, norm in parts(layer, division.per_head):
         own.update(map(id, norm.parameters()))
-    for ends in (division.column, division.fused, division.thirds, division.row):
-        for _, linear in parts(layer, ends):
-            own.update(id(getattr(linear, n).weight) for n in ADAPTER if hasattr(linear, n))
+    columns = (*division.column, *division.fused, *division.thirds, *division.quarters)
+    for _, linear in parts(layer, (*columns, *division.row, *division.fifths)):
+        own.update(id(getattr(linear, n).weight) for n in ADAPTER if hasattr(linear, n))
     for parameter in layer.parameters():
         partial = shard_of(parameter) is None
         parameter.__dict__["partial_gradient"] = partial
@@ -162,8 +169,10 @@ def _join_whole(layer: PipelineLayer, group: Group) -> None:
     def after(linear: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
         return reduce(made, group)
 
-    columns = (*layer.division.column, *layer.division.fused)
-    for owner in dict.fromkeys(owner for owner, _ in parts(layer, columns)):
+    division = layer.division
+    owners = [owner for owner, _ in parts(layer, (*division.column, *division.fused))]
+    owners += [linear for _, linear in parts(layer, division.quarters)]
+    for owner in dict.fromkeys(owners):
         owner.register_forward_pre_hook(before, with_kwargs=True)
-    for _, linear in parts(layer, layer.division.row):
+    for _, linear in parts(layer, (*division.row, *division.fifths)):
         linear.register_forward_hook(after)

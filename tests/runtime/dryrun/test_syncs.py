@@ -149,6 +149,7 @@ RUNS = {
         {"dropout": 0.1},
     ),
     "vit, llama, sd3.5": ("vit", {}, "llama", {}, "sd3.5", {}),
+    "clip, llama, flux": ("clip_vision_model", {}, "llama", {}, "flux", {}),
     "qwen's, qwen3, flow": (
         "qwen2_5_vl_vision",
         {},

@@ -48,7 +48,10 @@ CLASSES = {
     "unet2d_condition": "UNet2DConditionModel",
     "pixart": "PixArtTransformer2DModel",
     "sd3": "SD3Transformer2DModel",
+    "flux": "FluxTransformer2DModel",
 }
+#: Latents per side of Flux's patches, which are its channels.
+FLUX_PATCH = 2
 
 
 def known_fields(class_name: str) -> dict[str, Any]:
@@ -83,9 +86,18 @@ def latent_side(vae: dict[str, Any], image_size: int) -> int:
     return int(image_size // 2 ** (len(vae["block_out_channels"]) - 1))
 
 
-def tokens_of(config: dict[str, Any]) -> int:
-    """Patches of an image, or of its latents; their pixels where a generator has no patches."""
-    return int((config["sample_size"] // config.get("patch_size", 1)) ** 2)
+def denoised(vae: dict[str, Any] | None, image_size: int) -> tuple[int, int]:
+    """Channels and side of what is denoised: square images, or their latents."""
+    return (
+        (3, image_size) if vae is None else (vae["latent_channels"], latent_side(vae, image_size))
+    )
+
+
+def tokens_of(architecture: str, config: Any, side: int) -> int:
+    """Patches of what is denoised; its pixels where a generator has no patches."""
+    own = config.get("patch_size") if isinstance(config, dict) else None
+    patch = FLUX_PATCH if architecture == "flux" else own or 1
+    return int((side // patch) ** 2)
 
 
 def read_unet(
@@ -121,6 +133,13 @@ def read_sd3(
     return _read(name, architecture, spec, fields, _check_sd3)
 
 
+def read_flux(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """All arguments of Flux's transformer and of its VAE, as `read_unet` does."""
+    return _read(name, architecture, spec, fields, _check_flux)
+
+
 def with_folder(spec: ModuleSpec, fields: dict[str, Any]) -> ModuleSpec:
     """The spec with the VAE of a folder's `config.json`, the run file's fields of it put over."""
     known = known_fields("AutoencoderKL")
@@ -141,7 +160,7 @@ def _read(
     refuse_unknown(name, architecture, spec.config, defaults, "config")
     check_numbers(name, fields | spec.config)
     vae = None if spec.vae is None else _make_vae(name, spec.vae, spec.image_size)
-    side = spec.image_size if vae is None else latent_side(vae, spec.image_size)
+    channels, side = denoised(vae, spec.image_size)
     if spec.config.get("sample_size") not in (None, side):
         allowed = (
             f"{side}, the side of "
@@ -150,13 +169,13 @@ def _read(
         )
         raise wrong(name, "sample_size", spec.config["sample_size"], allowed)
     given = {**fields, **spec.config}
-    config = {**defaults, **{k: v for k, v in given.items() if k in defaults}, "sample_size": side}
+    config = {**defaults, **{k: v for k, v in given.items() if k in defaults}}
+    config |= {"sample_size": side} if "sample_size" in defaults else {}
     check_dropout(name, "dropout", config.get("dropout", 0.0))
-    channels, why = (
-        (3, "RGB images are denoised")
-        if vae is None
-        else (vae["latent_channels"], "vae.latent_channels")
-    )
+    why = "RGB images are denoised" if vae is None else "vae.latent_channels"
+    if architecture == "flux":
+        channels, why = channels * FLUX_PATCH**2, f"{FLUX_PATCH**2} times {channels}, {why}"
+        config["out_channels"] = config["out_channels"] or config["in_channels"]
     _check_channels(name, config, channels, why, variance=architecture == "pixart")
     check(name, config, spec.image_size, side)
     return config, vae
@@ -319,6 +338,28 @@ def _check_sd3(name: str, config: dict[str, Any], image_size: int, side: int) ->
     dual, blocks = config["dual_attention_layers"], range(config["num_layers"])
     if not isinstance(dual, (list, tuple)) or any(number not in blocks for number in dual):
         raise wrong(name, "dual_attention_layers", dual, f"a list of blocks below {len(blocks)}")
+
+
+def _check_flux(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
+    _check_transformer(name, config, side, multiple=2)
+    for field in ("joint_attention_dim", "pooled_projection_dim", "num_single_layers"):
+        _check_positive(name, config, field)
+    if config["patch_size"] != 1:
+        raise wrong(name, "patch_size", config["patch_size"], "1: its patches are its channels")
+    if side % FLUX_PATCH:
+        what = f"model.modules.{name}.image_size does not fit Flux's patches"
+        raise SpecError(
+            what, f"given: {image_size}; allowed: multiples of {image_size // side * FLUX_PATCH}"
+        )
+    axes, head = config["axes_dims_rope"], config["attention_head_dim"]
+    if (
+        not isinstance(axes, (list, tuple))
+        or len(axes) != 3
+        or any(not isinstance(width, int) or width < 2 or width % 2 for width in axes)
+        or sum(axes) != head
+    ):
+        allowed = f"three even numbers whose sum is attention_head_dim ({head})"
+        raise wrong(name, "axes_dims_rope", axes, allowed)
 
 
 def _check_transformer(name: str, config: dict[str, Any], side: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from disttrain_cli.models.noise import Noise
 from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
 #: Architectures that are published as flows, and the class of their scheduler.
-FLOWS = ("sd3",)
+FLOWS = ("sd3", "flux")
 FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 
 #: Fields of the run file by what they belong to.

@@ -1,0 +1,210 @@
+"""diffusers' FluxTransformer2DModel as pipeline layers: projector, in, double block × n, single
+block × m, out with the image loss.
+
+A flow like SD3 (`sd3`), whose patches are 2 × 2 latents, whose positions are rotations of queries
+and keys (Su et al. 2021, arXiv 2104.09864) by an image's rows and columns, and whose last blocks
+have one set of weights for image and conditioning together, attention and FFN side by side. A model
+that is distilled to a guidance scale (`guidance_embeds`) is told `GUIDANCE`, in training and in
+drawing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.attention import with_own_attention
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs.generators import FLUX_PATCH, whole_model
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.fused import with_own_norms
+from disttrain_cli.models.generator import (
+    Canvas,
+    Finish,
+    GeneratorLayer,
+    Projector,
+    Start,
+    filled,
+)
+from disttrain_cli.models.host import constant
+from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.sd3 import DIVISION
+
+#: What diffusers trains guidance-distilled models with.
+GUIDANCE = 3.5
+#: Times and guidance are embedded in thousandths.
+SCALE = 1000.0
+
+SINGLE = Division(
+    column=("to_q", "to_k", "to_v"),
+    quarters=("proj_mlp",),
+    fifths=("proj_out",),
+    per_head=("norm_q", "norm_k"),
+)
+
+
+class Stream:
+    """The tensors that go from block to block."""
+
+    def __init__(self, width: int, patches: int) -> None:
+        self.patches = TensorSpec("patches", "target", "one", (patches, width))
+        self.conditioning = TensorSpec("conditioning", "target", "tokens", (width,))
+        self.time = TensorSpec("time_embedding", "target", "one", (width,))
+
+
+class In(Start):
+    """Noisy latents → patches; timestep and pooled context → modulation; conditioning → the blocks'
+    width."""
+
+    def __init__(self, module: str, whole: Any, canvas: Canvas, stream: Stream) -> None:
+        super().__init__(module, canvas)
+        self.published = {
+            name: name for name in ("x_embedder", "time_text_embed", "context_embedder")
+        }
+        self.reads = (*canvas.reads, "conditioning", "pooled")
+        self.writes = (stream.patches, stream.time, stream.conditioning)
+        self.x_embedder, self.time_text_embed, self.context_embedder = (
+            copy.deepcopy(getattr(whole, name)) for name in self.published
+        )
+        self.guided = bool(whole.config.guidance_embeds)
+
+    def start(
+        self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
+    ) -> dict[str, Tensor]:
+        dtype, times = self.x_embedder.weight.dtype, times_N * (SCALE / self.canvas.noise.timesteps)
+        told = [times]
+        if self.guided:
+            guidance = filled(len(noisy_NCHW), (GUIDANCE * SCALE,), noisy_NCHW)
+            told.append(guidance.flatten())
+        packed_NPV = functional.pixel_unshuffle(noisy_NCHW.to(dtype), FLUX_PATCH).flatten(2)
+        return {
+            "patches": self.x_embedder(packed_NPV.transpose(1, 2)),
+            "time_embedding": self.time_text_embed(*told, state["pooled"]),
+            "conditioning": self.context_embedder(state["conditioning"]),
+        }
+
+
+class Block(GeneratorLayer):
+    """One diffusers FluxTransformerBlock or FluxSingleTransformerBlock."""
+
+    reads = ("patches", "conditioning", "time_embedding")
+
+    def __init__(
+        self,
+        module: str,
+        kind: str,
+        number: int,
+        block: nn.Module,
+        config: dict[str, Any],
+        context_tokens: int,
+        stream: Stream,
+    ) -> None:
+        super().__init__()
+        self.name, self.module, self.kind = f"{module}.{kind}.{number}", module, kind
+        self.context_tokens, self.axes = context_tokens, tuple(config["axes_dims_rope"])
+        self.division = DIVISION if kind == "double" else SINGLE
+        self.writes = (stream.patches, stream.conditioning)
+        path = "transformer_blocks" if kind == "double" else "single_transformer_blocks"
+        self.published = {"block": f"{path}.{number}"}
+        self.block = with_own_norms(with_own_attention(copy.deepcopy(block)))
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        patches = state["patches"]
+        place = (self.context_tokens, patches.shape[1], self.axes)
+        conditioning, patches = self.block(
+            hidden_states=patches,
+            encoder_hidden_states=state["conditioning"].unflatten(0, (-1, self.context_tokens)),
+            temb=state["time_embedding"],
+            image_rotary_emb=tuple(
+                torch.empty(sum(place[:2]), sum(self.axes), device="meta")
+                if patches.is_meta
+                else constant(made, *place, device=patches.device)
+                for made in (_cosines, _sines)
+            ),
+        )
+        return {"patches": patches, "conditioning": conditioning.flatten(0, 1)}
+
+
+def _angles(context: int, patches: int, axes: tuple[int, ...]) -> Tensor:
+    """[context + patches, sum of axes / 2], float64: of (0, row, column); the conditioning stands
+    at 0."""
+    side = round(patches**0.5)
+    zeros = torch.zeros(context + patches, dtype=torch.float64)
+    places = [zeros, zeros.clone(), zeros.clone()]
+    index = torch.arange(patches, dtype=torch.float64)
+    places[1][context:], places[2][context:] = index // side, index % side
+    frequencies = [
+        10_000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width) for width in axes
+    ]
+    return torch.cat(
+        [torch.outer(at, own) for at, own in zip(places, frequencies, strict=True)], dim=1
+    )
+
+
+def _cosines(context: int, patches: int, axes: tuple[int, ...]) -> Tensor:
+    return _angles(context, patches, axes).cos().float().repeat_interleave(2, dim=1)
+
+
+def _sines(context: int, patches: int, axes: tuple[int, ...]) -> Tensor:
+    return _angles(context, patches, axes).sin().float().repeat_interleave(2, dim=1)
+
+
+class Out(Finish):
+    """Last norm, modulated by the timestep, and the patches' latents."""
+
+    def __init__(self, module: str, whole: Any, canvas: Canvas, weight: float) -> None:
+        super().__init__(module, canvas, weight, ("patches", "time_embedding"))
+        self.published = {name: name for name in ("norm_out", "proj_out")}
+        self.norm_out, self.proj_out = copy.deepcopy(whole.norm_out), copy.deepcopy(whole.proj_out)
+
+    def predict(self, state: dict[str, Tensor]) -> Tensor:
+        packed_NPV = self.proj_out(self.norm_out(state["patches"], state["time_embedding"]))
+        side = self.canvas.shape[1] // FLUX_PATCH
+        image = packed_NPV.transpose(1, 2).unflatten(2, (side, side))
+        return functional.pixel_shuffle(image, FLUX_PATCH).float()
+
+
+def makers(
+    module: str,
+    config: dict[str, Any],
+    canvas: Canvas,
+    context_tokens: int,
+    projector_hidden: int,
+    llm_width: int,
+    loss_weight: float,
+) -> list[LayerMaker]:
+    """The layers of Flux's transformer in pipeline order; weights start as diffusers starts them.
+
+    Raises:
+        SpecError: diffusers refuses the configuration.
+    """
+    whole = cache(partial(whole_model, module, "flux", config))
+    stream = Stream(whole().inner_dim, (canvas.shape[1] // FLUX_PATCH) ** 2)
+    construct: list[Callable[[], PipelineLayer]] = [
+        partial(
+            Projector,
+            module,
+            llm_width,
+            projector_hidden,
+            config["joint_attention_dim"],
+            context_tokens,
+            config["pooled_projection_dim"],
+        ),
+        lambda: In(module, whole(), canvas, stream),
+    ]
+    for kind, blocks in (
+        ("double", whole().transformer_blocks),
+        ("single", whole().single_transformer_blocks),
+    ):
+        construct += [
+            partial(Block, module, kind, number, block, config, context_tokens, stream)
+            for number, block in enumerate(blocks)
+        ]
+    construct.append(lambda: Out(module, whole(), canvas, loss_weight))
+    return [LayerMaker(make, None) for make in construct]
