@@ -14,7 +14,10 @@ import torch
 from disttrain_cli.data.checking import find_broken
 from disttrain_cli.data.films import resized
 from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.packing import pack
+from disttrain_cli.data.preparing import Preparer, Request
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
 from disttrain_cli.data.tokenizer import read_tokenizer
@@ -22,8 +25,9 @@ from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.outputs.conversations import held_out_questions
 from disttrain_cli.runtime.outputs.prompts import batch_of
 from disttrain_cli.runtime.outputs.trained import Trained
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
-from tests.data.dataset import write_tar
+from tests.data.dataset import make_layout, unit, write_tar
 from tests.data.films import all_frames, film, sound_only
 from tests.video_models import RULES, VIDEO, Film, Talk, write_folder
 from tests.whole_models import run_of
@@ -40,6 +44,14 @@ def messages(first: str, *more: str) -> list[dict[str, Any]]:
         {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
     ]
+
+
+def layout(replicas: int = 1) -> Layout:
+    """Everything in one unit; two sequences in a step of one slot."""
+    made = make_layout([unit("all", ["vision", "llm"], replicas, 1)])
+    return made.model_copy(
+        update={"global_batch_size": 2, "microbatches": 1, "microbatch_size": 2 // replicas}
+    )
 
 
 TALKS = {"one": messages("a.mp4"), "two": messages("b.mp4", "a.mp4")}
@@ -229,6 +241,17 @@ def test_broken_videos_are_left_out_or_muted_by_name(tmp_path: Path) -> None:
     found = find_broken(run, index, lambda *_: None)
     assert [one.key for one in found.values()] == ["inside"]
     assert "video" in next(iter(found.values())).reason
+    preparer = Preparer(run, SharedOrders(Orders(run.file, layout(), index)))
+    slot = preparer.prepare(Request(0, 0, "all", 0, frozenset({"image", "tokens", "labels"})))
+    preparer.close()
+    assert [one.what.key for one in slot.broken] == ["inside"]
+    values, grids = slot.batch.items["image"].values[0], slot.batch.items["image"].grids
+    shown = [one.any() for block in values for one in block]
+    assert len(shown) == len(grids) == 12 and sum(shown) == 6  # the broken film's are blank
+    ids, labels = slot.batch.token_ids, slot.batch.labels
+    assert ids is not None and labels is not None and (ids == VIDEO).any()
+    trained = len("Noise, in a corner.Yes.") + 2  # of the sample that is whole, in two epochs
+    assert (labels != -100).sum() == 2 * trained
 
 
 @pytest.mark.parametrize("size", [(24, 32), (40, 24), (96, 128)])
@@ -243,3 +266,23 @@ def test_frames_are_resized_as_by_the_operator_of_the_published_class(
         )[0]
         made = torch.from_numpy(resized(pixels, *size, "bicubic").copy()).permute(2, 0, 1)
         assert (made.int() - expected.int()).abs().max() <= 1
+
+
+def test_pixels_of_a_slot_are_those_of_the_processor_whoever_asks(tmp_path: Path) -> None:
+    """All patches at once, or those of one replica after the other."""
+    write_folder(tmp_path / "given", "qwen2_5_vl")
+    run = video_run(tmp_path, "qwen2_5_vl")
+    index = build_index(run, describe(run))
+    made = []
+    for replicas in (1, 2):
+        orders = SharedOrders(Orders(run.file, layout(replicas), index))
+        preparer, own = Preparer(run, orders), []
+        for replica in range(replicas):
+            slot = preparer.prepare(Request(0, 0, "all", replica, frozenset({"image"})))
+            own += [one for block in slot.batch.items["image"].values[0] for one in block]
+        preparer.close()
+        made.append(sorted(one.tobytes() for one in own))
+    assert made[0] == made[1]
+    films = [Film("qwen2_5_vl", FILMS[name]).pixels for name in ("a.mp4", "b.mp4", "a.mp4")]
+    expected = [pair.flatten(0, 1).numpy() for one in films for pair in one.unflatten(0, (-1, 2))]
+    assert made[0] == sorted(one.tobytes() for one in 2 * expected)  # of two epochs
