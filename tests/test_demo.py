@@ -22,7 +22,8 @@ def cpu_s():
     return used.ru_utime + used.ru_stime
 
 
-def test_the_demo_learns_to_draw_and_to_read(tmp_path):
+@pytest.mark.parametrize("preset", ["tiny", "tiny-flow"])
+def test_the_demo_learns_to_draw_and_to_read(tmp_path, preset):
     pytest.importorskip("sklearn")
 
     def disttrain(folder, *words):
@@ -39,7 +40,7 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path):
         return json.loads(done.stdout)
 
     begun = cpu_s()
-    disttrain(tmp_path, "init", "demo", "--preset", "tiny", "--sample-data")
+    disttrain(tmp_path, "init", "demo", "--preset", preset, "--sample-data")
     demo = tmp_path / "demo"
     disttrain(demo, "profile")
     disttrain(demo, "plan")

@@ -32,6 +32,7 @@ LLM_BILLIONS = {
     "mllm-audio-10b": 6.74,
     "tiny": 0.0009,
     "tiny-audio": 0.0009,
+    "tiny-flow": 0.0009,
     "tiny-two-generators": 0.0009,
     "tiny-qwen2.5-vl": 0.00078,
     "tiny-qwen3-vl": 0.00078,
