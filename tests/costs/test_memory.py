@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memory import (
     GIB,
     activation_terms,
@@ -18,7 +19,7 @@ from disttrain_cli.costs.memory import (
 )
 from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
@@ -249,3 +250,35 @@ def test_symmetric_memory_is_there_whatever_layer_runs() -> None:
     expected = [7.0, 3.0 * llm.max_work_per_sequence.tokens, 3.0 * mean.tokens]
     expected.append(3.0 * mean.tokens / mean.items if mean.items else 0.0)
     assert more == pytest.approx(np.tile(np.array(expected)[:, None], len(llm.layers)))
+
+
+def test_a_frozen_layer_without_a_backward_holds_what_its_forward_does() -> None:
+    profile = synthetic.tiny(synthetic.run_file())
+    of = profile.modules["image_encoder"]
+
+    def known(still: Polynomial | None) -> Profile:
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "tp": {
+                        tp: shard.model_copy(update={"still_bytes": still})
+                        for tp, shard in cost.tp.items()
+                    }
+                }
+            )
+            for kind, cost in of.costs.items()
+        }
+        module = of.model_copy(update={"costs": costs})
+        return profile.model_copy(update={"modules": profile.modules | {"image_encoder": module}})
+
+    still = Polynomial(per_item=1e9)
+    for trained in (["llm"], ["image_encoder", "llm"]):
+        terms, older, plain = (
+            working_terms(one, ["image_encoder"], 1, trained)
+            for one in (known(still), known(None), profile)
+        )
+        assert (older == plain).all()
+        still_layers = [does == "still" for does in backwards(profile, trained)["image_encoder"]]
+        assert any(still_layers) == ("image_encoder" not in trained)
+        assert (terms[1, still_layers] == 1e9 * of.max_work_per_sequence.items).all()
+        assert (np.delete(terms, still_layers, 1) == np.delete(plain, still_layers, 1)).all()

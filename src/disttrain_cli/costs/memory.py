@@ -127,6 +127,8 @@ def working_terms(
 
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
         shard = cost.tp[str(tp)]
+        if does == "still" and shard.still_bytes is not None:
+            return [shard.still_bytes, *([shard.overlapping_bytes] if overlap else [])]
         again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
         split = later and does == "trained"
         transient = shard.split_transient_bytes if split else shard.transient_bytes

@@ -244,6 +244,7 @@ def _shard(
         overlapping_bytes=running.overlapping_bytes,
         symmetric_bytes=running.symmetric_bytes,
         transient_bytes=running.transient_bytes,
+        still_bytes=running.still_bytes,
         deferred_bytes=running.deferred_bytes,
         split_transient_bytes=running.split_transient_bytes,
         recomputing_bytes=running.recomputing_bytes,

@@ -47,6 +47,8 @@ class Running:
 
     # the most beyond what it keeps, in either pass
     transient_bytes: Polynomial = field(default_factory=Polynomial)
+    # the most in a forward without a backward
+    still_bytes: Polynomial = field(default_factory=Polynomial)
     # where its weights' part is computed later: what it keeps for that, and the most beyond what it
     # keeps from the forward until then
     deferred_bytes: Polynomial = field(default_factory=Polynomial)
@@ -180,14 +182,21 @@ def _running_whole(layer: PipelineLayer, index: int, probes: Probes, tp: int) ->
 
     trained = runs()
     transient = fit(probes.works, [float(one.transient_bytes) for one in trained])
+    with torch.no_grad():
+        still = fit(probes.works, [float(one.transient_bytes) for one in runs(frozen=True)])
     if tp == 1:
-        return Running(transient)  # recomputing holds no more
+        return Running(transient, still)  # recomputing holds no more
     forward = _messages(probes.works, [one.forward for one in trained])
     backward = _messages(probes.works, [one.backward for one in trained])
     if not layer.by_rows:  # its sums are the same whatever is trained or kept
         both = _messages(probes.works, [one.forward + one.backward for one in trained])
         return Running(
-            transient, forward=forward, backward=backward, backward_input=backward, recomputing=both
+            transient,
+            still,
+            forward=forward,
+            backward=backward,
+            backward_input=backward,
+            recomputing=both,
         )
     frozen, again = runs(frozen=True), runs(recompute=True)
     more = [
@@ -196,6 +205,7 @@ def _running_whole(layer: PipelineLayer, index: int, probes: Probes, tp: int) ->
     ]
     return Running(
         transient,
+        still,
         recomputing_bytes=fit(probes.works, more),
         forward=forward,
         backward=backward,

@@ -88,6 +88,14 @@ class LayerShard(Strict):
         default_factory=Polynomial,
         description="The most bytes that a pass holds beyond those at a time.",
     )
+    still_bytes: Polynomial | None = Field(
+        None,
+        exclude_if=lambda size: size is None,
+        description=(
+            "The most bytes that a forward without a backward holds at a time: that of a frozen"
+            " layer with no trained one before it. None, in older profiles: `transient_bytes`."
+        ),
+    )
     deferred_bytes: Polynomial = Field(
         default_factory=Polynomial,
         description="Bytes kept for those from the backward on, where they are computed later.",

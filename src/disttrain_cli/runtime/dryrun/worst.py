@@ -90,14 +90,21 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
                 + (item / module.work_per_sequence.items if module.work_per_sequence.items else 0.0)
             )
             work = slot.work(name, slot.replicas[unit.name][0])
+            # over cuts go rows, of the LLM whole sequences
+            mean_tokens = module.work_per_sequence.tokens * sequences / unit.dp
+            whole = name == profile.inputs.llm or not mean_tokens
+            rows = 1.0 if whole else work.tokens / mean_tokens
             modules[name] = module.model_copy(
                 update={
+                    "cut_bytes_per_sequence": [
+                        size * rows for size in module.cut_bytes_per_sequence
+                    ],
                     "max_work_per_sequence": Work(
                         *(
                             (amount - other) / worst
                             for amount, other in zip(work, rest, strict=True)
                         )
-                    )
+                    ),
                 }
             )
     return profile.model_copy(update={"modules": modules})
