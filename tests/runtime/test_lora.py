@@ -137,6 +137,7 @@ def test_only_adapters_and_projectors_move(runs: dict[str, Any]) -> None:
 def test_adapters_drop_what_they_read(runs: dict[str, Any], tmp_path: Path) -> None:
     none = {name: spec | {"lora_dropout": 0.0} for name, spec in LORA.items()}
     plain = write_run(tmp_path, runs["data"], lora=none, global_batch_size=BATCH)
+    build_index(plain, describe(plain), silent)
     _, parameters = reference(plain, STEPS)[:2]
     _, dropped = runs["reference"]
     differ = {

@@ -24,7 +24,7 @@ from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import read_run
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.outputs.test_export import check_equal, trained, written_run
-from tests.whole_models import IMAGE, run_of, write_llava
+from tests.whole_models import IMAGE, run_of, write_llava, write_qwen
 
 LORA = {
     "image_encoder": {"r": 2, "target_modules": ["q_proj", "fc1"]},
@@ -298,6 +298,31 @@ def test_adapters_of_a_whole_published_folder_are_one(tmp_path):
     expected = weights(layers)
     for name, values in weights(others).items():
         assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
+    """Of towers with queries, keys and values in one linear, and of tied embeddings."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText as Model
+
+    write_qwen(tmp_path / "qwen", family, tie_word_embeddings=family == "qwen3_vl")
+    lora = {"r": 2, "lora_alpha": 6, "target_modules": "all-linear"}
+    modules = {"llm": {"lora": lora}, "vision": {"lora": lora | {"target_modules": ["qkv"]}}}
+    run = whole_run(tmp_path / "qwen", {"modules": modules})
+    trained(run, by=0.1, start=lambda layers: load_into(layers, run))
+    said = export(run, tmp_path / "out")
+    assert said.modules[family].base == str(tmp_path / "qwen")
+    export(run, tmp_path / "merged", merge=True)
+    over = PeftModel.from_pretrained(Model.from_pretrained(tmp_path / "qwen"), said.path)
+    found = over.merge_and_unload().state_dict()
+    expected = Model.from_pretrained(tmp_path / "merged").state_dict()
+    before = Model.from_pretrained(tmp_path / "qwen").state_dict()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
+    moved = {name for name in expected if not torch.equal(expected[name], before[name])}
+    assert any("visual" in name for name in moved) and any("q_proj" in name for name in moved)
 
 
 def test_what_peft_writes_over_a_whole_model_is_read(tmp_path):
