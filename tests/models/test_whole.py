@@ -207,6 +207,16 @@ def test_a_module_beside_the_folder_adjusts_its_own(tmp_path):
     assert not joins_as(run.published, run.file.model) and describe(run).image.merge == 2
 
 
+def test_weights_that_the_configuration_does_not_know_are_named(tmp_path):
+    write_llava(tmp_path / "llava")
+    run = run_of(tmp_path / "llava")
+    assert "not used" not in " ".join(load_into(build_layers(run, 0, len(layer_table(run))), run))
+    shorter = {"llm": {"config": {"num_hidden_layers": 1}}}
+    run = run_of(tmp_path / "llava", {"modules": shorter})
+    said = " ".join(load_into(build_layers(run, 0, len(layer_table(run))), run))
+    assert "llm: not used of" in said and "layers.1.mlp" in said
+
+
 def test_a_module_of_a_whole_folder_can_be_named_by_itself(tmp_path):
     """No `model.folder`: the LLM of a LLaVA with a tower of one's own."""
     model = write_llava(tmp_path / "llava")

@@ -321,11 +321,12 @@ def _files(
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file; OSError where it cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        path,
-        metadata={"format": "pt"},
-    )
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(str(error)) from None

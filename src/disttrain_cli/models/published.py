@@ -116,7 +116,9 @@ class Weights:
                 opened = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise SpecError(
-                    f"The weight file {path} is damaged", str(error), "Download or export it again."
+                    f"The weight file {path} is {'damaged' if path.exists() else 'missing'}",
+                    str(error),
+                    "Download or export it again.",
                 ) from None
             self._file_of |= dict.fromkeys(opened.keys(), (path, opened))
 

@@ -230,12 +230,11 @@ def _load(
                 lambda name: _read(weights, source_of[name], name, shapes[name])
             ):
                 fill(layer, path, whole)
-        # Of a VAE the decoder waits until images are generated.
-        # In the folder of a whole model others are for other modules.
-        unused = (
-            sorted(set(weights.names) - set(source_of.values()))
-            if part == "module" and source.part is None
-            else []
+        read = {*source_of.values(), *located.values()}
+        unused = sorted(
+            name
+            for name in weights.names
+            if name not in read and _belongs(rename(name), part, source.part)
         )
     said = [f"{module}: weights from {source.folder}."]
     if copied and not ties:
@@ -251,6 +250,18 @@ def _load(
         more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         said.append(f"{module}: not used of {source.folder}: {', '.join(unused[:_SHOWN])}{more}.")
     return said
+
+
+def _belongs(name: str, part: str, module: Module | None) -> bool:
+    """Whether a tensor of the folder should be read by a module.
+
+    Of a VAE the decoder waits until images are generated. In the folder of a whole model others are
+    for other modules, and some of a tower's follow the block whose output is read.
+    """
+    if part != "module" or module is None:
+        return part == "module"
+    prefixes = tuple(f"{prefix}." for prefix in module.names.values())
+    return module.kind == "llm" and name.startswith(prefixes)
 
 
 def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> None:

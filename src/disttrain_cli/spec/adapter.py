@@ -83,10 +83,10 @@ def read_fields(folder: Path, field: str) -> dict[str, Any]:
             raise _refused(folder, field, name, described[name], json.dumps(plain[0]))
     found = {name: described[name] for name in _KINDS if described.get(name) not in (None, [], {})}
     wrong = [name for name, value in found.items() if not isinstance(value, _KINDS[name])]
-    if wrong or "target_modules" not in found or "r" not in found:
+    if wrong or "target_modules" not in found or not found.get("r", 0) > 0:
         raise SpecError(
             f"The adapter configuration {folder / CONFIG} is damaged",
-            f"wrong or missing: {', '.join(wrong) or 'r, target_modules'}",
+            f"wrong or missing: {', '.join(wrong) or 'r (at least 1), target_modules'}",
             again,
         )
     return found
@@ -106,7 +106,9 @@ def read_names(folder: Path) -> list[str]:
             return [name.removeprefix(PREFIX) for name in opened.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise SpecError(
-            f"The weight file {path} is damaged", str(error), "Download or export it again."
+            f"The weight file {path} is {'damaged' if path.exists() else 'missing'}",
+            str(error),
+            "Download or export it again.",
         ) from None
 
 

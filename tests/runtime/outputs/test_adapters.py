@@ -239,7 +239,13 @@ def test_an_adapter_of_another_model_is_refused_by_name(exported, tmp_path):
         run = adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}})
         with pytest.raises(SpecError, match=rf"(?s)this kind are not supported.*{field}"):
             layer_table(run)
+    (other / "adapter_config.json").write_text(json.dumps(known | {"r": 0}))
+    with pytest.raises(SpecError, match=r"r \(at least 1\)"):
+        layer_table(adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}}))
     (other / "adapter_config.json").write_text(json.dumps(known))
+    with pytest.raises(SpecError, match=r"adapter_model.safetensors is missing"):
+        check_adapters(adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}}), ["llm"])
+    (other / "adapter_model.safetensors").write_bytes(b"none")
     with pytest.raises(SpecError, match=r"adapter_model.safetensors is damaged"):
         check_adapters(adapted(tmp_path, {"llm": {"lora": {"folder": str(other)}}}), ["llm"])
 

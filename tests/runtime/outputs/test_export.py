@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from disttrain_cli.errors import MismatchError, SpecError
@@ -33,6 +34,7 @@ from tests.models.conftest import AUDIO, MODULES
 from tests.models.test_vae import GENERATOR
 from tests.models.test_weights import PIXART, SD3
 
+SAVE_FILE = "safetensors.torch.save_file"
 UNET = MODULES["image_generator"]["config"]
 GENERATORS = {
     "unet2d_condition": {"config": UNET | GENERATOR["config"], "vae": GENERATOR["vae"]},
@@ -389,14 +391,17 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
     ]
 
 
-def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", ["disttrain_cli.runtime.outputs.export.write_own", SAVE_FILE])
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch, failing):
     run = written_run(tmp_path)
     trained(run)
 
-    def full(*_):
+    def full(*_, **__):
+        if failing == SAVE_FILE:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("disttrain_cli.runtime.outputs.export.write_own", full)
+    monkeypatch.setattr(failing, full)
     with pytest.raises(SpecError, match="Cannot write") as error:
         export(run, tmp_path / "out")
     assert "No space left" in str(error.value)
