@@ -10,7 +10,7 @@ from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.planning.check import check, check_device, check_memory, not_run, refuse_not_run
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, StageMemory, UnitPlan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import Heads, Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests.planning import synthetic
 
@@ -213,3 +213,64 @@ def test_stages_that_do_not_fit_are_named(made: Made) -> None:
     with pytest.raises(SpecError) as caught:
         check_memory(plans[1], devices)
     assert "stages llm 0: up to 5.5 of 4.0 GiB" in caught.value.why
+
+
+def with_cp(made: Made, module: str, **degrees: int) -> tuple[Plan, RunFile, Profile]:
+    """The plan with a CP group for the unit of a module, and a profile that knows of heads."""
+    plan, run, profile = made
+    llm = profile.modules["llm"]
+    costs = {
+        kind: cost.model_copy(update={"heads": Heads(8, 4, 16)}) for kind, cost in llm.costs.items()
+    }
+    modules = profile.modules | {"llm": llm.model_copy(update={"costs": costs})}
+    profile = profile.model_copy(update={"modules": modules})
+    units = [
+        UnitPlan.model_validate(
+            unit.model_dump()
+            | (
+                degrees | {"gpus": degrees["cp"] * degrees.get("tp", 1)}
+                if module in unit.name
+                else {}
+            )
+        )
+        for unit in plan.plan.units
+    ]
+    plan = with_layout(plan, units=units, gpus_used=sum(unit.gpus for unit in units))
+    fingerprints = plan.fingerprints.model_copy(update={"profile": fingerprint(profile)})
+    return plan.model_copy(update={"fingerprints": fingerprints}), run, profile
+
+
+def test_cp_of_the_llm_runs(made: Made) -> None:
+    check(*with_cp(made, "llm", cp=2))
+
+
+@pytest.mark.parametrize(
+    ("module", "degrees", "named"),
+    [
+        ("image_encoder", {"cp": 2}, ["image_encoder cannot have CP 2", "the LLM alone"]),
+        ("llm", {"cp": 3}, ["llm cannot have CP 3", "must divide the sequence length, 256"]),
+        ("llm", {"cp": 4}, ["CP 4 of unit llm does not fit evenly into a node"]),
+        ("llm", {"cp": 5}, ["The plan needs more ranks", "llm 1 × CP 5 × 1 × 1"]),
+    ],
+)
+def test_a_wrong_cp_is_refused_by_name(
+    made: Made, module: str, degrees: dict[str, int], named: list[str]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        check(*with_cp(made, module, **degrees))
+    for words in named:
+        assert words in str(caught.value)
+
+
+def test_cp_needs_a_profile_that_knows_of_heads(made: Made) -> None:
+    plan, run, _ = with_cp(made, "llm", cp=2)
+    fingerprints = plan.fingerprints.model_copy(update={"profile": fingerprint(made[2])})
+    with pytest.raises(SpecError, match="does not know of heads"):
+        check(plan.model_copy(update={"fingerprints": fingerprints}), run, made[2])
+
+
+def test_a_plan_without_cp_is_written_as_ever() -> None:
+    unit = UnitPlan(name="l", modules=["llm"], gpus=2, dp=2, layers_per_stage=[3])
+    assert "cp" not in unit.model_dump()
+    with pytest.raises(ValueError, match="tp × cp × dp × pp = 1 × 2 × 2 × 1 = 4; given: 2"):
+        UnitPlan.model_validate(unit.model_dump() | {"cp": 2})

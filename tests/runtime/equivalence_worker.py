@@ -39,7 +39,7 @@ from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.runtime.units import broker, communicators
-from disttrain_cli.runtime.units.routes import Route
+from disttrain_cli.runtime.units.routes import Route, place_of
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
@@ -154,7 +154,7 @@ def ranks(payload: dict[str, Any]) -> None:
                 for step in range(case["steps"]):
                     tracer.step, order = step, loader.order(step)
                     set_lrs(engine.optimizer, engine.train_spec, step)
-                    engine.run_step(order, fetcher(loader, device, dtype)(order))
+                    engine.run_step(order, fetcher(loader, device, dtype, place_of(place))(order))
                     history.append([*engine.step_losses.values(), engine.grad_norm()])
             check_twins(engine)
             checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import (
     StageGraph,
     in_line,
@@ -47,7 +47,7 @@ def test_every_rank_has_its_coordinates(shapes: list[tuple[int, int, int]]) -> N
         range(graph.world_size)
     )
     for stage in graph.stages:
-        groups = [stage.tp_group(replica) for replica in range(stage.unit.dp)]
+        groups = stage.tp_groups()
         assert [rank for group in groups for rank in group] == list(stage.ranks)
         assert all(
             group[0] % stage.tp == 0 and group[-1] == group[0] + stage.tp - 1 for group in groups
@@ -62,6 +62,28 @@ def test_every_rank_has_its_coordinates(shapes: list[tuple[int, int, int]]) -> N
                 assert stage.rank(replica, tp_rank) == rank == stage.dp_group(tp_rank)[replica]
 
 
+def test_ranks_of_a_cp_group_lie_beside_each_other_and_hold_the_same_weights() -> None:
+    units = [
+        UnitPlan(name="e", modules=["e"], tp=1, dp=3, pp=1, gpus=3, layers_per_stage=[1]),
+        UnitPlan(name="l", modules=["llm"], tp=2, cp=3, dp=2, pp=1, gpus=12, layers_per_stage=[1]),
+    ]
+    layout = Layout(
+        global_batch_size=2, microbatch_size=1, microbatches=1, gpus_used=15, units=units
+    )
+    graph = stage_graph(layout, "llm")
+    encoder, llm = graph.stages
+    assert (encoder.ranks, llm.ranks) == (tuple(range(12, 15)), tuple(range(12)))
+    assert llm.tp_groups()[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert llm.cp_groups() == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert llm.replica_groups() == [list(range(6)), list(range(6, 12))]
+    assert encoder.cp_groups() == [[12], [13], [14]]
+    for rank in llm.ranks:
+        place = graph.coords(rank)
+        assert llm.rank(place.replica, place.tp_rank, place.cp_rank) == rank
+        assert llm.dp_group(place.tp_rank)[place.holder] == rank
+        assert llm.replica_groups()[place.replica][place.part] == rank
+
+
 def test_units_of_one_tp_size_are_numbered_in_pipeline_order() -> None:
     assert [stage.ranks for stage in _graph([(1, 2, 1), (1, 1, 2)]).stages] == [(0, 1), (2,), (3,)]
 
@@ -69,7 +91,7 @@ def test_units_of_one_tp_size_are_numbered_in_pipeline_order() -> None:
 def test_larger_tp_groups_come_first() -> None:
     """A unit of three ranks in front would put a group of eight over two nodes of eight."""
     stages = _graph([(1, 3, 1), (8, 2, 1), (2, 1, 2)]).stages
-    assert stages[1].tp_group(1) == list(range(8, 16))
+    assert stages[1].tp_groups()[1] == list(range(8, 16))
     assert (stages[2].ranks, stages[3].ranks, stages[0].ranks) == ((16, 17), (18, 19), (20, 21, 22))
 
 

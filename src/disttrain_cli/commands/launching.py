@@ -40,7 +40,7 @@ def show_ranks(
             "plan": chosen.plan.model_dump(mode="json"),
             "ranks": graph.world_size,
             "stages": stages,
-            "groups": {"tp": _groups(graph, "tp"), "dp": _groups(graph, "dp")},
+            "groups": {what: _groups(graph, what) for what in ("tp", "cp", "dp")},
             "hosts": [{"host": node.host, "ranks": list(node.ranks)} for node in nodes],
             "commands": commands,
         }
@@ -51,13 +51,25 @@ def show_ranks(
     )
     console.table(
         "Stages; ranks of equal TP rank are a data-parallel group",
-        ["stage", "unit", "stage of unit", "TP", "DP", "ranks", "hosts", "layers", "peak GiB"],
+        [
+            "stage",
+            "unit",
+            "stage of unit",
+            "TP",
+            "CP",
+            "DP",
+            "ranks",
+            "hosts",
+            "layers",
+            "peak GiB",
+        ],
         [
             [
                 stage["stage"],
                 stage["unit"],
                 stage["unit_stage"],
                 stage["tp"],
+                stage["cp"],
                 stage["dp"],
                 span(stage["ranks"]),
                 (
@@ -71,7 +83,11 @@ def show_ranks(
             for stage in stages
         ],
     )
-    for what, name in (("tp", "Tensor-parallel"), ("dp", "Data-parallel")):
+    for what, name in (
+        ("tp", "Tensor-parallel"),
+        ("cp", "Context-parallel"),
+        ("dp", "Data-parallel"),
+    ):
         groups = [group for group in _groups(graph, what) if len(group) > 1]
         if groups:
             shown = ", ".join(_listed(group) for group in groups[:MOST_GROUPS])
@@ -100,6 +116,7 @@ def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[dict
             "unit": stage.unit.name,
             "unit_stage": stage.index,
             "tp": stage.tp,
+            "cp": stage.cp,
             "dp": stage.unit.dp,
             "ranks": list(stage.ranks),
             "hosts": [
@@ -115,11 +132,11 @@ def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[dict
 
 
 def _groups(graph: StageGraph, what: str) -> list[list[int]]:
-    """All groups of tensor or data parallelism, by stage."""
+    """All groups of tensor, context or data parallelism, by stage."""
     if what == "tp":
-        return [
-            stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)
-        ]
+        return [group for stage in graph.stages for group in stage.tp_groups()]
+    if what == "cp":
+        return [group for stage in graph.stages if stage.cp > 1 for group in stage.cp_groups()]
     return [stage.dp_group(tp_rank) for stage in graph.stages for tp_rank in range(stage.tp)]
 
 

@@ -50,6 +50,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
     recomputes = any(unit.checkpointing for unit in layout.units)
     splits = any(unit.weight_delay for unit in layout.units)
     hides = any(unit.tp_overlap for unit in layout.units)
+    shares = any(unit.cp > 1 for unit in layout.units)
     times = {time.unit: time for time in predicted.units}
     rows: list[list[object]] = []
     for unit, share in zip(layout.units, explanation.units, strict=True):
@@ -58,6 +59,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
                 unit.name,
                 *([" + ".join(unit.modules)] if several else []),
                 f"{unit.tp} {'hidden' if unit.tp_overlap else ''}".strip() if hides else unit.tp,
+                *([unit.cp] if shares else []),
                 unit.dp,
                 unit.pp,
                 f"{unit.gpus:,}",
@@ -75,6 +77,7 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
             "unit",
             *(["modules"] if several else []),
             "TP",
+            *(["CP"] if shares else []),
             "DP",
             "PP",
             "devices",
@@ -298,10 +301,9 @@ def needs(plan: Plan) -> list[str]:
 
 
 def shape(layout: Layout) -> str:
-    """TP×DP×PP of every unit in pipeline order, and M."""
-    return (
-        " → ".join(f"{u.tp}×{u.dp}×{u.pp}" for u in layout.units) + f", M {layout.microbatch_size}"
-    )
+    """TP×DP×PP of every unit in pipeline order (×CP behind a TP where there is one), and M."""
+    units = (f"{u.tp}{f'×CP {u.cp}' if u.cp > 1 else ''}×{u.dp}×{u.pp}" for u in layout.units)
+    return f"{' → '.join(units)}, M {layout.microbatch_size}"
 
 
 def _largest(traffic: list[Traffic]) -> list[Traffic]:

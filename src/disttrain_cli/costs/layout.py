@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
@@ -35,7 +36,7 @@ class Cost:
     forward_ms: Floats
     backward_ms: Floats  # without the weights' part, where it has two
     weight_ms: Floats  # the weights' part; zero where backwards are whole
-    flops: Floats  # forward and backward of all ranks of the TP group
+    flops: Floats  # forward and backward of all ranks of the replica
     forward_flops: Floats  # the forward's part of them
     weight_flops: Floats  # the weights' part
 
@@ -148,7 +149,7 @@ def _costs(
     profile: Profile, stage: Stage, kinds: Sequence[tuple[str, str, Backward]]
 ) -> Iterator[Cost]:
     """Costs of each module on a stage, from (module, kind of layer, what its backward does) of
-    every layer."""
+    every layer; times are those of a rank, by the work of its whole replica."""
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
@@ -164,9 +165,11 @@ def _costs(
                 counted[:1],
                 [layer.weight_flops] * later,
             )
-            rows += kinds.count((name, kind, does)) * np.array(
-                [_sum(polynomials) for polynomials in parts]
-            )
+            one = np.array([_sum(polynomials) for polynomials in parts])
+            one[:3, 1:] /= stage.cp
+            for row, exchanged in enumerate(exchanged_ms(profile, layer, stage.unit, does)):
+                one[row] += _sum([exchanged])
+            rows += kinds.count((name, kind, does)) * one
         rows[1] -= rows[2]
         yield Cost(name, *rows)
 
@@ -212,7 +215,8 @@ def link_between(
 
 
 def replicas_link(profile: Profile, stage: CostedStage, gpus_per_node: int) -> LinkTimes:
-    """The links of a ring of a stage's replicas; all its rings (one for each TP rank) run at once.
+    """The links of a ring of ranks that hold the same weights (`Stage.dp_group`); all rings of a
+    stage (one for each TP rank) run at once.
 
     A stage that begins or ends inside a node has fewer ranks there, and its rings are as narrow as
     in that node.
@@ -257,7 +261,7 @@ def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
     """Reduction of the gradients of a stage over its replicas, all at once, and of a tied weight's
     with its other copy."""
     link = replicas_link(profile, stage, gpus_per_node)
-    replicas_s = reduction_s(layout, link, stage.unit.dp, stage.trained)
+    replicas_s = reduction_s(layout, link, stage.unit.holders, stage.trained)
     return replicas_s + copies_s(profile, layout, stage, gpus_per_node)
 
 
@@ -268,27 +272,29 @@ def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
         return 0.0
     distance = (stage.twin - stage.number) * len(stage.ranks)  # two stages of one unit
     inside = all(in_one_node([rank, rank + distance], gpus_per_node) for rank in stage.ranks)
-    share = stage.unit.dp if layout.zero_stage == 1 else 1
+    share = stage.unit.holders if layout.zero_stage == 1 else 1
     return all_reduce_s(profile.links.of(inside), stage.copied * GRADIENT_BYTES / share, 2)
 
 
-def reduction_s(layout: Layout, link: LinkTimes, dp: int, numbers: float) -> float:
-    """Reduction of so many gradients of a rank over its replicas."""
+def reduction_s(layout: Layout, link: LinkTimes, holders: int, numbers: float) -> float:
+    """Reduction of so many gradients of a rank over those that hold the same weights."""
     collective_s = COLLECTIVES[reduction_of(layout)]
-    return collective_s(link, numbers * GRADIENT_BYTES, dp) if numbers else 0.0
+    return collective_s(link, numbers * GRADIENT_BYTES, holders) if numbers else 0.0
 
 
-def gather_s(profile: Profile, layout: Layout, link: LinkTimes, dp: int, numbers: float) -> float:
-    """Gathering of so many weights of a rank from its replicas, which update a share each under
-    ZeRO-1."""
+def gather_s(
+    profile: Profile, layout: Layout, link: LinkTimes, holders: int, numbers: float
+) -> float:
+    """Gathering of so many weights of a rank from those that hold the same ones, which update a
+    share each under ZeRO-1."""
     if layout.zero_stage == 0 or not numbers:
         return 0.0
-    return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], dp)
+    return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], holders)
 
 
 def update_s(profile: Profile, layout: Layout, stage: CostedStage) -> float:
-    """The optimizer's own time; under ZeRO-1 for a replica's share."""
-    mine = stage.trained / (stage.unit.dp if layout.zero_stage else 1)
+    """The optimizer's own time; under ZeRO-1 for a rank's share."""
+    mine = stage.trained / (stage.unit.holders if layout.zero_stage else 1)
     return mine * profile.device.optimizer_ns_per_parameter * 1e-9
 
 
@@ -297,5 +303,5 @@ def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_n
     gathered."""
     link = replicas_link(profile, stage, gpus_per_node)
     return update_s(profile, layout, stage) + gather_s(
-        profile, layout, link, stage.unit.dp, stage.trained
+        profile, layout, link, stage.unit.holders, stage.trained
     )

@@ -54,6 +54,14 @@ def reduce_scatter_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     )
 
 
+def all_to_all_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
+    """Exchange in which every rank has `size_bytes`, an equal part for each; at the rate of an
+    all-gather, which sends as much over the link of one rank."""
+    return _ring_s(
+        link.all_gather_us, link.all_gather_gbps, ring_bytes("all_to_all", size_bytes, ranks), ranks
+    )
+
+
 #: By operation, its time as a function of links, bytes of the whole, and ranks.
 COLLECTIVES = {
     "all_reduce": all_reduce_s,

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.context import kept_bytes
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
-from disttrain_cli.spec.plan import Layout, StageMemory
+from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerCost, LayerShard, Polynomial, Profile
 from disttrain_cli.spec.stage_graph import Stage, neighbours, stage_graph
 from disttrain_cli.spec.work import Work
@@ -188,10 +189,11 @@ def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Poly
     return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
 
 
-def communicators(tp: Count, dp: int, cuts: int) -> Count:
-    """NCCL communicators of a rank: the world's, its TP and DP groups', and one for each way over
-    each of its cuts; without that of a tied weight's copies."""
-    return 1 + (tp > 1) + (dp > 1) + 2 * cuts
+def communicators(tp: Count, dp: int, cuts: int, cp: int = 1) -> Count:
+    """NCCL communicators of a rank: the world's, its TP and CP groups', that of the ranks with the
+    same weights, and one for each way over each of its cuts; without that of a tied weight's
+    copies."""
+    return 1 + (tp > 1) + (cp > 1) + (dp * cp > 1) + 2 * cuts
 
 
 def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
@@ -201,12 +203,15 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
     return max(entering + leaving, entering + 1, leaving + 1)
 
 
-def reserved_bytes(profile: Profile, modules: Sequence[str], tp: Count, dp: Floats) -> Floats:
+def reserved_bytes(
+    profile: Profile, modules: Sequence[str], tp: Count, dp: Floats, cp: int = 1
+) -> Floats:
     """What a rank of a unit has to leave free for the device's context, workspaces and
     communicators, by DP."""
     device = profile.device
     copies = any(profile.modules[name].tied for name in modules)
-    count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1) + copies
+    cuts = cuts_of(profile, modules)
+    count = communicators(tp, 1, cuts, cp) + (dp > 1) * (cp == 1) + copies
     mib = device.workspace_mib + count * device.communicator_mib
     return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
 
@@ -225,10 +230,10 @@ class MessageBytes(NamedTuple):
 
 
 def message_bytes(
-    profile: Profile, modules: Sequence[str], tp: Count, dp: Floats, slot_sequences: float
+    profile: Profile, modules: Sequence[str], width: Count, dp: Floats, slot_sequences: float
 ) -> MessageBytes:
-    """What is on its way from the stages of a unit; a rank of a TP group sends its part of the
-    rows."""
+    """What is on its way from the stages of a unit; each of the `width` ranks that share the work
+    of a replica sends its part of the rows."""
     known = profile.modules
     senders = {
         before for before, after in _pairs(profile) if after in modules and before not in modules
@@ -239,7 +244,7 @@ def message_bytes(
         max(inside, default=0.0),
         leaving,
     )
-    return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (tp * dp) for size in cuts))
+    return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (width * dp) for size in cuts))
 
 
 def _pairs(profile: Profile) -> list[tuple[str, str]]:
@@ -303,29 +308,26 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     stages = stage_graph(layout, profile.inputs.llm).stages
     for unit in layout.units:
         dp = np.array([float(unit.dp)])
-        mix = np.array(worst_mix(profile, unit.modules, slot, dp))[:, 0]
-        weights = np.array([1.0, *mix])
+        weights, twice = own_mix(profile, layout, unit), _kept_twice(profile, layout, unit)
         kept, shared = state_bytes(
             profile, unit.modules, unit.tp, layout.zero_stage, layout.trained
         )
-        activations = weights @ activation_terms(
-            profile, unit.modules, unit.tp, layout.trained, unit.checkpointing
-        )
+        activations = slot_bytes(profile, layout, unit, weights)
         known = (profile, unit.modules, unit.tp, layout.trained)
         whole, split = (
             np.maximum(
                 activations,
-                weights @ working_terms(*known, unit.checkpointing, later, unit.tp_overlap),
+                weights @ working_terms(*known, unit.checkpointing, later, unit.tp_overlap) + twice,
             )
             for later in (False, True)
         )
         deferred = weights @ deferred_terms(*known)
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
-        mine = share_of_states(profile.precision, dp)
+        mine = share_of_states(profile.precision, dp * unit.cp)
         states = (weight, unsharded - weight, kept + shared * mine - unsharded)
-        reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp)[0])
-        moved = message_bytes(profile, unit.modules, unit.tp, dp, slot)
+        reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp, unit.cp)[0])
+        moved = message_bytes(profile, unit.modules, unit.width, dp, slot)
         local = [stage for stage in stages if stage.unit is unit]
         for stage in local:
             flight = min(layout.microbatches, stage.to_end)
@@ -378,6 +380,35 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 )
             )
     return result
+
+
+def slot_bytes(profile: Profile, layout: Layout, unit: UnitPlan, own: Floats) -> Floats:
+    """[L] bytes that a rank of a unit keeps of its share of a slot (`own_mix`) from forward to
+    backward."""
+    kept = own @ activation_terms(
+        profile, unit.modules, unit.tp, layout.trained, unit.checkpointing
+    )
+    return kept if unit.checkpointing else kept + _kept_twice(profile, layout, unit)
+
+
+def own_mix(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
+    """[4] a rank's share of the worst slot, by the terms of `activation_terms`."""
+    slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
+    mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
+    return np.array([1.0, *(part[0] / unit.cp for part in mix)])
+
+
+def _kept_twice(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
+    """[L] bytes of a slot that a rank of a CP group keeps beyond its share of the work."""
+    own_tokens = layout.microbatch_size * profile.inputs.sequence_length / unit.cp
+    each = [
+        kept_bytes(profile, profile.modules[name].costs[kind], unit, does)
+        for name in unit.modules
+        for kind, does in zip(
+            profile.modules[name].layers, backwards(profile, layout.trained)[name], strict=True
+        )
+    ]
+    return own_tokens * np.array(each)
 
 
 def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.buckets import buckets
+from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.layout import (
     CostedStage,
     copies_s,
@@ -120,12 +121,12 @@ def _of_stage(
     """Reduction and gather of a stage."""
     numbers = stage.numbers
     forward_ms, last_ms = _layers(profile, layout, stage)
-    link, dp = replicas_link(profile, stage, gpus_per_node), stage.unit.dp
+    link, holders = replicas_link(profile, stage, gpus_per_node), stage.unit.holders
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
-    reduced = [reduction_s(layout, link, dp, count) for count in held]
+    reduced = [reduction_s(layout, link, holders, count) for count in held]
     after_s = copies_s(profile, layout, stage, gpus_per_node)
-    gathered = [gather_s(profile, layout, link, dp, count) for count in held]
+    gathered = [gather_s(profile, layout, link, holders, count) for count in held]
     last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
         (list(accumulate(reduced, initial=after_s))[1:], _before(found, last_ms), last_s),
@@ -153,13 +154,17 @@ def _layers(
     for name, kind, does in dict.fromkeys(stage.held):
         module = profile.modules[name]
         shard, work = shard_of(module, kind, stage.tp), module.work_per_sequence.scaled(sequences)
+        exchanged = exchanged_ms(profile, module.costs[kind], stage.unit, does)
+        forward = forward_parts(shard, stage.unit.tp_overlap)
         if stage.weight_delay is None:
             last = backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap)
+            exchanging_ms = _ms([exchanged[1]], work)
         else:
-            last = [shard.weight_ms] if does == "trained" else []
+            last, exchanging_ms = [shard.weight_ms] if does == "trained" else [], 0.0
+        own = work.scaled(1.0 / stage.cp)
         rows[name, kind, does] = (
-            _ms(forward_parts(shard, stage.unit.tp_overlap), work),
-            _ms(last, work),
+            _ms(forward, own) + _ms([exchanged[0]], work),
+            _ms(last, own) + exchanging_ms,
         )
     forward_ms, last_ms = zip(*(rows[layer] for layer in stage.held), strict=True)
     return list(forward_ms), list(last_ms)

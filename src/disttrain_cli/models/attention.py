@@ -10,7 +10,8 @@ which kernel does the mathematics, for training and for what plans price alike:
 - `grouped`: anywhere; PyTorch's scaled_dot_product_attention over all segments of a length at once.
 
 transformers' layers call it where their configuration says so (`packed`), with the segments in the
-mask's place; diffusers' by their processor (`with_own_attention`).
+mask's place; diffusers' by their processor (`with_own_attention`). Where a CP group shares the
+rows, each rank attends with a share of the heads (`ulysses`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.torch_versions import varlen_attn
+from disttrain_cli.models.ulysses import to_heads, to_tokens
 
 PACKED = "packed"
 
@@ -53,10 +56,13 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Ker
 
 
 class Segments:
-    """Consecutive rows that attend each other, of all rows of a slot."""
+    """Consecutive rows that attend each other, of all rows of a slot; `cp` is the group that shares
+    these rows, if any."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths, self.longest, self._device = lengths, max(lengths), device
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, cp: Group | None = None
+    ) -> None:
+        self.lengths, self.longest, self._device, self.cp = lengths, max(lengths), device, cp
 
     @cached_property
     def starts(self) -> Tensor:
@@ -91,11 +97,15 @@ class Segments:
 
 
 def segments_of(
-    cache: dict[str, Any], name: str, lengths: Callable[[], Sequence[int]], like: Tensor
+    cache: dict[str, Any],
+    name: str,
+    lengths: Callable[[], Sequence[int]],
+    like: Tensor,
+    cp: Group | None = None,
 ) -> Segments:
     """Segments of this name on the device of `like`, made once per batch (`Batch.cache`)."""
     if name not in cache:
-        cache[name] = Segments(lengths(), like.device)
+        cache[name] = Segments(lengths(), like.device, cp)
     return cache[name]
 
 
@@ -261,16 +271,21 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """As transformers' layers call it, with heads before rows: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
-    query_RHD, *others = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    rows, cp = (
+        _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))),
+        attention_mask.cp,
+    )
+    rows = rows if cp is None else _Rows(*to_heads(*rows, cp))
     made = attend(
-        query_RHD,
-        others[0],
-        others[1],
+        rows.query,
+        rows.key,
+        rows.value,
         attention_mask,
         scale=scaling,
         causal=module.is_causal,
         window=sliding_window,
     )
+    made = made if cp is None else to_tokens(made, cp)
     return made.unflatten(0, (len(query), -1)), None
 
 

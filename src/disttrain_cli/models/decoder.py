@@ -1,10 +1,10 @@
 """transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama,
 Mistral, Qwen2, Qwen3, and the LLMs of Qwen2.5-VL and Qwen3-VL.
 
-Hidden rows are the M·L tokens of the microbatch. Attention is block-causal: a token sees the
-earlier tokens of its own sample only, the nearest ones where the block has a sliding window;
-padding sees padding, and nobody reads it. Rotary factors are made once per stage and batch, in
-`Batch.cache`; with M-RoPE of three positions each.
+Hidden rows are the M·L tokens of the microbatch, or of a CP group the rank's own run of them.
+Attention is block-causal: a token sees the earlier tokens of its own sample only, the nearest ones
+where the block has a sliding window; padding sees padding, and nobody reads it. Rotary factors are
+made once per stage and batch, in `Batch.cache`; with M-RoPE of three positions each.
 
 With `tie_word_embeddings` the head's weight is the embedding's: one tensor where both are on one
 stage, else two copies whose gradients are summed (`tying`).
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.decoders import DYNAMIC, FAMILIES
+from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms, with_rows_added
@@ -106,7 +107,7 @@ class Embed(DecoderLayer):
             # each rank puts in its own part of them, and the sum below has all of it
             if self.group is not None:
                 hidden = hidden.index_fill(0, rows, 0.0)
-                rows = rows[self.group.local_rows(len(rows))]
+            rows, given = own_part(rows, items.shared, given, self.group, self.cp)
             hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
             hidden = hidden[:-1] if items.unseen else hidden
         return {"hidden": scatter(hidden, self.group)}
@@ -130,6 +131,12 @@ class Block(DecoderLayer):
             TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
         )
         self.layer = with_own_norms(library(config, "DecoderLayer")(config, number))
+        attention = self.layer.self_attn
+        self.exchanged = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            int(attention.head_dim),
+        )
         self.published = {"layer": f"model.layers.{number}"}
         # Constructed when first used and never registered: a cast to bf16 would spoil its
         # frequencies.
@@ -138,7 +145,9 @@ class Block(DecoderLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
         layer, shape, hidden = self.layer, batch.positions.shape[-2:], state["hidden"]
-        samples = segments_of(batch.cache, "samples", lambda: batch.sample_lengths or [], hidden)
+        samples = segments_of(
+            batch.cache, "samples", lambda: batch.sample_lengths or [], hidden, self.cp
+        )
         rotary = self._rotary_factors(batch, hidden)
 
         def attend(normed_RD: Tensor) -> Tensor:
@@ -182,15 +191,14 @@ class DeepBlock(Block):
 
     def feed(self, state: dict[str, Tensor], batch: Batch, normed_RD: Tensor) -> Tensor:
         """The feed-forward, with what is added to its images' rows."""
-        made, rows, given = (
+        made, images, given = (
             super().feed(state, batch, normed_RD),
-            batch.of("image").rows,
+            batch.of("image"),
             state.get(self.features),
         )
-        if given is None or rows is None:
+        if given is None or images.rows is None:
             return made
-        if self.group is not None:
-            rows = rows[self.group.local_rows(len(rows))]
+        rows, given = own_part(images.rows, images.shared, given, self.group, self.cp)
         return with_rows_added(made.flatten(0, -2), rows, given)
 
 
@@ -224,9 +232,10 @@ class Head(DecoderLayer):
         hidden = gather(self.norm(state["hidden"]), count, self.group)
         result: dict[str, Tensor] = {}
         if self.writes:
-            rows = batch.of("target").rows
-            assert rows is not None
-            result["context"] = share(hidden.index_select(0, rows), self.group)
+            targets = batch.of("target")
+            assert targets.rows is not None
+            own = share(hidden.index_select(0, targets.rows), self.group)
+            result["context"] = assembled(own, targets, self.cp)
         if batch.labels is not None:
             total = cross_entropy(
                 self.lm_head(hidden), batch.labels.flatten(), self.first_id or 0, self.group

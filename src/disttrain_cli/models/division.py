@@ -81,3 +81,25 @@ def own_rows(rows: int, tp: int, rank: int) -> tuple[int, int]:
     ranks' fewer or none."""
     most = -(-rows // tp)
     return min(rows, rank * most), min(rows, (rank + 1) * most)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place among those that share the work of a replica on a stage."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+
+    def own_rows(self, rows: int) -> tuple[int, int]:
+        """(start, stop) of the rows of a split state tensor that the rank holds: those of its TP
+        rank, divided over the CP ranks in the same way."""
+        start, stop = own_rows(rows, self.tp, self.tp_rank)
+        first, last = own_rows(stop - start, self.cp, self.cp_rank)
+        return start + first, start + last
+
+    def own_tokens(self, tokens: int) -> tuple[int, int]:
+        """(start, stop) of the tokens of a replica's sequences that the rank and its TP group work
+        on."""
+        return own_rows(tokens, self.cp, self.cp_rank)

@@ -1,4 +1,4 @@
-"""A TP group as one of its ranks sees it, and the messages that its ranks send each other."""
+"""A TP or CP group as one of its ranks sees it, and the messages that its ranks send each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class Group:
-    """A TP group as one of its ranks sees it; without `ranks` nothing is sent (the meta device)."""
+    """A TP or CP group as one of its ranks sees it; without `ranks` nothing is sent (the meta
+    device)."""
 
     ranks: dist.ProcessGroup | None
     size: int
@@ -51,6 +52,11 @@ class Group:
         """Fill `local` with this rank's part of the sum of what all ranks have."""
         if self.ranks is not None:
             reduce_scatter(local, partial, self.ranks)
+
+    def all_to_all(self, taken: Tensor, given: Tensor) -> None:
+        """Give every rank its equal part of `given`, and fill `taken` with what they give."""
+        if self.ranks is not None:
+            dist.all_to_all_single(taken, given, group=self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Replace a tensor by its sum (or maximum) over the ranks."""

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -40,8 +42,8 @@ class TensorSpec:
     image "patches" (with extra tokens; "patches.N" of encoder N), of a clip "positions", of an
     image to be generated "one".
 
-    Over a tensor-parallel group every rank has the whole tensor, or with `split` its own rows
-    (`division.own_rows`).
+    Over a TP or CP group every rank has the whole tensor, or with `split` its own rows
+    (`division.Place`).
     """
 
     name: str
@@ -49,6 +51,14 @@ class TensorSpec:
     rows: str
     shape: tuple[int, ...]
     split: bool = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which of the items' tokens are among those of a rank of a CP group."""
+
+    numbers: NDArray[np.int64]  # ascending, in the order of all
+    tokens: int  # of all
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,11 @@ class Items:
     #: of the encoders or generators whose layers are on the stage, by their number among those of
     #: the modality: per run of equal grids [n, …]
     values: Mapping[int, list[Tensor]] = field(default_factory=dict)
-    rows: Tensor | None = None  # [R] int64, positions in M·L of their tokens, in their order
+    # [R] int64, positions in M·L of their tokens, in their order; of a CP group, places among the
+    # rank's own tokens of those that are there
+    rows: Tensor | None = None
     unseen: bool = False  # whether some of `rows` are -1: of rows that the LLM does not see
+    shared: Shared | None = None  # where a CP group has the tokens
     seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     weights: Tensor | None = None  # [N] float32, 0 = could not be decoded; of targets
     noise_seeds: Tensor | None = None  # [N] int64, as `seeds`; of targets
@@ -79,10 +92,11 @@ class Batch:
     """
 
     items: Mapping[Item, Items] = field(default_factory=dict)  # by modality
-    token_ids: Tensor | None = None  # [M, L] int64
+    # [M, L] int64; of a CP group this and the next two have the rank's own tokens only, as [1, R]
+    token_ids: Tensor | None = None
     # [M, L] int64, restarting with every sample; [3, M, L] with M-RoPE
     positions: Tensor | None = None
-    # of the M·L rows: tokens of each sample, and a sequence's padding as one
+    # of all M·L rows: tokens of each sample, and a sequence's padding as one
     sample_lengths: list[int] | None = None
     sample_seeds: Tensor | None = None  # int64, one for each of them, as those of items
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
@@ -166,7 +180,10 @@ class PipelineLayer(nn.Module):
     # by rows, and its divided linears take all rows of the group as they are and leave as many:
     # chunks of them can travel behind the products (`overlapped`)
     row_by_row: bool = False
+    # heads of its attention that a CP group may share: of queries, of keys and values, their width
+    exchanged: tuple[int, int, int] | None = None
     group: Group | None = None  # its TP group, if it shares its computation with others
+    cp: Group | None = None  # its CP group, if it shares its tokens with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
     # names of vectors that start as another number than ones ("weight") and zeros (all others)
     starts: Mapping[str, float] = {}

@@ -83,15 +83,16 @@ def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
     return layer
 
 
-def join(layer: PipelineLayer, group: Group | None) -> None:
+def join(layer: PipelineLayer, group: Group | None, cp: Group | None = None) -> None:
     """Have a layer that was narrowed to this rank's part (`shard`) work with the others of
-    its group, if any.
+    its group, if any, and share its tokens with its CP group, if any.
 
     The bias of a row-parallel linear is added by the first rank, once. Undivided weights get
     `partial_gradient`: the sum over the group is their gradient. Where all ranks compute the same
     one, each gives its part of the mean, so that the weights stay equal where kernels are not
     deterministic.
     """
+    layer.cp = cp
     if group is None:
         return
     layer.group = group = group if layer.row_by_row else replace(group, overlap=False)

@@ -116,6 +116,7 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
             differing += [
                 (mine.name, "devices", mine.gpus, theirs.gpus),
                 (mine.name, "TP", mine.tp, theirs.tp),
+                (mine.name, "CP", mine.cp, theirs.cp),
                 (mine.name, "DP", mine.dp, theirs.dp),
                 (mine.name, "PP", mine.pp, theirs.pp),
                 (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from disttrain_cli.costs.context import misfit
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.plan import Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import PROJECTORS
@@ -172,6 +173,12 @@ def _check_trained(run: RunFile, profile: Profile) -> None:
         )
 
 
+def _product(unit: UnitPlan) -> str:
+    """The degrees of a unit, whose product is its GPUs."""
+    cp = f" × CP {unit.cp}" if unit.cp > 1 else ""
+    return f"{unit.tp}{cp} × {unit.dp} × {unit.pp}"
+
+
 def _as_set(names: list[str] | None) -> set[str] | None:
     return None if names is None else set(names)
 
@@ -216,9 +223,7 @@ def _check_batch(plan: Plan, run: RunFile, profile: Profile) -> None:
 def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
     layout = plan.plan
     if layout.gpus_used > profile.device.count:
-        terms = " + ".join(
-            f"{unit.name} {unit.tp} × {unit.dp} × {unit.pp}" for unit in layout.units
-        )
+        terms = " + ".join(f"{unit.name} {_product(unit)}" for unit in layout.units)
         raise SpecError(
             "The plan needs more ranks than the cluster has",
             f"{terms} = {layout.gpus_used}; the cluster has {profile.device.count}",
@@ -238,19 +243,21 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
                 f"profiled: TP {', '.join(sorted(degrees, key=int))}",
                 EDIT,
             )
-        if run.cluster.gpus_per_node % unit.tp:
+        if run.cluster.gpus_per_node % unit.width:
+            both = f"TP {unit.tp}" + (f" × CP {unit.cp}" if unit.cp > 1 else "")
             raise SpecError(
-                f"TP {unit.tp} of unit {unit.name} does not fit evenly into a node",
+                f"{both} of unit {unit.name} does not fit evenly into a node",
                 f"cluster.gpus_per_node: {run.cluster.gpus_per_node}",
                 EDIT,
             )
+        if (why := misfit(profile, unit.modules, unit.tp, unit.cp)) is not None:
+            raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)
     for stage in stage_graph(layout, profile.inputs.llm).stages:
-        if stage.ranks[0] % stage.tp:
-            sizes = ", ".join(
-                f"{unit.name} {unit.tp} × {unit.dp} × {unit.pp}" for unit in layout.units
-            )
+        if stage.ranks[0] % stage.unit.width:
+            sizes = ", ".join(f"{unit.name} {_product(unit)}" for unit in layout.units)
             raise SpecError(
-                f"TP groups of unit {stage.unit.name} would lie on two nodes",
+                f"{'CP' if stage.cp > 1 else 'TP'} groups of unit {stage.unit.name} would lie on"
+                " two nodes",
                 f"TP × DP × PP: {sizes}; nodes of {run.cluster.gpus_per_node}",
                 EDIT,
             )

@@ -327,6 +327,7 @@ def differences(layout: Layout, other: Layout) -> str:
             f"{name} {old} → {new}"
             for name, old, new in (
                 ("TP", mine.tp, theirs.tp),
+                ("CP", mine.cp, theirs.cp),
                 ("DP", mine.dp, theirs.dp),
                 ("PP", mine.pp, theirs.pp),
             )

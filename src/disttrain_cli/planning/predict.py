@@ -186,7 +186,7 @@ def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
                 ]
             )
         )
-        * stage.unit.tp
+        * stage.unit.width
         / 1e3
         for number, stage in enumerate(steps[0].stages)
         for cost in stage.costs
@@ -235,8 +235,8 @@ def _orchestration(
 
 def _bubble(steps: list[Step], layout: Layout) -> float:
     """Share of the devices' time in which they do not compute."""
-    tp = np.array([stage.unit.tp for stage in steps[0].stages])
-    busy = sum(float(np.nansum(step.timeline.busy_s, axis=1) @ tp) for step in steps)
+    width = np.array([stage.unit.width for stage in steps[0].stages])
+    busy = sum(float(np.nansum(step.timeline.busy_s, axis=1) @ width) for step in steps)
     return 1.0 - busy / (layout.gpus_used * sum(step.timeline.iteration_s for step in steps))
 
 

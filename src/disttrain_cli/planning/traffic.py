@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from disttrain_cli.costs.context import exchanged_bytes
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
@@ -33,6 +34,7 @@ def traffic_of(
         rows += [
             *_over_replicas(profile, layout, of_unit, gpus_per_node),
             *_tensor_parallel(profile, layout, unit),
+            *_context_parallel(profile, layout, of_unit),
         ]
     return [row for row in rows if row.job_gib > 0]
 
@@ -68,8 +70,8 @@ def _crossings(
 def _over_replicas(
     profile: Profile, layout: Layout, of_unit: list[CostedStage], gpus_per_node: int
 ) -> list[Traffic]:
-    """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a
-    unit's stages."""
+    """Reduction of gradients, and under ZeRO-1 gathering of weights, over the ranks of each of a
+    unit's stages that hold the same ones."""
     unit = of_unit[0].unit
     total = sum(stage.trained for stage in of_unit)
     fullest = max(of_unit, key=lambda stage: stage.trained)
@@ -79,12 +81,12 @@ def _over_replicas(
     kinds = [
         (
             "gradients",
-            ring_bytes(reduction, GRADIENT_BYTES, unit.dp),
+            ring_bytes(reduction, GRADIENT_BYTES, unit.holders),
             getattr(link, f"{reduction}_gbps"),
         )
     ]
     if layout.zero_stage == 1:
-        weight_bytes = ring_bytes("all_gather", WEIGHT_BYTES[profile.precision], unit.dp)
+        weight_bytes = ring_bytes("all_gather", WEIGHT_BYTES[profile.precision], unit.holders)
         kinds.append(("weights", weight_bytes, link.all_gather_gbps))
     return [
         Traffic.model_validate(
@@ -116,7 +118,7 @@ def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[T
         sum(per_layer[end - count : end])
         for end, count in zip(ends, unit.layers_per_stage, strict=True)
     )
-    rank_bytes = most / unit.dp
+    rank_bytes = most / unit.holders
     return [
         Traffic(
             kind="tensor_parallel",
@@ -125,6 +127,33 @@ def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[T
             job_gib=unit.tp * sum(per_layer) / GIB,
             rank_gib=rank_bytes / GIB,
             rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES),
+        )
+    ]
+
+
+def _context_parallel(
+    profile: Profile, layout: Layout, of_unit: list[CostedStage]
+) -> list[Traffic]:
+    """Messages inside the CP groups of a unit (their time is part of the layers' own)."""
+    unit = of_unit[0].unit
+    tokens = layout.global_batch_size * profile.inputs.sequence_length / unit.holders
+    stages = [
+        tokens
+        * sum(
+            exchanged_bytes(profile, profile.modules[name].costs[kind], unit, does)
+            for name, kind, does in stage.held
+        )
+        for stage in of_unit
+    ]
+    rank_bytes = max(stages)
+    return [
+        Traffic(
+            kind="context_parallel",
+            unit=unit.name,
+            inside_a_node=True,
+            job_gib=unit.tp * unit.holders * sum(stages) / GIB,
+            rank_gib=rank_bytes / GIB,
+            rank_s=rank_bytes / (profile.links.all_gather_gbps * GIGABIT_BYTES),
         )
     ]
 

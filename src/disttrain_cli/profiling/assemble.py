@@ -18,6 +18,7 @@ from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import (
+    Heads,
     HidingPass,
     LayerCost,
     LayerShard,
@@ -55,6 +56,7 @@ class Part:
     trained_parameters: dict[int, int | None]  # by TP size; None: all of them
     running: dict[int, Running]  # by TP size
     hidden: dict[int, Hidden]  # by TP size at which its messages may travel behind products
+    heads: Heads | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def known_parts(
             {tp: _trained_parameters(layers[kind]) for tp, layers in shards.items()},
             {tp: kinds[kind] for tp, kinds in running.items()},
             {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
+            None if (heads := shards[1][kind].exchanged) is None else Heads(*heads),
         )
         for kind in shards[1]
     }
@@ -148,6 +151,7 @@ def module_profile(
             backward_flops=counts.flops.backward,
             backward_input_flops=counts.flops.backward_input,
             weight_flops=counts.flops.weights,
+            heads=counts.heads,
         )
         for part, counts in known.items()
     }

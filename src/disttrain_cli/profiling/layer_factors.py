@@ -205,12 +205,13 @@ def _columns(job: Job, module: str) -> list[_Column]:
     unit = job.layout.unit_of(module)
     tp, columns = str(unit.tp), []
     split = any(delay is not None for delay in unit.weight_delay or ())
+    unshared = _without_heads(job.profile)
     for kind, cost in job.profile.modules[module].costs.items():
         for time in TIMES if tp in cost.tp else ():
             if time == "weight_ms" and not split:
                 continue
             parts = {time} if split or time != "backward_ms" else {time, "weight_ms"}
-            alone = _retimed(job.profile, _only_at({(module, kind, tp, part) for part in parts}))
+            alone = _retimed(unshared, _only_at({(module, kind, tp, part) for part in parts}))
             stages = stages_of(alone, job.layout)
             adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
             for number, stage in enumerate(stages):
@@ -220,6 +221,22 @@ def _columns(job: Job, module: str) -> list[_Column]:
                             adds[operation][number] = part_ms
             columns.append(_Column(kind, time, adds))
     return columns
+
+
+def _without_heads(profile: Profile) -> Profile:
+    """The profile without what CP groups exchange, which is a part of what their layers took."""
+    modules = {
+        name: module.model_copy(
+            update={
+                "costs": {
+                    kind: cost.model_copy(update={"heads": None})
+                    for kind, cost in module.costs.items()
+                }
+            }
+        )
+        for name, module in profile.modules.items()
+    }
+    return profile.model_copy(update={"modules": modules})
 
 
 def _times(shard: LayerShard) -> dict[str, Polynomial]:

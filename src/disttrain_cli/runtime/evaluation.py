@@ -15,6 +15,7 @@ from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import LossWeights
@@ -78,7 +79,7 @@ class Evaluation:
             replica=self._coords.replica,
             fields=self._fields,
         ) as loader:
-            fetch_of = fetcher(loader, engine.device, self._dtype)
+            fetch_of = fetcher(loader, engine.device, self._dtype, place_of(self._coords))
             for number in range(self._batches):
                 order = loader.order(number)
                 for name, loss in engine.evaluate(order, fetch_of(order)).items():

@@ -7,6 +7,7 @@ on the device. On a CPU nothing else is copied.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,13 +25,16 @@ from disttrain_cli.data.slots import (
     flat_arrays,
     of_flat_arrays,
 )
-from disttrain_cli.models.host import constant
-from disttrain_cli.models.layer import Batch, Items
+from disttrain_cli.models.division import Place
+from disttrain_cli.models.host import constant, to_device
+from disttrain_cli.models.layer import Batch, Items, Shared
 from disttrain_cli.spec.heads import Affine, Head, Item
 from disttrain_cli.spec.runfile.train import TrainSpec
 
 #: Arrays that the host reads.
-KEPT = ("grids", "documents", "noise_seeds")
+KEPT = ("grids", "documents", "noise_seeds", "rows")
+#: Of a rank that shares its replica with nobody.
+WHOLE = Place()
 
 
 class Slots(Protocol):
@@ -51,16 +55,17 @@ def message_dtype(train: TrainSpec) -> torch.dtype:
 
 
 def fetcher(
-    loader: Slots, device: torch.device, dtype: torch.dtype
+    loader: Slots, device: torch.device, dtype: torch.dtype, place: Place = WHOLE
 ) -> Callable[[StepOrder], Callable[[int], Batch]]:
-    """For a step, what the engine calls to wait for this rank's inputs of a slot."""
+    """For a step, what the engine calls to wait for the inputs of a slot of a rank at this place in
+    its replica."""
     slots = PinnedAhead(loader, device, dtype) if device.type == "cuda" else None
 
     def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
         def fetch(slot: int) -> Batch:
             if slots:
-                return to_batch(slots.fetch(order, slot), order, device, dtype)
-            batch = to_batch(loader.fetch(order.step, slot), order, device, dtype)
+                return to_batch(slots.fetch(order, slot), order, device, dtype, place)
+            batch = to_batch(loader.fetch(order.step, slot), order, device, dtype, place)
             loader.prefetch(order.step, slot + 1)
             return batch
 
@@ -70,9 +75,14 @@ def fetcher(
 
 
 def to_batch(
-    arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: torch.dtype
+    arrays: SlotBatch,
+    order: StepOrder,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: Place = WHOLE,
 ) -> Batch:
-    """Prepared arrays as tensors on the device; pixels and sound take the model's precision.
+    """Prepared arrays as tensors on the device; pixels and sound take the model's precision. Of the
+    tokens a rank of a CP group takes its own.
 
     From page-locked memory the copies are asynchronous, and torch keeps that memory until they are
     done.
@@ -87,16 +97,26 @@ def to_batch(
             raw = raw.view(torch.bfloat16)
         return raw.to(dtype) if head.affine is None else normalised(raw, head.affine, dtype)
 
+    def of_tokens(values: Any) -> Any:
+        """The rank's own of [..., M, L]."""
+        if values is None or place.cp == 1:
+            return tensor(values)
+        flat = as_tensor(values).flatten(-2)
+        return tensor(flat[..., None, slice(*place.own_tokens(flat.shape[-1]))])
+
     def of_item(item: Item, arrays_of_item: ItemArrays) -> Items:
-        heads = inputs.of(item)
+        heads, rows, shared = inputs.of(item), arrays_of_item.rows, None
+        if rows is not None and place.cp > 1:
+            rows, shared = among(rows, *place.own_tokens(tokens))
         return Items(
             grids=[(int(rows), int(columns)) for rows, columns in arrays_of_item.grids],
             values={
                 number: [read(value, heads[number]) for value in blocks]
                 for number, blocks in arrays_of_item.values.items()
             },
-            rows=tensor(arrays_of_item.rows),
-            unseen=any(head.unseen for head in heads) and arrays_of_item.rows is not None,
+            rows=None if rows is None else to_device(as_tensor(rows), device),
+            unseen=any(head.unseen for head in heads) and rows is not None and shared is None,
+            shared=shared,
             seeds=tensor(arrays_of_item.seeds),
             weights=tensor(arrays_of_item.weights),
             noise_seeds=None
@@ -104,16 +124,16 @@ def to_batch(
             else as_tensor(arrays_of_item.noise_seeds),
         )
 
-    inputs = order.slots[0].inputs
+    inputs, tokens = order.slots[0].inputs, tokens_of(arrays)
     return Batch(
         items={
             item: of_item(item, arrays_of_item) for item, arrays_of_item in arrays.items.items()
         },
-        token_ids=tensor(arrays.token_ids),
-        positions=tensor(arrays.positions),
+        token_ids=of_tokens(arrays.token_ids),
+        positions=of_tokens(arrays.positions),
         sample_lengths=None if arrays.documents is None else sample_lengths(arrays.documents),
         sample_seeds=tensor(arrays.sample_seeds),
-        labels=tensor(arrays.labels),
+        labels=of_tokens(arrays.labels),
         label_tokens=float(max(1, order.label_tokens)),
         targets=float(max(1, order.targets)),
     )
@@ -124,6 +144,19 @@ def sample_lengths(documents_ML: Ints) -> list[int]:
     # no sample's number, so every sequence begins one
     starts = np.flatnonzero(np.diff(documents_ML, prepend=-2))
     return np.diff(starts, append=documents_ML.size).tolist()
+
+
+def tokens_of(arrays: SlotBatch) -> int:
+    """Tokens of all sequences of a slot, as far as it has fields of them: M·L."""
+    of_tokens = (arrays.token_ids, arrays.labels, arrays.positions)
+    return next((math.prod(known.shape[-2:]) for known in of_tokens if known is not None), 0)
+
+
+def among(positions: Ints, start: int, stop: int) -> tuple[Ints, Shared]:
+    """Of an item's tokens, by their positions, those among tokens `start` … `stop` - 1, by their
+    places there."""
+    numbers = np.flatnonzero((positions >= start) & (positions < stop))
+    return positions[numbers] - start, Shared(numbers, len(positions))
 
 
 def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,7 @@ from disttrain_cli.runtime.launching.join import join
 from disttrain_cli.runtime.launching.meeting import wait_until_built
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
@@ -176,7 +177,7 @@ def main(payload: dict[str, Any]) -> None:
             ),
             engine,
             loader,
-            fetcher(loader, job.device, message_dtype(run.file.train)),
+            fetcher(loader, job.device, message_dtype(run.file.train), place_of(coords)),
         )
         if stopped and os.environ["LOCAL_RANK"] == "0":  # every host may look for it
             write_whole(stopped_file(Path(payload["logs"])), stopped)

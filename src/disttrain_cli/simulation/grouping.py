@@ -47,11 +47,11 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
 def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
     """By unit, how many replicas each process of one of its stages stands for: as even as possible.
 
-    A process stands for whole TP groups, for one at least.
+    A process stands for whole replicas, for one at least.
     """
     shares = []
     for unit in layout.units:
-        processes = -(-unit.dp // max(1, gpus_per_process // unit.tp))
+        processes = -(-unit.dp // max(1, gpus_per_process // unit.width))
         shares.append([(unit.dp + more) // processes for more in reversed(range(processes))])
     return shares
 

@@ -19,14 +19,24 @@ Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
 
 
 class UnitPlan(Strict):
-    """Consecutive modules that share one (TP, DP, PP) on their own ranks."""
+    """Consecutive modules that share one (TP, CP, DP, PP) on their own ranks."""
 
     name: str = Field(pattern=UNIT_NAME)
     modules: list[str] = Field(min_length=1)
     tp: int = Field(1, ge=1, le=MOST_GPUS)
+    cp: int = Field(
+        1,
+        ge=1,
+        le=MOST_GPUS,
+        exclude_if=lambda given: given == 1,
+        description=(
+            "Ranks that share the tokens of a replica's sequences, all with the same weights;"
+            " of a unit that holds the LLM alone."
+        ),
+    )
     dp: int = Field(1, ge=1, le=MOST_GPUS)
     pp: int = Field(1, ge=1, le=MOST_GPUS)
-    gpus: int = Field(ge=1, le=MOST_GPUS, description="tp × dp × pp.")
+    gpus: int = Field(ge=1, le=MOST_GPUS, description="tp × cp × dp × pp.")
     layers_per_stage: list[int] = Field(
         description="Layers of each stage; their sum is the layers of the modules."
     )
@@ -51,10 +61,11 @@ class UnitPlan(Strict):
 
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
-        if self.gpus != self.tp * self.dp * self.pp:
+        if self.gpus != self.width * self.dp * self.pp:
+            between, cp = (" × cp", f" × {self.cp}") if self.cp > 1 else ("", "")
             raise ValueError(
-                f"gpus must be tp × dp × pp = {self.tp} × {self.dp} × {self.pp} = "
-                f"{self.tp * self.dp * self.pp}; given: {self.gpus}"
+                f"gpus must be tp{between} × dp × pp = {self.tp}{cp} × {self.dp} × {self.pp} = "
+                f"{self.width * self.dp * self.pp}; given: {self.gpus}"
             )
         if len(self.layers_per_stage) != self.pp:
             raise ValueError(
@@ -77,6 +88,22 @@ class UnitPlan(Strict):
                     " inputs' gradients would be kept for the weights'"
                 )
         return self
+
+    @property
+    def width(self) -> int:
+        """Ranks that share the work of a replica on one stage: TP × CP."""
+        return self.tp * self.cp
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the same weights: CP × DP."""
+        return self.cp * self.dp
+
+    @property
+    def degrees(self) -> str:
+        """TP, DP and PP in words, and CP where there is one."""
+        cp = f"CP {self.cp} " if self.cp > 1 else ""
+        return f"TP {self.tp} {cp}DP {self.dp} PP {self.pp}"
 
 
 class Layout(Strict):
@@ -139,8 +166,8 @@ class Layout(Strict):
             )
 
     def describe(self) -> str:
-        """One line: unit names with TP × DP × PP."""
-        return " → ".join(f"{u.name} (TP {u.tp} DP {u.dp} PP {u.pp})" for u in self.units)
+        """One line: unit names with their degrees."""
+        return " → ".join(f"{unit.name} ({unit.degrees})" for unit in self.units)
 
 
 #: What the peak memory of a stage is made of; "NAME_gib" each.
@@ -234,12 +261,18 @@ class UnitTime(Strict):
 class Traffic(Strict):
     """Messages of one kind in one step."""
 
-    kind: Literal["between_units", "between_stages", "gradients", "weights", "tensor_parallel"] = (
-        Field(
-            description=(
-                "Activations and their gradients between units or stages; reduction of gradients"
-                " and gathering of updated weights over replicas; reductions of a TP group."
-            )
+    kind: Literal[
+        "between_units",
+        "between_stages",
+        "gradients",
+        "weights",
+        "tensor_parallel",
+        "context_parallel",
+    ] = Field(
+        description=(
+            "Activations and their gradients between units or stages; reduction of gradients"
+            " and gathering of updated weights over replicas; reductions of a TP group; exchanges"
+            " of a CP group."
         )
     )
     unit: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -161,6 +161,14 @@ class LayerShard(Strict):
         return self.parameters if self.trained_parameters is None else self.trained_parameters
 
 
+class Heads(NamedTuple):
+    """Heads of an attention, which ranks that share its tokens may share instead."""
+
+    query: int
+    key: int  # of keys, and of values
+    width: int
+
+
 class LayerCost(Strict):
     """Everything known of one kind of layer of a module."""
 
@@ -172,6 +180,14 @@ class LayerCost(Strict):
     weight_flops: Polynomial = Field(
         default_factory=Polynomial,
         description="Of `backward_flops`, what may be computed later.",
+    )
+    heads: Heads | None = Field(
+        None,
+        exclude_if=lambda heads: heads is None,
+        description=(
+            "Of an LLM's attention: heads of queries, of keys and values, and their width;"
+            " profiles made before there was CP do not know them."
+        ),
     )
 
 

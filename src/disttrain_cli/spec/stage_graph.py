@@ -31,7 +31,7 @@ class Stage:
     unit: UnitPlan
     index: int  # inside the unit
     layers: range  # of the whole model
-    ranks: tuple[int, ...]  # by replica, the TP ranks of each next to each other
+    ranks: tuple[int, ...]  # by replica, in it by CP rank, and the TP ranks of each side by side
     before: tuple[int, ...]  # numbers of the stages whose output it takes
     after: tuple[int, ...]  # numbers of the stages that take its output
     depth: int  # stages before it on its line, the longest where lines meet
@@ -55,31 +55,62 @@ class Stage:
     def tp(self) -> int:
         return self.unit.tp
 
-    def rank(self, replica: int, tp_rank: int = 0) -> int:
-        """The rank of a replica's TP rank."""
-        return self.ranks[replica * self.tp + tp_rank]
+    @property
+    def cp(self) -> int:
+        return self.unit.cp
 
-    def tp_group(self, replica: int) -> list[int]:
-        """The ranks that share a replica's layers."""
-        return list(self.ranks[replica * self.tp : (replica + 1) * self.tp])
+    def rank(self, replica: int, tp_rank: int = 0, cp_rank: int = 0) -> int:
+        """The rank at a place in a replica."""
+        return self.ranks[(replica * self.cp + cp_rank) * self.tp + tp_rank]
+
+    def replica_groups(self) -> list[list[int]]:
+        """Ranks that share the work of a replica, and lie in one node."""
+        return _grouped(self.ranks, self.unit.width)
+
+    def tp_groups(self) -> list[list[int]]:
+        """Ranks that share the layers, and have the same tokens of the same replica."""
+        return _grouped(self.ranks, self.tp)
+
+    def cp_groups(self) -> list[list[int]]:
+        """Ranks that share the tokens of a replica, and hold equal weights."""
+        return [
+            group[tp_rank :: self.tp]
+            for group in self.replica_groups()
+            for tp_rank in range(self.tp)
+        ]
 
     def dp_group(self, tp_rank: int) -> list[int]:
-        """The ranks that hold equal weights, by replica."""
+        """The ranks that hold equal weights, by replica, in it by CP rank."""
         return list(self.ranks[tp_rank :: self.tp])
+
+
+def _grouped(ranks: tuple[int, ...], size: int) -> list[list[int]]:
+    return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
 @dataclass(frozen=True)
 class RankCoords:
-    """One rank by its stage, replica and TP rank."""
+    """One rank by its stage, replica, and place in it."""
 
     rank: int
     stage: Stage
     replica: int
     tp_rank: int = 0
+    cp_rank: int = 0
 
     @property
     def unit(self) -> UnitPlan:
         return self.stage.unit
+
+    @property
+    def holder(self) -> int:
+        """Its number among the ranks that hold the same weights (`Stage.dp_group`)."""
+        return self.replica * self.unit.cp + self.cp_rank
+
+    @property
+    def part(self) -> int:
+        """Its number among the ranks that share its replica's work on the stage."""
+        return self.cp_rank * self.unit.tp + self.tp_rank
 
 
 @dataclass(frozen=True)
@@ -98,9 +129,11 @@ class StageGraph:
         return sum(len(stage.ranks) for stage in self.stages)
 
     def coords(self, rank: int) -> RankCoords:
-        """Stage, replica and TP rank of a rank."""
+        """Stage, replica and place in it of a rank."""
         stage = next(stage for stage in self.stages if rank in stage.ranks)
-        return RankCoords(rank, stage, *divmod(stage.ranks.index(rank), stage.tp))
+        holder, tp_rank = divmod(stage.ranks.index(rank), stage.tp)
+        replica, cp_rank = divmod(holder, stage.cp)
+        return RankCoords(rank, stage, replica, tp_rank, cp_rank)
 
 
 def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -> StageGraph:
@@ -108,10 +141,10 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
     model share a weight.
 
     Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by
-    replica, inside a replica by TP rank, so that neighbours in a pipeline and the replicas of a
-    stage lie close. Units come in pipeline order, unless their TP sizes differ: those of larger
-    ones are numbered first, so that every TP group starts at a multiple of its size and stays
-    inside a node.
+    replica, inside a replica by CP rank, the TP ranks of each side by side, so that neighbours in a
+    pipeline and the replicas of a stage lie close. Units come in pipeline order, unless their TP ×
+    CP differ: those of larger ones are numbered first, so that the ranks of every replica start at
+    a multiple of their number and stay inside a node.
     """
     counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
     cuts = stage_cuts(counts, branch_point)
@@ -130,7 +163,7 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
             for layer in spans[other]
         )
         stops = list(itertools.accumulate(unit.layers_per_stage, initial=spans[position].start))
-        size = unit.tp * unit.dp
+        size = unit.width * unit.dp
         for index, (start, stop) in enumerate(itertools.pairwise(stops)):
             number, rank = len(stages), first_ranks[unit.name] + index * size
             stages.append(
@@ -161,8 +194,8 @@ def _with_twins(stages: Sequence[Stage], tied: tuple[int, int]) -> list[Stage]:
 
 
 def _first_ranks(units: Iterable[UnitPlan]) -> dict[str, int]:
-    """By unit, its first rank: those of larger TP groups first."""
-    ordered = sorted(units, key=lambda unit: -unit.tp)
+    """By unit, its first rank: those of larger TP × CP first."""
+    ordered = sorted(units, key=lambda unit: -unit.width)
     starts = itertools.accumulate((unit.gpus for unit in ordered), initial=0)
     return {unit.name: start for unit, start in zip(ordered, starts, strict=False)}
 

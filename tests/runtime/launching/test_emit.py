@@ -138,7 +138,7 @@ def test_ranks_fill_hosts_in_order_and_no_tp_group_is_divided(
     where = {rank: node.host for node in nodes for rank in node.ranks}
     for stage in wanted.stages:
         for replica in range(stage.unit.dp):
-            assert len({where[rank] for rank in stage.tp_group(replica)}) == 1
+            assert len({where[rank] for rank in stage.tp_groups()[replica]}) == 1
 
 
 def test_too_few_slots_are_refused_with_both_numbers() -> None:

@@ -1,5 +1,5 @@
-"""Routes carry every shared row exactly once, in the same order on both sides, whatever DP and TP
-they have."""
+"""Routes carry every shared row exactly once, in the same order on both sides, whatever DP, CP and
+TP they have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, replica_items, slot_items
-from disttrain_cli.models.division import own_rows
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
@@ -41,11 +40,12 @@ def _cut(array: np.ndarray, route: Route) -> list[int]:
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(1, 4),
+    st.integers(1, 3),
     st.integers(0, 12),
     st.integers(0, 2**32 - 1),
 )
 def test_both_sides_agree(
-    up: int, up_tp: int, down: int, down_tp: int, images: int, seed: int
+    up: int, up_tp: int, down: int, down_tp: int, down_cp: int, images: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     grids = random.integers(1, 4, size=(images, 2))
@@ -72,19 +72,21 @@ def test_both_sides_agree(
             else np.zeros(0, dtype=np.int64)
         )
         assert local_rows(slot, "image", "tokens", end.unit, end.replica) == len(whole)
-        return whole[slice(*own_rows(len(whole), end.tp, end.tp_rank))]
+        return whole[slice(*end.place.own_rows(len(whole)))]
 
-    def between(here: End, there: End) -> dict[tuple[int, int], Route]:
+    def between(here: End, there: End) -> dict[tuple[int, int, int], Route]:
         found = routes(slot, "image", "tokens", here, there)
-        assert len({(route.replica, route.tp_rank) for route in found}) == len(found)
-        return {(route.replica, route.tp_rank): route for route in found}
+        by_peer = {(route.replica, route.tp_rank, route.cp_rank): route for route in found}
+        assert len(by_peer) == len(found)
+        return by_peer
 
     arrived: list[int] = []
     for replica, rank in product(range(up), range(up_tp)):
         here = End("a", up_tp, replica, rank)
-        for (other, other_rank), route in between(here, End("b", down_tp)).items():
-            there = End("b", down_tp, other, other_rank)
-            back = between(there, End("a", up_tp))[replica, rank]
+        ends = End("b", down_tp, cp=down_cp)
+        for (other, other_rank, cp_rank), route in between(here, ends).items():
+            there = End("b", down_tp, other, other_rank, down_cp, cp_rank)
+            back = between(there, End("a", up_tp))[replica, rank, 0]
             assert route.rows == back.rows == len(_cut(tensor(here), route)) > 0
             assert _cut(tensor(here), route) == _cut(tensor(there), back)
             arrived += _cut(tensor(here), route)
@@ -116,3 +118,6 @@ def test_inside_a_unit_everything_goes_to_the_namesake() -> None:
         ((0, 2),),
     )  # two rows each, and none for the last
     assert routes(slot, "image", "patches", End("a", 3, 0, 2), End("a", 3)) == []
+    shared = End("a", 1, 0, 0, 3, 1)
+    (route,) = routes(slot, "image", "patches", shared, End("a", cp=3))
+    assert (route.replica, route.cp_rank, route.runs) == (0, 1, ((0, 2),))

@@ -276,7 +276,8 @@ def _make_layout(
     """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage
     and module).
 
-    Of a TP group often one rank is recorded: it stands for the devices of the others too.
+    Of a replica's ranks on a stage often one is recorded: it stands for the devices of the others
+    too.
     """
     connection.execute(
         "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp"
@@ -308,7 +309,7 @@ def _make_layout(
                 unit.pp,
                 unit.gpus,
                 depth,
-                unit.tp / recorded.get(unit.name, 1),
+                unit.width / recorded.get(unit.name, 1),
             ],
         )
         depth += unit.pp

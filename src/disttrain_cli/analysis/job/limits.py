@@ -60,8 +60,8 @@ def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -
 
 
 def expected_ranks(database: Database) -> int:
-    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no
-    other has any."""
+    """Ranks of which a whole trace has rows: all of the plan's, or one of each replica of a
+    stage where no other has any."""
     job = database.job
     if job is None:
         return round(
@@ -71,7 +71,7 @@ def expected_ranks(database: Database) -> int:
         job.rehearsed is None
         and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
     )
-    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
+    return sum(unit.gpus if others else unit.gpus // unit.width for unit in job.layout.units)
 
 
 def short_ranks(database: Database) -> str:

@@ -70,14 +70,14 @@ def parts_of(engine: UnitEngine) -> list[Part]:
         for name, p in named_parameters(engine.module.layers)
         if p.numel() and copy_of(p) != "second"
     ]
-    tp, tp_rank, dp = coords.unit.tp, coords.tp_rank, coords.unit.dp
+    tp, tp_rank, holders = coords.unit.tp, coords.tp_rank, coords.unit.holders
     parts = []
     for sharded in (True, False):
         alike = [(name, p) for name, p in named if (shard_of(p) is not None) == sharded]
         copies, copy = (1, 0) if sharded else (tp, tp_rank)  # over the tensor-parallel ranks
         plain = [(name, p) for name, p in alike if not _partitioned(p)]
         ranges = [(*one, 0, one[1].numel()) for one in plain]
-        parts += shares(ranges, dp * copies, coords.replica * copies + copy)
+        parts += shares(ranges, holders * copies, coords.holder * copies + copy)
         fragments = [(name, p, *_fragment(p)) for name, p in alike if _partitioned(p)]
         parts += shares(fragments, copies, copy)
     return [Part(name, modules[id(p)], p, start, stop) for name, p, start, stop in parts]

@@ -8,17 +8,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from pydantic import BaseModel
 
 from disttrain_cli.costs.hardware import CAPABILITY, lookup
-from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
+from disttrain_cli.costs.memory import GIB, layout_memory, own_mix, slot_bytes
 from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.dryrun.shim import environment
 from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
-from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
+from disttrain_cli.runtime.dryrun.worst import at_work, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.launching.payload import payload_of
 from disttrain_cli.spec.plan import Layout, Plan
@@ -171,20 +170,7 @@ def reports(
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
         unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
-        kept = np.array(
-            [
-                1.0,
-                *(
-                    part[0]
-                    for part in worst_mix(
-                        profile,
-                        unit.modules,
-                        slot_sequences(profile, layout),
-                        np.array([float(unit.dp)]),
-                    )
-                ),
-            ]
-        ) @ activation_terms(exact, unit.modules, unit.tp, layout.trained, unit.checkpointing)
+        kept = slot_bytes(exact, layout, unit, own_mix(profile, layout, unit))
         first = sum(unit.layers_per_stage[:index])
         price = priced[key]
         unseen_gib = price.fragmentation_gib + price.reserve_gib

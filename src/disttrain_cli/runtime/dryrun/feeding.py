@@ -23,8 +23,9 @@ def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]
         fields: of `models.layer.PipelineLayer.needs`.
     """
     replica_items = slot.replicas[unit][0]
+    tokens = len(replica_items["sequence"]) * slot.inputs.sequence_length
     items = {
-        item: _items(slot, item, numbers, fields)
+        item: _items(slot, item, numbers, fields, tokens)
         for item, numbers in replica_items.items()
         if item != "sequence"
     }
@@ -32,7 +33,7 @@ def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]
     return SlotBatch(items, **(_sequences(slot, unit, lengths, fields) if some else {}))
 
 
-def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str]) -> ItemArrays:
+def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str], tokens: int) -> ItemArrays:
     grids, count = slot.items[item].grid[numbers], len(numbers)
     asked = {number_of(name) for name in fields if name.partition(".")[0] == item}
     named = {"context"} if item == "target" else {"tokens", "rows"}
@@ -42,7 +43,8 @@ def _items(slot: Slot, item: Item, numbers: Ints, fields: set[str]) -> ItemArray
     return ItemArrays(
         grids=grids,
         values={number: _values(grids, slot.inputs.of(item)[number]) for number in sorted(asked)},
-        rows=np.zeros(rows, np.int64) if in_llm else None,
+        # over all tokens alike, of which a CP group's ranks take their own
+        rows=np.arange(rows, dtype=np.int64) * tokens // max(1, rows) if in_llm else None,
         seeds=np.zeros(count, np.int64) if "dropout" in fields else None,
         weights=np.ones(count, np.float32) if weighed else None,
         noise_seeds=np.zeros(count, np.int64) if weighed else None,

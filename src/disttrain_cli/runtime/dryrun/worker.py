@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from disttrain_cli.data.slots import Slot, SlotBatch, StepOrder
+from disttrain_cli.models.division import Place
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.qwen_vision import QwenLayer
@@ -55,6 +56,7 @@ from disttrain_cli.runtime.feeding import message_dtype, pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone, record_steps
 from disttrain_cli.runtime.messages.proof import faults
+from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
@@ -182,7 +184,7 @@ def _take_steps(
             set_lrs(engine.optimizer, engine.train_spec, 0)
             observer.peak_bytes = observer.alive_bytes
             with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
-                engine.run_step(order, partial(_fetch, arrays, order, dtype))
+                engine.run_step(order, partial(_fetch, arrays, order, dtype, place_of(coords)))
             gc.collect()
             left.append(observer.alive_bytes)
         seen.peak_gib = observer.peak_bytes / GIB
@@ -190,8 +192,10 @@ def _take_steps(
     seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})
 
 
-def _fetch(arrays: SlotBatch, order: StepOrder, dtype: torch.dtype, slot: int) -> Batch:
-    return to_batch(pinned(arrays, dtype), order, DEVICE, dtype)
+def _fetch(
+    arrays: SlotBatch, order: StepOrder, dtype: torch.dtype, place: Place, slot: int
+) -> Batch:
+    return to_batch(pinned(arrays, dtype), order, DEVICE, dtype, place)
 
 
 @contextmanager

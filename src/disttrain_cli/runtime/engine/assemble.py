@@ -12,7 +12,6 @@ import torch
 
 from disttrain_cli.models.adapters import load_adapters
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
-from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.symmetric import agreed
 from disttrain_cli.models.tensor_parallel import join
@@ -27,7 +26,6 @@ from disttrain_cli.runtime.engine.optimizer import make_optimizer
 from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
 from disttrain_cli.runtime.feeding import message_dtype
 from disttrain_cli.runtime.units.broker import Broker, together
-from disttrain_cli.runtime.units.communicators import Ways
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout, Plan
@@ -94,7 +92,7 @@ def _build_engine(
         print(note, flush=True)
     group = agreed(grid.tp, device)
     for layer in layers:
-        join(layer, group)
+        join(layer, group, grid.cp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
     deferring = stage.weight_delay is not None
@@ -108,8 +106,7 @@ def _build_engine(
         message_dtype(run.file.train),
         device,
         flow.carrying.__getitem__,
-        grid.tp,
-        grid.ways,
+        grid,
     )
     runner = StageRunner(
         build_segments(
@@ -142,15 +139,14 @@ def brokers(
     dtype: torch.dtype,
     device: torch.device,
     carrying: Callable[[int], frozenset[str]] | None = None,
-    group: Group | None = None,
-    ways: Ways | None = None,
+    grid: UnitGrid | None = None,
 ) -> tuple[list[Broker], list[Broker]]:
     """Brokers to the stages before and after a rank's own.
 
     `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not
-    given); messages that have no group in `ways` take the world's.
+    given); messages for which `grid` has no way take the world's communicator.
     """
-    stage, ways = coords.stage, ways or {}
+    stage, ways = coords.stage, {} if grid is None else grid.ways
 
     def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
         cut = after.layers.start
@@ -166,7 +162,8 @@ def brokers(
             receives,
             dtype,
             device,
-            group,
+            grid and grid.tp,
+            grid and grid.cp,
             leaving=ways.get((here, there)),
             coming=ways.get((there, here)),
         )
@@ -192,7 +189,7 @@ def engine_parts(
     """What an engine is made of besides its runner, brokers and tracer."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
-    config = deepspeed_config(train, layout, coords.unit.dp, optimizer is not None)
+    config = deepspeed_config(train, layout, coords.unit.holders, optimizer is not None)
     return {
         "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config, layout.overlap),
         "coords": coords,

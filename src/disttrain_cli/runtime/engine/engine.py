@@ -296,7 +296,7 @@ class UnitEngine:
         reduced = sum(
             p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
         )
-        self.tracer.record("reduce", start, bytes=reduced if self.coords.unit.dp > 1 else 0)
+        self.tracer.record("reduce", start, bytes=reduced if self.coords.unit.holders > 1 else 0)
 
     def _step(self, slot: int) -> None:
         start = self.tracer.mark()
@@ -319,13 +319,14 @@ class UnitEngine:
             sum_over(partial_gradients(self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        """Over the replicas: what of it does not run yet, and waiting for all."""
+        """Over the ranks with the same weights (replicas, and the CP groups in them): what of it
+        does not run yet, and waiting for all."""
         self.stage.reduction.finish()
 
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it
         is not finite."""
-        gradients = reduced_gradients(self.optimizer, self.coords.unit.dp, self.coords.unit.tp)
+        gradients = reduced_gradients(self.optimizer, self.coords.unit.holders, self.coords.unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
         self.step_losses = dict(zip(self.loss_modules, losses, strict=True))

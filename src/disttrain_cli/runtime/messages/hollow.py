@@ -3,9 +3,9 @@ real ones.
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training,
 over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
-leave tensors of the rows that a slot gives them. What layers say to a TP group is one message, as
-an operator over symmetric memory is, and where the group overlaps also once round it, as where it
-has no such memory; what is said to the replicas of a stage is one per layer.
+leave tensors of the rows that a slot gives them. What layers say to a TP or CP group is one
+message, as an operator over symmetric memory is, and where the group overlaps also once round it,
+as where it has no such memory; what is said to the replicas of a stage is one per layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.routes import local_rows
+from disttrain_cli.runtime.units.routes import End, local_rows
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
@@ -114,8 +114,9 @@ class HollowRunner(StageRunner):
             self._reduction.begin()
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
-        group = self._grid.tp
+        group, cp = self._grid.tp, self._grid.cp
         join(group and group.ranks)
+        join(cp and cp.ranks)
         if group is not None and group.overlap:
             for _ in range(group.size - 1):
                 chunk = torch.empty(1, device=NOWHERE)
@@ -125,13 +126,11 @@ class HollowRunner(StageRunner):
         }
 
     def _empty(self, slot: int, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
-        unit, tp = self._coords.unit, self._grid.tp
-        rows = local_rows(
-            self._order().slots[slot], spec.item, spec.rows, unit.name, self._coords.replica
-        )
-        if spec.split and tp is not None:
-            mine = tp.local_rows(rows)
-            rows = mine.stop - mine.start
+        end = End.of(self._coords)
+        rows = local_rows(self._order().slots[slot], spec.item, spec.rows, end.unit, end.replica)
+        if spec.split:
+            start, stop = end.place.own_rows(rows)
+            rows = stop - start
         return torch.empty((rows, *spec.shape), dtype=dtype, device=NOWHERE)
 
 
@@ -140,7 +139,7 @@ class HollowReduction:
 
     def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
         self._replicas = grid.dp_proc_group
-        self._layers = len(coords.stage.layers) if coords.unit.dp > 1 else 0
+        self._layers = len(coords.stage.layers) if coords.unit.holders > 1 else 0
         self._overlaps, self._expected, self._left = overlaps, False, self._layers
 
     def expect(self, weights: Any = None) -> None:
@@ -194,8 +193,7 @@ class HollowEngine(UnitEngine):
             message_dtype(train),
             NOWHERE,
             carrying.__getitem__,
-            grid.tp,
-            grid.ways,
+            grid,
         )
         segments = build_segments(
             cast(Sequence[PipelineLayer], table[layers.start : layers.stop]),
@@ -228,7 +226,7 @@ class HollowEngine(UnitEngine):
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas give each other the weights that each has changed
-        for _ in self.coords.stage.layers if self.coords.unit.dp > 1 else ():
+        for _ in self.coords.stage.layers if self.coords.unit.holders > 1 else ():
             join(self.module.mpu().dp_proc_group)
 
     def _memory(self, operation: str, slot: int) -> Any:

@@ -25,7 +25,12 @@ def joined_layout(layout: Layout, shares: Shares) -> Layout:
     """The layout with a unit's processes as its replicas; a process stands for whole TP groups."""
     units = [
         unit.model_copy(
-            update={"tp": 1, "dp": len(shares[unit.name]), "gpus": len(shares[unit.name]) * unit.pp}
+            update={
+                "tp": 1,
+                "cp": 1,
+                "dp": len(shares[unit.name]),
+                "gpus": len(shares[unit.name]) * unit.pp,
+            }
         )
         for unit in layout.units
     ]

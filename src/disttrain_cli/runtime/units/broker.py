@@ -1,5 +1,5 @@
-"""The broker: moves activations and gradients between neighbouring stages, whatever their DP and TP
-sizes.
+"""The broker: moves activations and gradients between neighbouring stages, whatever their DP, CP
+and TP sizes.
 
 It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left,
 over NCCL those of two slots at most, as the memory model counts. Receives are posted ahead where
@@ -7,8 +7,8 @@ that cannot block (gloo), so that the rows of a slot travel while the slot befor
 `receive` returns when they have arrived. Each direction of a cut has a communicator of its own
 (`communicators`), and what two ranks exchange over it in a slot is one batch at both ends: NCCL
 pairs messages by their order, and leaves undefined what is grouped at one end only. Rows travel in
-canonical item order (`routes`). Of a replica's rows each TP rank moves its own part; tensors that
-its layers need whole are gathered over the group on arrival.
+canonical item order (`routes`). Of a replica's rows each rank moves its own part; tensors that its
+layers need whole are gathered on arrival, over its CP group and then over its TP group.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from disttrain_cli.costs.memory import SENT_SLOTS
 from disttrain_cli.data.slots import Slot
+from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.group import Group, wire
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.models.parallel import gather
@@ -57,6 +58,7 @@ class Broker:
     dtype: torch.dtype
     device: torch.device
     group: Group | None = None  # the rank's TP group
+    cp: Group | None = None  # and its CP group
     leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
     coming: dist.ProcessGroup | None = None  # over which they come
     # sends, the oldest first
@@ -69,6 +71,7 @@ class Broker:
 
     def __post_init__(self) -> None:
         self.wire = wire(self.device)  # where messages lie
+        self.here, self.there = End.of(self.coords), End.at(self.neighbour)
 
     def expect(self, slots: Sequence[Slot]) -> None:
         """Post receives ahead for the slots of a step, which will be asked for in this order.
@@ -87,11 +90,11 @@ class Broker:
         operations, buffers, peers = [], [], set()
         for spec in self.sends:
             tensor = tensors[spec.name].detach()
-            if self.group is not None and not spec.split:
-                tensor = tensor[self.group.local_rows(len(tensor))]
+            if not spec.split:
+                tensor = tensor[slice(*self.here.place.own_rows(len(tensor)))]
             for route in self._routes(slot, spec):
                 buffer = _gather(tensor, route).to(self.wire)
-                peer = self.neighbour.rank(route.replica, route.tp_rank)
+                peer = self.neighbour.rank(route.replica, route.tp_rank, route.cp_rank)
                 operations.append(dist.P2POp(dist.isend, buffer, peer, self.leaving))
                 buffers.append(buffer)
                 peers.add(peer)
@@ -112,7 +115,7 @@ class Broker:
         tensors = {
             spec.name: arriving.tensors[spec.name]
             if spec.split
-            else gather(arriving.tensors[spec.name], self._rows(slot, spec), self.group)
+            else self._whole(arriving.tensors[spec.name], self._rows(slot, spec))
             for spec in self.receives
         }
         return tensors, arriving.bytes, arriving.peer
@@ -156,15 +159,14 @@ class Broker:
         operations, scattered, peers = [], [], set()
         tensors: dict[str, Tensor] = {}
         for spec in self.receives:
-            rows = self._rows(slot, spec)
-            local = self.group.local_rows(rows) if self.group is not None else slice(0, rows)
-            rows = local.stop - local.start
+            start, stop = self.here.place.own_rows(self._rows(slot, spec))
+            rows = stop - start
             tensor = torch.empty((rows, *spec.shape), dtype=self.dtype, device=self.device)
             tensors[spec.name] = tensor
             covered = 0
             for route in self._routes(slot, spec):
                 covered += route.rows
-                peer = self.neighbour.rank(route.replica, route.tp_rank)
+                peer = self.neighbour.rank(route.replica, route.tp_rank, route.cp_rank)
                 if len(route.runs) == 1 and self.wire == self.device:
                     start, length = route.runs[0]
                     buffer = tensor[start : start + length]
@@ -181,6 +183,11 @@ class Broker:
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Arriving(works, tensors, scattered, size, _only(peers))
 
+    def _whole(self, own: Tensor, rows: int) -> Tensor:
+        """All rows of own ones."""
+        start, stop = own_rows(rows, self.here.tp, self.here.tp_rank)
+        return gather(gather(own, stop - start, self.cp), rows, self.group)
+
     def _rows(self, slot: Slot, spec: TensorSpec) -> int:
         return local_rows(slot, spec.item, spec.rows, self.coords.unit.name, self.coords.replica)
 
@@ -189,11 +196,7 @@ class Broker:
         back."""
         key = (id(slot), spec.item, spec.rows)
         if key not in self.known:
-            here = End(
-                self.coords.unit.name, self.coords.unit.tp, self.coords.replica, self.coords.tp_rank
-            )
-            there = End(self.neighbour.unit.name, self.neighbour.tp)
-            self.known[key] = slot, routes(slot, spec.item, spec.rows, here, there)
+            self.known[key] = slot, routes(slot, spec.item, spec.rows, self.here, self.there)
         return self.known[key][1]
 
 

@@ -29,7 +29,9 @@ Ways = dict[tuple[int, int], dist.ProcessGroup]
 class Communicator:
     """Ranks that share one communicator."""
 
-    kind: Literal["data parallel", "tensor parallel", "tied weights", "messages"]
+    kind: Literal[
+        "data parallel", "tensor parallel", "context parallel", "tied weights", "messages"
+    ]
     name: str
     ranks: tuple[int, ...]
     # of messages: numbers of the stage that sends and of the one that receives
@@ -55,11 +57,18 @@ def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
                 f"replicas of {name_of(stage)}, TP rank {tp_rank}",
                 tuple(stage.dp_group(tp_rank)),
             )
-        for replica in range(stage.unit.dp if stage.tp > 1 else 0):
+        for number, group in enumerate(stage.tp_groups() if stage.tp > 1 else ()):
+            replica, cp_rank = divmod(number, stage.cp)
+            where = f"replica {replica}" + (f", CP rank {cp_rank}" if stage.cp > 1 else "")
             yield Communicator(
-                "tensor parallel",
-                f"TP group of {name_of(stage)}, replica {replica}",
-                tuple(stage.tp_group(replica)),
+                "tensor parallel", f"TP group of {name_of(stage)}, {where}", tuple(group)
+            )
+        for number, group in enumerate(stage.cp_groups() if stage.cp > 1 else ()):
+            replica, tp_rank = divmod(number, stage.tp)
+            yield Communicator(
+                "context parallel",
+                f"CP group of {name_of(stage)}, replica {replica}, TP rank {tp_rank}",
+                tuple(group),
             )
     for stage in graph.stages:
         if stage.twin is not None and stage.number < stage.twin:

@@ -1,10 +1,11 @@
-"""DeepSpeed's view of the ranks: a ragged graph and grid in which every unit has its own DP and TP
-sizes.
+"""DeepSpeed's view of the ranks: a ragged graph and grid in which every unit has its own DP, CP
+and TP sizes.
 
 DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit.
 Every rank creates every group in the same order (`communicators`). The model-parallel group is the
 world, whose ranks are counted by stage and TP rank so that no two kinds of weights have the same;
-of TP itself DeepSpeed knows nothing (trap 13).
+of TP itself DeepSpeed knows nothing (trap 13). Data parallel are to it all ranks that hold the same
+weights, those of a CP group among them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ class RaggedTopology(ProcessTopology):
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[0, 0, 0])
-        self.dims = [len(graph.stages), coords.unit.dp, coords.unit.tp]
+        self.dims = [len(graph.stages), coords.unit.holders, coords.unit.tp]
         self.mapping = {
-            self.ProcessCoord(pipe=stage.number, data=replica, model=tp_rank): stage.rank(
-                replica, tp_rank
-            )
+            self.ProcessCoord(pipe=stage.number, data=holder, model=tp_rank): rank
             for stage in graph.stages
-            for replica in range(stage.unit.dp)
             for tp_rank in range(stage.tp)
+            for holder, rank in enumerate(stage.dp_group(tp_rank))
         }
 
 
@@ -38,6 +37,7 @@ class UnitGrid(PipelineParallelGrid):
     """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
 
     tp: Group | None = None  # the TP group, where there is more than one rank in it
+    cp: Group | None = None  # the CP group, likewise
     # this rank and the one with the other copy of a tied weight, where there is one
     twins: dist.ProcessGroup | None = None
     # all that this rank is in, by name, in the order in which they are made
@@ -48,11 +48,11 @@ class UnitGrid(PipelineParallelGrid):
         self._topo = RaggedTopology(graph, coords)
         self.global_rank = coords.rank
         self.world_size = graph.world_size
-        self.data_parallel_size = coords.unit.dp
+        self.data_parallel_size = coords.unit.holders
         self.pipe_parallel_size = len(graph.stages)
         self.model_parallel_size = self.slice_parallel_size = 1
         self.stage_id = coords.stage.number
-        self.data_parallel_id = coords.replica
+        self.data_parallel_id = coords.holder
         self.is_first_stage = self.is_last_stage = True
         self.ds_model_proc_group = dist.group.WORLD
         self.ds_model_world_size = sum(stage.tp for stage in graph.stages)
@@ -79,6 +79,8 @@ class UnitGrid(PipelineParallelGrid):
             self.dp_group, self.dp_proc_group = list(one.ranks), group
         elif one.kind == "tensor parallel":
             self.tp = Group(group, coords.unit.tp, coords.tp_rank, coords.unit.tp_overlap)
+        elif one.kind == "context parallel":
+            self.cp = Group(group, coords.unit.cp, coords.cp_rank)
         elif one.kind == "tied weights":
             self.twins = group
         elif one.way is not None:

@@ -4,29 +4,53 @@ ordering.
 Nothing about shapes is ever sent. Items that both sides of a cut work on travel in canonical order;
 a route lists where their rows lie on this side. The same route, read in the other direction,
 carries the gradients (mission.md's broker rule: any two DP sizes, samples in order). Of a replica's
-rows every TP rank sends and receives its own part (`division.own_rows`) and no other, whatever the
-TP sizes of both sides.
+rows every rank sends and receives its own part (`division.Place`) and no other, whatever the TP and
+CP sizes of both sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from disttrain_cli.data.slots import Ints, Slot
-from disttrain_cli.models.division import own_rows
+from disttrain_cli.models.division import Place
+from disttrain_cli.spec.stage_graph import RankCoords, Stage
 
 
 @dataclass(frozen=True)
 class End:
-    """One side of a cut: a unit, its TP size, and for this side who asks."""
+    """One side of a cut: a unit, its TP and CP sizes, and for this side who asks."""
 
     unit: str
     tp: int = 1
     replica: int = 0
     tp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+
+    @classmethod
+    def of(cls, coords: RankCoords) -> End:
+        """The side of a rank."""
+        unit = coords.unit
+        return cls(unit.name, unit.tp, coords.replica, coords.tp_rank, unit.cp, coords.cp_rank)
+
+    @classmethod
+    def at(cls, stage: Stage) -> End:
+        """The side of a stage."""
+        return cls(stage.unit.name, stage.tp, cp=stage.cp)
+
+    @property
+    def place(self) -> Place:
+        """Who asks, among the ranks that share the replica's rows."""
+        return Place(self.tp, self.tp_rank, self.cp, self.cp_rank)
+
+
+def place_of(coords: RankCoords) -> Place:
+    """A rank's place among those that share its replica's work on a stage."""
+    return End.of(coords).place
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,7 @@ class Route:
     # (start, length) in this rank's own rows, merged, in canonical item order
     runs: tuple[tuple[int, int], ...]
     rows: int
+    cp_rank: int = 0  # of the other side
 
 
 def local_rows(slot: Slot, item: str, column: str, unit: str, replica: int) -> int:
@@ -53,10 +78,10 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
     """
     counts = slot.rows(item, column)
     mine = slot.replicas[here.unit][here.replica][item]
-    first, last = own_rows(int(counts[mine].sum()), here.tp, here.tp_rank)
+    first, last = here.place.own_rows(int(counts[mine].sum()))
     if here.unit == there.unit:
-        whole = ((0, last - first),)
-        return [Route(here.replica, here.tp_rank, whole, last - first)] if last > first else []
+        whole, rows = ((0, last - first),), last - first
+        return [Route(here.replica, here.tp_rank, whole, rows, here.cp_rank)] if rows else []
     start_of = _starts(mine, counts)
     all_routes = []
     for replica in range(len(slot.replicas[there.unit])):
@@ -66,7 +91,7 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
             starts, lengths = start_of[shared], counts[shared]
             other = _starts(theirs, counts)[shared]
             total = int(counts[theirs].sum())
-            for tp_rank, (low, high) in _parts(total, there.tp):
+            for place, (low, high) in _parts(total, there):
                 # Rows of each item that lie in this rank's part here and in that rank's part there.
                 begin = np.maximum(0, np.maximum(first - starts, low - other))
                 end = np.minimum(lengths, np.minimum(last - starts, high - other))
@@ -74,13 +99,22 @@ def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Ro
                 if some.any():
                     runs = _merge((starts + begin - first)[some], (end - begin)[some])
                     all_routes.append(
-                        Route(replica, tp_rank, runs, sum(length for _, length in runs))
+                        Route(
+                            replica,
+                            place.tp_rank,
+                            runs,
+                            sum(length for _, length in runs),
+                            place.cp_rank,
+                        )
                     )
     return all_routes
 
 
-def _parts(rows: int, tp: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    return ((rank, own_rows(rows, tp, rank)) for rank in range(tp))
+def _parts(rows: int, there: End) -> Iterator[tuple[Place, tuple[int, int]]]:
+    for tp_rank in range(there.tp):
+        for cp_rank in range(there.cp):
+            place = replace(there.place, tp_rank=tp_rank, cp_rank=cp_rank)
+            yield place, place.own_rows(rows)
 
 
 def _starts(items: Ints, counts: Ints) -> Ints:

@@ -75,8 +75,9 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
     elif state.operation not in COMPUTE:
         return []
     else:  # the ranks that share its layers
-        first = stage.ranks.index(state.rank) // stage.tp * stage.tp
-        group = stage.ranks[first : first + stage.tp]
+        width = stage.unit.width
+        first = stage.ranks.index(state.rank) // width * width
+        group = stage.ranks[first : first + width]
     here = (state.step, state.operation, state.slot)
     return [
         rank

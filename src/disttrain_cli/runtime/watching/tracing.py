@@ -171,7 +171,7 @@ class Tracer:
             "unit": coords.unit.name,
             "stage": coords.stage.index,
             "replica": coords.replica,
-            "tp_rank": coords.tp_rank,
+            "tp_rank": coords.part,
             "rank": coords.rank,
             "host": socket.gethostname(),
         }

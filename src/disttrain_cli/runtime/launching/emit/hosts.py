@@ -31,17 +31,15 @@ def hosts_of(run: Run) -> list[Host]:
 
 
 def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
-    """Fill hosts with ranks in order; a TP group that would not fit on a host whole begins on the
-    next one.
+    """Fill hosts with ranks in order; a replica's ranks that would not fit on a host whole begin on
+    the next one.
 
     Hosts that are not needed are left out.
 
     Raises:
-        SpecError: the hosts have too few slots, or a TP group is larger than a host.
+        SpecError: the hosts have too few slots, or a replica's TP × CP is larger than a host.
     """
-    groups = sorted(
-        stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)
-    )
+    groups = sorted(group for stage in graph.stages for group in stage.replica_groups())
     counts = [0] * len(hosts)
     current = 0
     for group in groups:
@@ -59,14 +57,16 @@ def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
     return nodes
 
 
-def _too_few(graph: StageGraph, hosts: Sequence[Host], tp: int) -> SpecError:
+def _too_few(graph: StageGraph, hosts: Sequence[Host], most: int) -> SpecError:
     slots = sum(host.slots for host in hosts)
     what = (
         f"The plan's {graph.world_size} ranks do not fit on {len(hosts)} host(s) with {slots}"
         " slot(s)"
     )
     why = (
-        "" if graph.world_size > slots else f"the ranks of a TP group (up to {tp}) stay on one host"
+        ""
+        if graph.world_size > slots
+        else f"the ranks of a TP group (up to {most}) stay on one host"
     )
     return SpecError(
         what,

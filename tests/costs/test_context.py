@@ -1,0 +1,151 @@
+"""What a CP group costs: a share of the work, exchanges, and what several ranks have alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disttrain_cli.costs.context import exchanged_bytes, kept_bytes, misfit
+from disttrain_cli.costs.layout import reduce_s, stages_of
+from disttrain_cli.costs.memory import communicators, layout_memory
+from disttrain_cli.costs.overlap import hidden
+from disttrain_cli.planning.traffic import traffic_of
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Heads, Profile
+from tests.costs.test_memory import layout
+from tests.planning import synthetic
+
+LENGTH = 256
+
+
+def with_heads(heads: Heads | None, **inputs: Any) -> Profile:
+    """The tests' profile, whose LLM has such attention in its blocks."""
+    profile = synthetic.tiny(synthetic.run_file())
+    llm = profile.modules["llm"]
+    costs = {
+        kind: cost.model_copy(update={"heads": heads if kind == "block" else None})
+        for kind, cost in llm.costs.items()
+    }
+    changed = {"inputs": profile.inputs.model_copy(update={"sequence_length": LENGTH} | inputs)}
+    changed["modules"] = profile.modules | {"llm": llm.model_copy(update={"costs": costs})}
+    return profile.model_copy(update=changed)
+
+
+PROFILE = with_heads(Heads(8, 4, 16))
+
+
+def shared(cp: int, **how: Any) -> Layout:
+    """The LLM on CP groups."""
+    given = layout(4)
+    units = [
+        unit.model_copy(update={"cp": cp, "gpus": unit.gpus * cp, **how})
+        if unit.modules == ["llm"]
+        else unit
+        for unit in given.units
+    ]
+    used = sum(unit.gpus for unit in units)
+    return given.model_copy(update={"units": units, "gpus_used": used})
+
+
+def test_a_rank_has_its_share_of_the_work_and_two_exchanges() -> None:
+    alone, four = (stages_of(PROFILE, shared(cp)) for cp in (1, 4))
+    link, precision = PROFILE.links, {"fp32": 4, "bf16": 2}[PROFILE.precision]
+    for before, after in zip(alone[1:3], four[1:3], strict=True):
+        blocks = sum(kind == "block" for _, kind, _ in after.held)
+        own_bytes = 2 * LENGTH / 4 * (8 + 4) * 16 * precision
+        sent_ms = 1e3 * own_bytes * 3 / 4 / (link.all_gather_gbps * 1e9 / 8)
+        for one, two in zip(before.costs, after.costs, strict=True):
+            for whole, part in zip(one.parts_ms[:2], two.parts_ms[:2], strict=True):
+                np.testing.assert_allclose(part[2:], whole[2:] / 4)
+                np.testing.assert_allclose(part[1], whole[1] / 4 + blocks * sent_ms)
+                each_ms = 2e-3 * link.all_gather_us
+                np.testing.assert_allclose(part[0], whole[0] + blocks * each_ms)
+            np.testing.assert_array_equal(one.flops, two.flops)
+
+
+def test_the_longer_a_sequence_the_closer_to_a_share() -> None:
+    """What exchanges take beside the work, in the middle of a pipeline."""
+    seconds = []
+    for cp in (1, 2, 4):
+        cost = stages_of(PROFILE, shared(cp))[1].costs[0]
+        seconds.append(float(cost.forward_ms @ [1.0, 1.0, LENGTH, LENGTH**2]))
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+def test_gradients_are_summed_over_replicas_and_cp_groups() -> None:
+    two, twice = stages_of(PROFILE, shared(2)), stages_of(PROFILE, shared(1, dp=4, gpus=8))
+    assert reduce_s(PROFILE, shared(2), two[1], 8) == reduce_s(
+        PROFILE, shared(1, dp=4, gpus=8), twice[1], 8
+    )
+    assert two[1].unit.holders == 2 * shared(1).units[1].dp
+
+
+def test_a_rank_keeps_its_share_and_what_attention_has_twice() -> None:
+    alone, four = (layout_memory(PROFILE, shared(cp), 4.0) for cp in (1, 4))
+    assert four[1].activations_gib < alone[1].activations_gib / 3
+    assert four[1].optimizer_gib == pytest.approx(alone[1].optimizer_gib / 4, rel=0.01)
+    assert four[1].weights_gib == alone[1].weights_gib
+    assert [stage.peak_gib for stage in alone[::3]] == [stage.peak_gib for stage in four[::3]]
+
+
+def test_keys_that_ranks_share_are_kept_and_sent_again() -> None:
+    block = PROFILE.modules["llm"].costs["block"]
+    number = {"fp32": 4, "bf16": 2}[PROFILE.precision]
+    llm = {cp: shared(cp).units[1] for cp in (1, 2, 4, 8)}
+    kept = [kept_bytes(PROFILE, block, llm[cp], "trained") / 16 / number for cp in llm]
+    assert kept == [0, 8, 8, 8 + 2 * 4]
+    sent = [exchanged_bytes(PROFILE, block, llm[cp], "trained") / 16 / number for cp in llm]
+    assert sent == [0, 2 * 24 / 2, 2 * 24 * 3 / 4, 2 * 32 * 7 / 8]
+    assert exchanged_bytes(PROFILE, block, llm[4], "still") == sent[2] / 2 * 16 * number
+    again = shared(4, checkpointing=True).units[1]
+    assert exchanged_bytes(PROFILE, block, again, "trained") == sent[2] * 1.5 * 16 * number
+
+
+def test_traffic_names_the_exchanges() -> None:
+    found = []
+    for plan in (shared(1), shared(4)):
+        rows = traffic_of(PROFILE, plan, stages_of(PROFILE, plan), 8)
+        found.append([row for row in rows if row.kind == "context_parallel"])
+    assert found[0] == []
+    ((one,),) = found[1:]
+    assert one.unit == "l" and one.job_gib > one.rank_gib > 0
+
+
+def test_buckets_wait_for_less_where_passes_are_shorter() -> None:
+    found = []
+    for cp in (1, 4):
+        plan = shared(cp).model_copy(update={"overlap": True})
+        reducing, _ = hidden(PROFILE, plan, stages_of(PROFILE, plan), 8)
+        found.append(reducing.mean_s[1])
+    assert found[1] < found[0]
+
+
+def test_communicators() -> None:
+    assert communicators(1, 1, 2) == 5
+    assert communicators(1, 1, 2, cp=2) == 7  # the CP group, and the ranks with the same weights
+    assert communicators(2, 3, 2, cp=2) == 8
+
+
+@pytest.mark.parametrize(
+    ("profile", "modules", "tp", "cp", "why"),
+    [
+        (PROFILE, ["llm"], 1, 8, None),
+        (PROFILE, ["llm"], 2, 2, None),
+        (PROFILE, ["image_encoder", "llm"], 2, 1, None),
+        (PROFILE, ["image_encoder", "llm"], 1, 2, "image_encoder"),
+        (PROFILE, ["image_generator"], 1, 2, "the LLM alone"),
+        (PROFILE, ["llm"], 1, 16, "CP 16 must divide the 8 heads"),
+        (PROFILE, ["llm"], 4, 4, "the 2 heads on each of 4 TP ranks"),
+        (with_heads(Heads(12, 4, 16), sequence_length=240), ["llm"], 1, 6, "4 of keys and values"),
+        (PROFILE, ["llm"], 1, 3, "TP × CP = 1 × 3 = 3 must divide the sequence length, 256"),
+        (with_heads(Heads(64, 64, 4), sequence_length=32), ["llm"], 1, 64, "sequence length, 32"),
+        (with_heads(None), ["llm"], 1, 2, "disttrain profile"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    profile: Profile, modules: list[str], tp: int, cp: int, why: str | None
+) -> None:
+    said = misfit(profile, modules, tp, cp)
+    assert (said is None) if why is None else (said is not None and why in said)
