@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from disttrain_cli.models.architectures import ARCHITECTURES
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import NoiseSpec
 from disttrain_cli.spec.runfile.train import ModuleOptimizerSpec
@@ -251,10 +252,10 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         "config": dict(CONFIGS[kind][architecture]),
         "pretrained": draw.random() < 0.5,
     }
+    if kind == "encoder":
+        module |= {"projector": draw.choice(ARCHITECTURES[architecture].projectors)}
     if kind == "encoder" and "_vl_" not in architecture:
         module |= {"merge": 2, "feature_layer": draw.choice([None, -1])}
-    elif kind == "encoder":
-        module |= {"projector": draw.choice(["mlp", "none"])}
     if architecture.startswith("qwen") and kind == "llm":
         module["lora"] = dict(LORA)
     if kind == "generator":
