@@ -31,6 +31,20 @@ def test_about_the_given_share_is_dropped_and_the_rest_scaled() -> None:
     assert float(((kept == 0).float().mean(1) - P).abs().mean()) < 0.08
 
 
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_rows_and_features_drop_independently(p: float) -> None:
+    """Of all pairs of rows, and of features, none drops together more often than chance has it:
+    correlations in deviations, which grow to about 5 among so many pairs."""
+    made = SeededDropout(p, 7, divided=False)
+    made.begin(row_hashes(torch.tensor([3, 4]), [512, 512]), 1, 0)
+    dropped = ((made(torch.ones(1024, 512)) == 0).float() - p) / (p * (1 - p)) ** 0.5
+    for rows in (dropped, dropped.T):
+        together = rows @ rows.T / rows.shape[1] ** 0.5
+        together.fill_diagonal_(0)
+        assert float(together.abs().max()) < 8
+        assert float(together.std()) == pytest.approx(1, abs=0.02)
+
+
 def test_an_items_mask_does_not_depend_on_the_items_beside_it() -> None:
     together = _dropout([11, 22, 33], [2, 5, 3])(torch.ones(10, 8))
     alone = _dropout([22], [5])(torch.ones(5, 8))

@@ -25,9 +25,6 @@ from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import PipelineLayer
 
-_BITS = 24  # of the hash that are compared with the probability
-
-
 class SeededDropout(nn.Module):
     """Stands where a class has nn.Dropout; `begin` comes before every forward of its layer.
 
@@ -61,9 +58,8 @@ class SeededDropout(nn.Module):
         if self.divided and self.calls == 1:
             columns, width = columns + self.tp_rank * width, width * self.tp
         positions = (before[:, None] * width + columns).flatten()
-        drawn = mix(mix(rows ^ (self.key + self.calls))[:, None] + positions * _GOLDEN)
-        kept = _shifted(drawn, 64 - _BITS) >= int(self.p * (1 << _BITS))
-        return hidden * (kept.view(hidden.shape).to(hidden.dtype) * (1.0 / (1.0 - self.p)))
+        dropped = _dropped(rows ^ (self.key + self.calls), positions, self.p).view(hidden.shape)
+        return hidden.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.p))
 
 
 class OfAdapter(SeededDropout):
@@ -132,6 +128,25 @@ def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
         to_device(torch.from_numpy(values), seeds_N.device) for values in (items, numbers)
     )
     return mix(mix(seeds_N).index_select(0, item_R) + number_R)
+
+
+def _dropped(rows_R: Tensor, positions_W: Tensor, p: float) -> Tensor:
+    """[R, W] bool: a share `p`.
+
+    Rows and positions are hashed in 64 bits, their sums in 32 (lowbias32, Wellons 2018, up to the
+    step that only changes lower bits): the mask of a long sequence is as large as what it drops of.
+    """
+    drawn = _upper(mix(rows_R))[:, None] + _upper(mix(positions_W))
+    drawn ^= (drawn >> 16) & 0xFFFF
+    drawn *= 0x7FEB352D
+    drawn ^= (drawn >> 15) & 0x1FFFF  # a logical shift
+    drawn *= 0x846CA68B - (1 << 32)
+    return drawn < int(p * (1 << 32)) - (1 << 31)
+
+
+def _upper(values: Tensor) -> Tensor:
+    """The upper half of int64 as int32."""
+    return (values >> 32).to(torch.int32)
 
 
 def mix(values: Tensor) -> Tensor:
