@@ -17,7 +17,7 @@ from disttrain_cli.data.index import Index, build_index, read_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
-from disttrain_cli.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
+from disttrain_cli.data.tokenizer import ByteTokenizer, Tokenizer, endless_answers, read_tokenizer
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.index import IMAGE
 from disttrain_cli.spec.runfile import Run
@@ -206,6 +206,16 @@ def test_an_index_of_before_templates_is_used_where_nothing_is_a_conversation(
         index = build_index(run, WIDE)
     assert read_tokenizer(run).chat is not None
     assert read_index(run, WIDE).fingerprint == index.fingerprint
+
+
+def test_templates_that_end_no_answer_are_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tokens", "vision")
+    run = make_run(tmp_path, [{"path": "chats"}], tokenizer=str(folder))
+    assert endless_answers(run) == []
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role | upper + ': ' + m.content + ' ' }}{% endfor %}"
+    )
+    assert "ends answers with no special token" in endless_answers(run)[0]
 
 
 def test_what_cannot_be_written_is_skipped_and_named(tmp_path: Path) -> None:

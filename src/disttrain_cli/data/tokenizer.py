@@ -182,6 +182,22 @@ def read_tokenizer(run: Run) -> Tokenizer:
     return FolderTokenizer(_fetched(name, folder))
 
 
+def endless_answers(run: Run) -> list[str]:
+    """A sentence where the chat template ends answers with no special token (LLaVA 1.5's): nothing
+    then teaches a model to stop.
+
+    Raises:
+        SpecError: the tokenizer cannot be read.
+    """
+    chat = read_tokenizer(run).chat if run.file.data.sources else None
+    if chat is None or chat.end is not None:
+        return []
+    return [
+        f"The chat template of {run.file.data.tokenizer} ends answers with no special token: a"
+        " model trained on conversations does not learn where to stop."
+    ]
+
+
 def _fetched(name: str, folder: Path) -> Path:
     """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not
     there yet.

@@ -25,6 +25,7 @@ from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import PipelineLayer
 
+
 class SeededDropout(nn.Module):
     """Stands where a class has nn.Dropout; `begin` comes before every forward of its layer.
 
