@@ -8,6 +8,7 @@ from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.noise import Noise
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.projectors import Joint
 from disttrain_cli.spec.heads import AudioInput, ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
 
@@ -159,9 +160,9 @@ def test_vit_huge(side, expected):
     image = ImageInput(module="vit", patch_px=14, max_pixels=side * side)
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, heads=[image])
     batch = probe_batch(inputs, image=[(side // 14, side // 14)], device="meta")
-    assert forward_tflop(vit.makers("vit", config, 1, 64, 64)[:-1], batch) == pytest.approx(
-        expected, rel=5e-4
-    )
+    assert forward_tflop(
+        vit.makers("vit", config, Joint("mlp", 1, 64, 64))[:-1], batch
+    ) == pytest.approx(expected, rel=5e-4)
 
 
 def test_whisper_large_v3():
