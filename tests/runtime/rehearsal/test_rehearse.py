@@ -158,7 +158,8 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
                 reduced_ns = {
                     row["end_ns"] for own in own_rows for row in own if row["operation"] == "reduce"
                 }
-                clocks_ns = 1e5  # by which the clocks of two processes may differ
+                # by which clocks of two processes may differ, and a busy host be late
+                clocks_ns = 1e5 + 1e6 * result.late_ms.max
                 assert max(reduced_ns) - min(reduced_ns) < clocks_ns
                 assert max(reduced_ns) == pytest.approx((last_ns + exposed_ns).max(), abs=clocks_ns)
                 assert exposed_ns.min() > 0
