@@ -258,7 +258,7 @@ def test_json_has_the_promised_keys(analysis):
         "unexplained",
     ]
     assert set(plain["verdict"]) >= {"cause", "place", "confidence", "evidence", "advice"}
-    assert set(plain["verdict"]["place"]) == {"unit", "stage", "replica", "rank", "host"}
+    assert set(plain["verdict"]["place"]) == {"unit", "stage", "replica", "cp_rank", "rank", "host"}
     assert set(plain["ranks"][0]) >= {
         "rank",
         "span_us",

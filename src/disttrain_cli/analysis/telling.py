@@ -245,10 +245,7 @@ def _worker(record: Record, finding: Finding) -> Told:
             REMEASURE,
         )
     place = named[0]
-    told = (
-        f"Rank {place.rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow"
-        " for its work"
-    )
+    told = f"Rank {place.rank} ({place.named}) is slow for its work"
     if len(finding.places) > 1:
         told = (
             f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
@@ -397,10 +394,7 @@ def _host(record: Record, finding: Finding) -> Told:
     place = record.where.get(rank, place)
     told = "Ranks are held up between operations, or now and then inside them, by their hosts"
     if alone:
-        told = (
-            f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is held up"
-            " by its host"
-        )
+        told = f"Rank {rank} ({place.named}) is held up by its host"
     return Told(
         place if alone else Place(unit=place.unit, host=place.host),
         told,

@@ -38,7 +38,9 @@ def _verdict(console: Console, analysis: Analysis) -> None:
         console.say(analysis.job.rehearsed)
     console.say(verdict.headline)
     where = ", ".join(
-        f"{name} {value}" for name, value in asdict(verdict.place).items() if value is not None
+        f"{'CP rank' if name == 'cp_rank' else name} {value}"
+        for name, value in asdict(verdict.place).items()
+        if value is not None
     )
     console.say(f"Where       {where}" if where else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")

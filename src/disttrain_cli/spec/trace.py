@@ -67,6 +67,7 @@ TRACE_COLUMNS: dict[str, str] = {
     "stage": "int32",
     "replica": "int32",
     "tp_rank": "int32",
+    "cp_rank": "int32",
     "rank": "int32",
     "host": "string",
     "operation": "string",
@@ -145,6 +146,7 @@ LATER_COLUMNS = frozenset(
         "evaluation_loss_image",
         "generator_losses",
         "clips",
+        "cp_rank",
     }
 )
 

@@ -11,6 +11,7 @@ import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 from tests.analysis import synthetic
@@ -244,3 +245,21 @@ def test_a_job_description_of_another_version_is_said(clean, tmp_path):
     job.write_text(json.dumps(json.loads(job.read_text()) | {"version": 99}))
     (said,) = [line for line in open_database([tmp_path]).warnings if "job.json" in line]
     assert "version: input should be 1 (given: 99)" in said and "no MFU" in said
+
+
+def test_ranks_of_a_cp_group_are_named(tmp_path):
+    run = synthetic.simulate(synthetic.Synthetic(steps=3))
+    rows = [
+        row | {"replica": 0, "cp_rank": row["replica"]} if row["unit"] == "llm" else row
+        for row in run.rows
+    ]
+    synthetic.table(tmp_path / "rank-00000" / "segment-00000.parquet", rows, TRACE_COLUMNS)
+    found = analyze([tmp_path])
+    assert {unit.name: (unit.cp, unit.dp) for unit in found.units}["llm"] == (2, 1)
+    at = {(rank.unit, rank.stage, rank.replica, rank.cp_rank) for rank in found.ranks}
+    assert {place for place in at if place[0] == "llm"} == {
+        ("llm", stage, 0, cp_rank) for stage in range(2) for cp_rank in range(2)
+    }
+    assert all(cp_rank is None for unit, _, _, cp_rank in at if unit != "llm")
+    place = Place(unit="llm", stage=1, replica=0, cp_rank=1, rank=5)
+    assert place.named == "llm, stage 1, replica 0, CP rank 1"

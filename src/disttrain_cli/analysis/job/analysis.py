@@ -302,7 +302,12 @@ def _straggle(
     why = explain(graph, graph.recorded.compute, graph.predicted)
     where = {
         rank.rank: Place(
-            unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host
+            unit=rank.unit,
+            stage=rank.stage,
+            replica=rank.replica,
+            cp_rank=rank.cp_rank,
+            rank=rank.rank,
+            host=rank.host,
         )
         for rank in ranks
     }

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.unpacking import PLACE, VERSION
+from disttrain_cli.analysis.result.verdicts import LANE, Place
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.whole import whole_file
@@ -143,7 +144,7 @@ def _names(database: Database) -> Iterable[dict[str, Any]]:
         yield _meta("process_name", index, 0, {"name": unit})
         yield _meta("process_sort_index", index, 0, {"sort_index": index})
     for row in threads:
-        name = f"stage {row['stage']} · replica {row['replica']} · rank {row['rank']}"
+        name = Place(**{part: row[part] for part in LANE}).lane
         yield _meta("thread_name", row["place"], row["rank"], {"name": name})
         yield _meta("thread_sort_index", row["place"], row["rank"], {"sort_index": row["sorted"]})
 

@@ -213,8 +213,9 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     """
     connection.execute(query_text("seen"))
     starts = connection.execute(
-        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS coords,"
-        " min(first_ns) FROM seen GROUP BY run ORDER BY min(first_ns), run"
+        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, cp_rank, tp_rank,"
+        " rank)::VARCHAR)) AS coords, min(first_ns) FROM seen GROUP BY run ORDER BY min(first_ns),"
+        " run"
     ).fetchall()
     coords = {str(name): coords for name, coords, _ in starts}
     last = job.run if job is not None and job.run in coords else list(coords)[-1]
@@ -239,8 +240,8 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
         {"runs": alike},
     )
     connection.execute(
-        "CREATE VIEW recorded AS SELECT s.* FROM segments s"
-        + (" JOIN kept USING (step, run)" if len(coords) > 1 else "")
+        "CREATE VIEW recorded AS SELECT s.* REPLACE (coalesce(cp_rank, 0) AS cp_rank) FROM segments"
+        " s" + (" JOIN kept USING (step, run)" if len(coords) > 1 else "")
     )
     connection.execute(
         "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
@@ -280,8 +281,9 @@ def _make_layout(
     too.
     """
     connection.execute(
-        "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp"
-        " INTEGER, pp INTEGER, gpus INTEGER, first_depth INTEGER, devices_per_rank DOUBLE)"
+        "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, cp"
+        " INTEGER, dp INTEGER, pp INTEGER, gpus INTEGER, first_depth INTEGER, devices_per_rank"
+        " DOUBLE)"
     )
     connection.execute(
         "CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation"
@@ -292,19 +294,20 @@ def _make_layout(
         return
     recorded: dict[str, int] = dict(
         connection.execute(
-            "SELECT unit, count(DISTINCT tp_rank) FROM seen JOIN kept USING (step, run) GROUP BY"
-            " unit"
+            "SELECT unit, count(DISTINCT (cp_rank, tp_rank)) FROM seen JOIN kept USING (step, run)"
+            " GROUP BY unit"
         ).fetchall()
     )
     depth = 0
     for index, unit in enumerate(job.layout.units):
         connection.execute(
-            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
                 unit.name,
                 index,
                 unit.modules,
                 unit.tp,
+                unit.cp,
                 unit.dp,
                 unit.pp,
                 unit.gpus,

@@ -69,7 +69,7 @@ def expected_ranks(database: Database) -> int:
         )
     others = (
         job.rehearsed is None
-        and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
+        and database.sql("SELECT max(cp_rank + tp_rank) AS most FROM seen")[0]["most"] > 0
     )
     return sum(unit.gpus if others else unit.gpus // unit.width for unit in job.layout.units)
 

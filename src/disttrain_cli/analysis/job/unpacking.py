@@ -51,7 +51,7 @@ _WINDOWS = {
     "measured": "BOOLEAN",
 }
 #: Of a rank, the same in all of its rows.
-PLACE = ("unit", "stage", "replica", "tp_rank", "host")
+PLACE = ("unit", "stage", "replica", "tp_rank", "cp_rank", "host")
 #: Of a bar, in its arguments.
 AMOUNTS = ("slot", "module", "tokens", "images", "sequences", "sum_length_sq", "bytes", "peer")
 
@@ -149,6 +149,8 @@ def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
         origin = msgspec.convert(header.get("baseTimeNanoseconds"), int)
     except msgspec.ValidationError as error:
         raise _damaged(file, f"its header is not whole: {error}") from None
+    for row in ours.ranks:
+        row.setdefault("cp_rank", 0)  # of files that were written before there was CP
     whole = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
         _WINDOWS.keys() <= row.keys() for row in ours.windows
     )

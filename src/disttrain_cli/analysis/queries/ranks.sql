@@ -2,8 +2,9 @@
 -- that of the last member of its group.
 WITH spans AS (
     SELECT rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage,
-           any_value(replica) AS replica,
-           (max(end_ns) - min(start_ns)) / 1e3 AS span_us FROM operations WHERE measured GROUP BY rank
+           any_value(replica) AS replica, if(any_value(cp) > 1, any_value(cp_rank), NULL) AS cp_rank,
+           (max(end_ns) - min(start_ns)) / 1e3 AS span_us
+    FROM operations JOIN units USING (unit, pp) WHERE measured GROUP BY rank
 ), reductions AS (
     SELECT rank, step, unit, stage, tp_rank, start_ns, end_ns,
            row_number() OVER (PARTITION BY rank, step ORDER BY start_ns) AS place

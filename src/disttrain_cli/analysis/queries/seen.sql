@@ -2,7 +2,7 @@
 -- `latest_ns` are starts of any row, the others leave out evaluations and checkpoints.
 CREATE TABLE seen AS
 SELECT run, step, rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage, any_value(replica) AS replica,
-       any_value(tp_rank) AS tp_rank,
+       any_value(tp_rank) AS tp_rank, coalesce(any_value(cp_rank), 0) AS cp_rank,
        min(start_ns) AS first_ns, max(start_ns) AS latest_ns,
        min(start_ns) FILTER (operation NOT IN ('evaluation', 'checkpoint')) AS start_ns,
        max(end_ns) FILTER (operation NOT IN ('evaluation', 'checkpoint')) AS end_ns,

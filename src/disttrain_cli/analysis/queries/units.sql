@@ -11,7 +11,7 @@ work AS (
            avg(update_s) AS update_s, avg(gap_s) AS gap_s
     FROM idle GROUP BY unit
 )
-SELECT u.unit AS name, u.modules, u.tp, u.dp, u.pp, u.gpus, w.flops * u.devices_per_rank / steps AS flops_per_step,
+SELECT u.unit AS name, u.modules, u.tp, u.cp, u.dp, u.pp, u.gpus, w.flops * u.devices_per_rank / steps AS flops_per_step,
        w.compute_s / (w.ranks * steps) AS compute_s,
        w.compute_s / (w.ranks * window_s) AS busy_fraction, waits.* EXCLUDE (unit)
 FROM units u JOIN work w USING (unit) JOIN waits USING (unit), steps ORDER BY u.place;

@@ -14,5 +14,5 @@ SELECT r.step, r.slot, if(r.onward, 'forward', 'backward') AS direction, s.rank 
 FROM received r JOIN moved s ON s.operation LIKE 'send%' AND s.step = r.step AND s.slot = r.slot AND s.onward = r.onward
     AND s.depth = r.source
 WHERE CASE WHEN r.peer >= 0 THEN s.rank = r.peer
-           WHEN r.unit = s.unit THEN s.replica = r.replica AND s.tp_rank = r.tp_rank
+           WHEN r.unit = s.unit THEN s.replica = r.replica AND s.tp_rank = r.tp_rank AND s.cp_rank = r.cp_rank
            ELSE s.peer < 0 OR s.peer = r.rank END;

@@ -24,10 +24,11 @@ MOST_RANKS, MOST_ROWS = 256, 24
 
 def units(analysis: Analysis) -> str:
     """One row per unit."""
+    has_cp = any(unit.cp > 1 for unit in analysis.units)
     rows = [
         [
             escape(unit.name),
-            f"{unit.tp} · {unit.dp} · {unit.pp}",
+            " · ".join(str(n) for n in (unit.tp, *([unit.cp] if has_cp else []), unit.dp, unit.pp)),
             str(unit.gpus),
             percent(unit.mfu),
             percent(unit.busy_fraction),
@@ -49,7 +50,7 @@ def units(analysis: Analysis) -> str:
     ]
     head = [
         "Unit",
-        "TP · DP · PP",
+        "TP · CP · DP · PP" if has_cp else "TP · DP · PP",
         "GPUs",
         "MFU",
         "Busy",
@@ -294,7 +295,15 @@ def ranks(analysis: Analysis) -> str:
     rows = [
         [
             str(rank.rank),
-            *([place(unit=rank.unit, stage=rank.stage, replica=rank.replica)] if has_units else []),
+            *(
+                [
+                    place(
+                        unit=rank.unit, stage=rank.stage, replica=rank.replica, cp_rank=rank.cp_rank
+                    )
+                ]
+                if has_units
+                else []
+            ),
             escape(rank.host or "–"),
             *(
                 _ms(value)

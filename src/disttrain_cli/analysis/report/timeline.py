@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.analysis.result.verdicts import LANE, Place
 from disttrain_cli.spec.trace import COMPUTE
 
 if TYPE_CHECKING:
@@ -76,13 +77,7 @@ def drawn_ranks(
     shown = choose_lanes(lanes, rank)
     row_of = {lane["rank"]: index for index, lane in enumerate(shown)}
     drawn = drawn_lanes(
-        [
-            (
-                lane["unit"],
-                f"stage {lane['stage']} · replica {lane['replica']} · rank {lane['rank']}",
-            )
-            for lane in shown
-        ],
+        [(lane["unit"], Place(**{part: lane.get(part) for part in LANE}).lane) for lane in shown],
         [(row_of[bar["rank"]], bar) for bar in bars_of(list(row_of))],
         length_us,
     )

@@ -35,10 +35,13 @@ def prose(text: str) -> str:
     return re.sub(r"(\d) (?=[%a-zµG])", "\\1\u00a0", escape(text))
 
 
+_SAID = {"cp_rank": "CP rank"}
+
+
 def place(**parts: object) -> str:
     """The parts that are known, in words: "llm · stage 0 · replica 1"; escaped."""
     named = [
-        str(value) if name in ("unit", "host") else f"{name} {value}"
+        str(value) if name in ("unit", "host") else f"{_SAID.get(name, name)} {value}"
         for name, value in parts.items()
         if value is not None
     ]

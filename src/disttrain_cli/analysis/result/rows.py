@@ -19,6 +19,9 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     unit: str | None
     stage: int | None
     replica: int | None
+    cp_rank: Annotated[
+        int | None, Meta(description="Null where its unit has no context parallelism.")
+    ] = None
     span_us: float
     idle_us: float
     compute_us: Annotated[

@@ -114,6 +114,7 @@ class UnitSummary(Struct, frozen=True, kw_only=True):
     name: str
     modules: list[str]
     tp: int
+    cp: int
     dp: int
     pp: int
     gpus: int

@@ -53,14 +53,33 @@ class Stragglers(Struct, frozen=True, kw_only=True):
     ] = []
 
 
+#: What a drawing's lane is named by.
+LANE = ("stage", "replica", "cp_rank", "rank")
+
+
 class Place(Struct, frozen=True, kw_only=True):
     """Where a cause lies; null where it does not apply."""
 
     unit: str | None = None
     stage: int | None = None
     replica: int | None = None
+    cp_rank: Annotated[int | None, Meta(description="Where the unit has context parallelism.")] = (
+        None
+    )
     rank: int | None = None
     host: str | None = None
+
+    @property
+    def named(self) -> str:
+        """Unit, stage and place in it of a rank, in words."""
+        of_cp = "" if self.cp_rank is None else f", CP rank {self.cp_rank}"
+        return f"{self.unit}, stage {self.stage}, replica {self.replica}{of_cp}"
+
+    @property
+    def lane(self) -> str:
+        """Its name in a drawing, under that of its unit."""
+        of_cp = "" if self.cp_rank is None else f" · CP rank {self.cp_rank}"
+        return f"stage {self.stage} · replica {self.replica}{of_cp} · rank {self.rank}"
 
 
 class Evidence(Struct, frozen=True, kw_only=True):

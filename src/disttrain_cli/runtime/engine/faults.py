@@ -144,7 +144,8 @@ def located(coords: RankCoords, operation: str, slot: int) -> Iterator[None]:
 def _where(coords: RankCoords, operation: str, slot: int) -> str:
     of_slot = f" of slot {slot}" if slot >= 0 else ""
     unit, stage = coords.unit.name, coords.stage.index
-    return f"{operation}{of_slot}: unit {unit}, stage {stage}, replica {coords.replica}"
+    of_cp = f", CP rank {coords.cp_rank}" if coords.unit.cp > 1 else ""
+    return f"{operation}{of_slot}: unit {unit}, stage {stage}, replica {coords.replica}{of_cp}"
 
 
 def memory_advice(coords: RankCoords, layout: Layout) -> str:

@@ -171,7 +171,8 @@ class Tracer:
             "unit": coords.unit.name,
             "stage": coords.stage.index,
             "replica": coords.replica,
-            "tp_rank": coords.part,
+            "tp_rank": coords.tp_rank,
+            "cp_rank": coords.cp_rank,
             "rank": coords.rank,
             "host": socket.gethostname(),
         }

@@ -276,10 +276,7 @@ def _repairs(
         if one.cause == "worker" and rank is not None:
             yield (
                 "worker",
-                (
-                    f"rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) as"
-                    " fast as its peers"
-                ),
+                f"rank {rank} ({place.named}) as fast as its peers",
                 next_commands.slow_rank(rank),
                 [one],
             )
