@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -73,6 +74,9 @@ class In(Start):
             copy.deepcopy(getattr(whole, name)) for name in self.published
         )
         self.guided = bool(whole.config.guidance_embeds)
+
+    def sigmas(self, steps: int) -> list[float]:
+        return np.linspace(1.0, 1 / steps, steps).tolist()
 
     def start(
         self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor

@@ -140,6 +140,11 @@ class Start(GeneratorLayer):
         noisy = canvas.noise.mix(canvas.clean(state, batch), noise, timesteps)
         return self.start(state, noisy, canvas.noise.times(timesteps))
 
+    def sigmas(self, steps: int) -> list[float] | None:
+        """Of so many steps from noise to an image, before any shift, as the family's pipeline in
+        diffusers asks its scheduler for them; None: the scheduler's own."""
+        return None
+
     def start(
         self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
     ) -> dict[str, Tensor]:

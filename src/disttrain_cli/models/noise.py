@@ -11,7 +11,8 @@ large images (section 5.3.2). Schedules are diffusers' own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,11 +24,33 @@ from disttrain_cli.models.layer import Batch
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 Betas = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 Density = Literal["uniform", "logit_normal", "mode"]
+TimeShift = Literal["exponential", "linear"]
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A flow's shift by the tokens of an image (diffusers' `use_dynamic_shifting`): fields of
+    FlowMatchEulerDiscreteScheduler with its defaults."""
+
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 4096
+    time_shift_type: TimeShift = "exponential"
+
+    def shift(self, tokens: int) -> float:
+        """s of `Noise.times`: its logarithm or, of type linear, itself lies on a line over
+        `tokens`."""
+        slope = (self.max_shift - self.base_shift) / (
+            self.max_image_seq_len - self.base_image_seq_len
+        )
+        mu = self.base_shift + slope * (tokens - self.base_image_seq_len)
+        return math.exp(mu) if self.time_shift_type == "exponential" else mu
 
 
 @dataclass(frozen=True)
 class Noise:
-    """A noise schedule; the fields are those of `spec.runfile.model.NoiseSpec`."""
+    """A noise schedule; the fields but the last are those of `spec.runfile.model.NoiseSpec`."""
 
     prediction: Prediction = "epsilon"
     betas: Betas = "linear"
@@ -39,6 +62,7 @@ class Noise:
     logit_std: float = 1.0
     mode_scale: float = 1.29
     shift: float = 1.0
+    dynamic: Dynamic | None = None  # where `shift` is what it gives for this image size
 
     def times(self, timesteps_N: Tensor) -> Tensor:
         """What the generator is told of drawn timesteps 0 … T − 1: a flow's times are 1 … T, or
@@ -103,9 +127,34 @@ class Noise:
         """
         from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-        if self.prediction == "flow":
-            return FlowMatchEulerDiscreteScheduler(self.timesteps, self.shift)
-        return DDIMScheduler(prediction_type=self.prediction, clip_sample=bounded, **_betas(self))
+        if self.prediction != "flow":
+            return DDIMScheduler(
+                prediction_type=self.prediction, clip_sample=bounded, **_betas(self)
+            )
+        if self.dynamic is None:
+            return FlowMatchEulerDiscreteScheduler(
+                num_train_timesteps=self.timesteps, shift=self.shift
+            )
+        return FlowMatchEulerDiscreteScheduler(
+            num_train_timesteps=self.timesteps,
+            use_dynamic_shifting=True,
+            **asdict(self.dynamic),
+        )
+
+    def steps(self, bounded: bool, count: int, sigmas: Sequence[float] | None) -> Any:
+        """The `sampler`, ready for `count` steps: at most one for each timestep.
+
+        Args:
+            sigmas: a flow's, before the shift, one for each step; None: the scheduler's own.
+        """
+        scheduler = self.sampler(bounded)
+        if self.prediction != "flow":
+            scheduler.set_timesteps(count)
+            return scheduler
+        exponential = self.dynamic is not None and self.dynamic.time_shift_type == "exponential"
+        mu = math.log(self.shift) if exponential else self.shift
+        scheduler.set_timesteps(count, sigmas=sigmas, mu=mu)
+        return scheduler
 
 
 def _alphas(noise: Noise) -> Tensor:

@@ -55,8 +55,8 @@ def generate(
         for i in range(count)
     ]
     sample = torch.stack(draws).to(device)
-    scheduler = canvas.noise.sampler(bounded=decoder is None)
-    scheduler.set_timesteps(min(denoising_steps, canvas.noise.timesteps))
+    steps = min(denoising_steps, canvas.noise.timesteps)
+    scheduler = canvas.noise.steps(decoder is None, steps, start.sigmas(steps))
     for time in scheduler.timesteps:
         features = {**state, **start.start(state, sample, time.to(device).expand(count))}
         for layer in inner:

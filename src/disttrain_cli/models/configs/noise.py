@@ -3,15 +3,16 @@ fields over it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong
-from disttrain_cli.models.noise import Noise
+from disttrain_cli.models.noise import Dynamic, Noise, TimeShift
 from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
 #: Architectures that are published as flows, and the class of their scheduler.
@@ -30,8 +31,6 @@ _UNSUPPORTED = (
     "use_exponential_sigmas",
     "use_karras_sigmas",
 )
-#: diffusers' line through the shifts of two sizes: (tokens of an image, logarithm of the shift).
-_SMALL, _LARGE = (256, 0.5), (4096, 1.15)
 
 
 def read_noise(
@@ -60,13 +59,13 @@ def read_noise(
         "beta_start": fields.get("beta_start"),
         "beta_end": fields.get("beta_end"),
         "timesteps": fields.get("num_train_timesteps"),
-        "shift": _shift(name, fields, tokens) if flow else None,
+        "shift": _shift(name, fields) if flow else None,
     } | ({} if spec.noise is None else spec.noise.model_dump(exclude_none=True))
     checked = _checked(name, {field: value for field, value in given.items() if value is not None})
     _check_fields(name, architecture, checked)
     plain = checked.model_dump(exclude_none=True)
     if plain.get("shift") == "resolution":
-        plain["shift"] = math.exp(_line(tokens, _SMALL, _LARGE))
+        plain["dynamic"], plain["shift"] = _dynamic(name, fields, tokens)
     noise = Noise(**plain)
     if noise.beta_start >= noise.beta_end:
         raise wrong(
@@ -97,8 +96,8 @@ def _check_fields(name: str, architecture: str, noise: NoiseSpec) -> None:
             raise wrong(name, field, value, f"nothing: it belongs to density: {density}", "noise")
 
 
-def _shift(name: str, fields: Mapping[str, Any], tokens: int) -> float | None:
-    """The shift of a flow's published schedule, for images of so many tokens."""
+def _shift(name: str, fields: Mapping[str, Any]) -> Any:
+    """The shift of a flow's published schedule, as the run file's field says it."""
     for field in _UNSUPPORTED:
         if fields.get(field):
             raise SpecError(
@@ -106,16 +105,24 @@ def _shift(name: str, fields: Mapping[str, Any], tokens: int) -> float | None:
                 f"given: {fields[field]!r}; allowed: nothing, as flows are trained without it",
                 "Remove it there.",
             )
-    if not fields.get("use_dynamic_shifting"):
-        return fields.get("shift")
-    small, large = (
-        (fields.get(f"{size}_image_seq_len", known[0]), fields.get(f"{end}_shift", known[1]))
-        for size, end, known in (("base", "base", _SMALL), ("max", "max", _LARGE))
-    )
-    mu = _line(tokens, small, large)
-    return math.exp(mu) if fields.get("time_shift_type", "exponential") == "exponential" else mu
+    return "resolution" if fields.get("use_dynamic_shifting") else fields.get("shift")
 
 
-def _line(tokens: int, small: tuple[float, float], large: tuple[float, float]) -> float:
-    slope = (large[1] - small[1]) / (large[0] - small[0])
-    return small[1] + slope * (tokens - small[0])
+def _dynamic(name: str, fields: Mapping[str, Any], tokens: int) -> tuple[Dynamic, float]:
+    """The shift by an image's tokens that a schedule's fields say, and what it is for so many."""
+    known = [field.name for field in dataclasses.fields(Dynamic)]
+    given = {field: fields[field] for field in known if field in fields}
+    try:
+        dynamic = Dynamic(**given)
+        shift = dynamic.shift(tokens)
+        valid = 0.0 < shift < math.inf and dynamic.time_shift_type in get_args(TimeShift)
+    except (ArithmeticError, TypeError):
+        valid = False
+    if not valid:
+        raise SpecError(
+            f"model.modules.{name}: its folder's scheduler_config.json gives no shift for images"
+            f" of {tokens} tokens",
+            f"given: {given}; allowed: a line through two sizes, above 0 for this one",
+            "Correct it there, or give noise.shift a number.",
+        )
+    return dynamic, shift
