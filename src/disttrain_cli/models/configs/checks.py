@@ -41,7 +41,8 @@ def refused(name: str, architecture: str, error: Exception, section: str = "conf
 def wrong(name: str, field: str, given: Any, allowed: str, section: str = "config") -> SpecError:
     """The error of a field's value."""
     what = f"model.modules.{name}.{section}.{field} does not fit"
-    return SpecError(what, f"given: {given!r}; allowed: {allowed}", "Correct it in the run file.")
+    step = "Correct it in the run file, or in config.json of the folder that it comes from."
+    return SpecError(what, f"given: {given!r}; allowed: {allowed}", step)
 
 
 def wrong_field(name: str, field: str, given: Any, allowed: str) -> SpecError:
