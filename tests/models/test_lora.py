@@ -232,7 +232,7 @@ def test_merged_weights_compute_what_adapters_add(make_run):
         ),
         (
             {"target_modules": ["q_proj"], "modules_to_save": ["self_attn"]},
-            "q_proj.weight is trained whole, and has an adapter",
+            "no layer is called q_proj.*beside modules_to_save: gate_proj, up_proj, down_proj",
         ),
         ({"target_modules": r"model\.layers\.1\..*q_proj"}, "llm.block.1 has other adapters"),
     ],
@@ -253,6 +253,19 @@ def test_what_is_saved_whole_is_not_adapted_too(make_run):
     trained = {path for la in layers for path, p in la.named_parameters() if p.requires_grad}
     assert {"embedding.weight", "layer.self_attn.q_proj.weight"} < trained
     assert not {"norm.weight", "layer.input_layernorm.weight"} & trained
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (["norm"], {"norm", "input_layernorm", "post_attention_layernorm"}),
+        (["model.norm"], {"norm"}),
+    ],
+)
+def test_what_is_saved_whole_is_named_as_in_peft(make_run, saved, expected):
+    run = make_run(llm={"lora": {"target_modules": ["q_proj"], "modules_to_save": saved}})
+    layers = [la for la in build_layers(run, 0, len(layer_table(run))) if la.module == "llm"]
+    assert {path.split(".")[-2] for la in layers for path in la.saved} == expected
 
 
 def test_a_tied_weight_is_not_saved_whole(make_run):

@@ -138,6 +138,24 @@ TILES = {
     "llava_next, last block": ("llava_next", {"vision_feature_layer": -1}),
     "llava_onevision": ("llava_onevision", {}),
     "smolvlm, uncut": ("smolvlm", {"cut": {"do_image_splitting": False}}),
+    # tiles that are no whole patches, as 384 pixels are not of 14
+    "idefics3, odd tiles": (
+        "idefics3",
+        {
+            "tower": {"image_size": 17},
+            "cut": {"size": {"longest_edge": 4 * 17}, "max_image_size": {"longest_edge": 17}},
+        },
+    ),
+    "llava_onevision, odd tiles": (
+        "llava_onevision",
+        {
+            "tower": {"image_size": 17},
+            "cut": {
+                "size": {"height": 17, "width": 17},
+                "image_grid_pinpoints": [[17, 17], [17, 34], [34, 17], [34, 34]],
+            },
+        },
+    ),
 }
 
 

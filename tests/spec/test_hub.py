@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.errors import MismatchError, SpecError
@@ -126,6 +127,8 @@ def test_an_adapter_names_the_model_and_its_commit(hub, tmp_path):
         ("org/missing", "there is no such model, or it is private"),
         ("org/llava@v9", "there is no revision v9"),
         ("org/gated", "gated: its owner grants access"),
+        ("org/a--b", "Cannot have -- or .. in repo_id"),
+        ("org/llava.git", "Repo_id cannot end by '.git'"),
     ],
 )
 def test_what_cannot_be_had_is_said(hub, tmp_path, llava, name, told):
@@ -140,6 +143,39 @@ def test_a_hub_that_does_not_answer_is_said(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(SpecError, match="not in the cache, and the network does not reach it"):
         run_by_name(tmp_path)
+
+
+def test_weights_that_no_network_brings_are_said(hub, tmp_path, monkeypatch):
+    """The small files are in the cache."""
+    run = run_by_name(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SpecError, match="not in the cache, and the network does not reach it"):
+        run.fetch_weights()
+
+
+def test_an_interrupted_download_goes_on(hub, tmp_path, llava):
+    """Of an older library's, behind the first of two shards."""
+    folder = tmp_path / "sharded"
+    shutil.copytree(llava, folder, ignore=lambda _, names: {"onnx", "model.safetensors"} & {*names})
+    tensors = load_file(llava / "model.safetensors")
+    shards = {f"model-0000{part}-of-00002.safetensors": {} for part in (1, 2)}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        list(shards.values())[number % 2][name] = tensor
+    for file, values in shards.items():
+        save_file(values, folder / file, metadata={"format": "pt"})
+    places = {name: file for file, values in shards.items() for name in values}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    hub.put("org/llava", folder, OTHER)
+    first, second = shards
+    cached = tmp_path / "cache" / "models--org--llava"
+    shutil.copytree(folder, cached / "snapshots" / OTHER, ignore=lambda *_: {second})
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(OTHER)
+    run = run_by_name(tmp_path)
+    run.fetch_weights()
+    assert second in hub.asked
+    load_into(build_layers(run, 0, len(layer_table(run))), run)
 
 
 def test_weights_that_are_pickled_only_are_refused(hub, tmp_path, llava):

@@ -67,7 +67,10 @@ def decode_tiles(
     data: bytes, image: ImageInput, parts: int, outs: Sequence[tuple[int, Bytes]]
 ) -> None:
     """Some of the `parts` [C, H, W] that an image is cut into, by their numbers, into `outs`; with
-    none of them the image is decoded for its errors alone."""
+    none of them the image is decoded for its errors alone.
+
+    `outs` may be smaller than tiles: whole patches, as the tower's convolution reads them.
+    """
     pixels = _decoded(data, image.channels)
     if not outs:
         return
@@ -75,7 +78,8 @@ def decode_tiles(
     tile = tiles(pixels, image.processor, parts)
     cut = [(tile(part), out) for part, out in outs]
     for of_part, out in cut:
-        _planes(of_part, out)
+        height, width = out.shape[1:]
+        _planes(of_part[:height, :width], out)
 
 
 def decode_target(data: bytes, target: TargetInput, out: Bytes | None = None) -> Bytes:

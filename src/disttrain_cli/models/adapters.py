@@ -6,7 +6,7 @@ model whose projectors are trained.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -124,10 +124,9 @@ def fill_adapters(
                 *(f"{name}: not of this model" for name in unknown),
                 *other,
             ]
-            more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
             raise SpecError(
                 f"{field}: the adapter in {folder} is of another model than {module}",
-                "\n".join([*lines[:_SHOWN], *more]),
+                _shown(lines),
                 "Give the adapter of this model (one over a whole model as model.adapter), or start"
                 " from none.",
             )
@@ -147,28 +146,57 @@ def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> li
     """Those of an adapter's names, beside those of one module, that say nothing here.
 
     One over the whole model (`model.adapter`) has names of other modules and of the projector, too,
-    and of parts of the model that nothing here reads.
+    and of parts of the model that no layer here has, such as blocks behind the one that is read.
 
     Args:
         part: which module of the whole model that one module is; None: the adapter is of it alone.
+
+    Raises:
+        SpecError: it has adapters of what has none here, such as the projector.
     """
     given, published = run.file.model.adapter, run.published
     if part is None or published is None or given is None or run.resolve(given) != folder:
         return sorted(names)
-    known: set[str] = set()
-    for name, within in published.family.modules.items():
-        layers = module_layers(run, name)
-        known |= {*named(layers, within), *joint(layers, within)}
+    known, read = set[str](), set[str]()
+    for name in published.family.modules:
+        within = whole_part(run, name)
+        if within is not None:
+            layers = module_layers(run, name)
+            known |= {*named(layers, within), *joint(layers, within)}
+            read |= {*joint(layers, within), *_weights(layers, within)}
     if not names - known:
         return []
     there = {
-        name for name, _ in on_meta(published.model_type, whole_config(published)).named_modules()
+        f"{PREFIX}{name}"
+        for name, _ in on_meta(published.model_type, whole_config(published)).named_parameters()
     }
-    return sorted(
-        name
-        for name in names - known
-        if name.removeprefix(PREFIX).rpartition(".lora_")[0] not in there
-    )
+    others = sorted(name for name in names - known if _weight(name) in read)
+    if others:
+        raise SpecError(
+            f"model.adapter: the adapter in {folder} trains parts that cannot be trained so here",
+            _shown(others),
+            "Adapters of projectors are not computed: merge this one into its model with peft.",
+        )
+    return sorted(name for name in names - known if _weight(name) not in there)
+
+
+def _shown(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join([*lines[:_SHOWN], *more])
+
+
+def _weights(layers: Sequence[PipelineLayer], part: Module) -> Iterator[str]:
+    """Names in the whole model of a module's own parameters."""
+    for layer in layers:
+        for path, _ in layer.named_parameters():
+            if layer.published_path(path) is not None:
+                yield stored_name(layer, path, part)
+
+
+def _weight(name: str) -> str:
+    """The weight that an adapter's tensor belongs to; itself where it is trained whole."""
+    place, adapter, _ = name.rpartition(".lora_")
+    return f"{place}.weight" if adapter else name
 
 
 def named(layers: Sequence[PipelineLayer], part: Module | None) -> Named:

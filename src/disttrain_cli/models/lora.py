@@ -61,10 +61,12 @@ class Lora:
         return matches(self.target_modules, self.name_of(path))
 
     def saves(self, path: str) -> bool:
-        """Whether a parameter of the published model is trained whole."""
+        """Whether a parameter of the published model is trained whole, as peft decides it: the name
+        of a part that it is in ends so, `norm` being the end of `input_layernorm`, too."""
         parts = self.name_of(path).split(".")
         return any(
-            matches(self.modules_to_save, ".".join(parts[:count])) for count in range(1, len(parts))
+            ".".join(parts[:count]).endswith(self.modules_to_save)
+            for count in range(1, len(parts))
         )
 
     def name_of(self, path: str) -> str:
@@ -86,8 +88,7 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     weights these and what is saved whole are trained from now on.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts;
-            what is saved whole has targets in it, or shares its weights.
+        SpecError: a target is no linear layer, or an LLM's head, which is multiplied by in parts.
     """
     if layer.weights_of != "module":
         return
@@ -110,19 +111,10 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
 
 def _saved(layer: PipelineLayer, lora: Lora) -> Iterator[str]:
     """Paths of the layer's parameters that are trained whole."""
-    field = f"model.modules.{lora.module}.lora.modules_to_save"
     for path, _ in layer.named_parameters():
         name = layer.published_name(path)
-        if name is None or not lora.saves(name):
-            continue
-        part = path.rpartition(".")[0]
-        if isinstance(layer.get_submodule(part), nn.Linear) and _is_target(layer, part, lora):
-            raise SpecError(
-                f"{field}: {name} is trained whole, and has an adapter",
-                f"target_modules: {lora.target_modules}",
-                "Name it in one of the two.",
-            )
-        yield path
+        if name is not None and lora.saves(name):
+            yield path
 
 
 def _add(linear: Any, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
@@ -156,13 +148,12 @@ def _is_adaptable(layer: PipelineLayer, path: str) -> bool:
 
 
 def _is_target(layer: PipelineLayer, path: str, lora: Lora) -> bool:
-    """Whether a part of a layer is named by `target_modules`; all-linear leaves out what is saved
-    whole."""
+    """Whether a part of a layer is named by `target_modules`, and not trained whole."""
     name = layer.published_path(path)
-    if name is None:
+    if name is None or lora.saves(f"{name}.weight"):
         return False
     if lora.target_modules == ALL_LINEAR:
-        return _is_adaptable(layer, path) and not lora.saves(f"{name}.weight")
+        return _is_adaptable(layer, path)
     return lora.matches(name)
 
 
@@ -209,8 +200,8 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
         for end in each
         if not any(isinstance(given, str) or matches((end,), name) for name in names)
     ]
-    if lora.within and names:  # it names other modules' linears, too
-        missing = []
+    if lora.within and (names or any(layer.saved for layer in layers)):
+        missing = []  # it names other modules' linears, too
     _check_saved(lora, layers)
     if missing:
         there = dict.fromkeys(
@@ -219,13 +210,15 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
             for path, part in layer.named_modules()
             if isinstance(part, nn.Linear)
             and path not in layer.division.vocabulary
+            and f"{path}.weight" not in layer.saved
             and not path.endswith(("lora_A", "lora_B"))
             and (name := layer.published_path(path)) is not None
         )
         raise SpecError(
             f"model.modules.{lora.module}.lora.target_modules: no layer is called"
             f" {', '.join(missing)}",
-            f"linear layers of {lora.module}: {', '.join(there)}",
+            f"linear layers of {lora.module}{' beside modules_to_save' * bool(lora.modules_to_save)}:"
+            f" {', '.join(there) or 'none'}",
             "Name some of these.",
         )
 

@@ -129,7 +129,7 @@ def of_places(
     found = dict(fields)
     for number, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         by_pattern = found.pop(patterns, None)
-        if not by_pattern:
+        if not by_pattern or not places:
             continue
         values = {_by_pattern(by_pattern, place, fields.get(number)) for place in places}
         if len(values) != 1:

@@ -9,17 +9,18 @@ tokenizers and safetensors is downloaded.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.progress import Progress, silent
 
-NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-][\w./-]*))?")
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-][\w./-]*))?", re.ASCII)
 #: Files that a model is described by, and its weights; none of folders inside.
 SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*")
 WEIGHTS = ("*.safetensors",)
@@ -87,12 +88,24 @@ def fetch_weights(folder: Path, progress: Progress = silent) -> None:
     field = f"{found.name}@{found.commit}"
     _download(found.name, found.commit, (*SMALL, *WEIGHTS), field, progress)
     if not any(folder.glob(WEIGHTS[0])):
+        _ask(found, field)
         raise SpecError(
             f"{found.name} has no safetensors weights on Hugging Face",
             "pickled files are neither downloaded nor opened",
             "Name a model that has them, or set pretrained: false.",
         )
     _complete.add(folder)
+
+
+def _ask(found: Snapshot, field: str) -> None:
+    """SpecError where Hugging Face cannot be asked for a model, as it is not where its cache was
+    taken for want of a network."""
+    from huggingface_hub import repo_info
+
+    try:
+        repo_info(found.name, revision=found.commit)
+    except Exception as error:
+        raise _not_there(found.name, found.commit, field, error) from None
 
 
 def _download(
@@ -106,9 +119,9 @@ def _download(
         "allow_patterns": list(patterns),
         "ignore_patterns": list(_NEVER),
     }
-    if (there := _cached(asked)) is not None:
-        return there
     try:
+        if (there := _cached(asked)) is not None:
+            return there
         with _alone(Path(constants.HF_HUB_CACHE), name):
             if (there := _cached(asked)) is not None:  # another process has downloaded it meanwhile
                 return there
@@ -127,8 +140,17 @@ def _cached(asked: dict[str, Any]) -> Path | None:
     except (LocalEntryNotFoundError, IncompleteSnapshotError):
         return None
     # of a cache without a list of the model's files it is not known what is missing
-    wanted = [WEIGHTS[0]] if WEIGHTS[0] in asked["allow_patterns"] else ["config.json"]
-    return path if all(any(path.glob(pattern)) for pattern in wanted) else None
+    weights = WEIGHTS[0] in asked["allow_patterns"]
+    return path if (_has_weights(path) if weights else (path / "config.json").exists()) else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a model's weights are there, those that its index of shards names."""
+    named: set[str] = set()
+    for index in folder.glob(f"{WEIGHTS[0]}.index.json"):
+        with suppress(ValueError, AttributeError):  # damaged: said where weights are read
+            named |= set(json.loads(index.read_text())["weight_map"].values())
+    return any(folder.glob(WEIGHTS[0])) and all((folder / name).exists() for name in named)
 
 
 @contextmanager

@@ -254,7 +254,7 @@ def whole_run(folder, given=None, **model):
     """A run of a whole LLaVA with adapters of two ranks, and what else of its LLM is trained."""
     given = given or {
         "modules": {
-            "llm": {"lora": {"r": 2, "target_modules": "all-linear", "modules_to_save": ["norm"]}},
+            "llm": {"lora": {"r": 2, "target_modules": "all-linear", "modules_to_save": ["model.norm"]}},
             "vision": {"lora": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj"]}},
         }
     }
@@ -331,36 +331,72 @@ def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
     assert any("visual" in name for name in moved) and any("q_proj" in name for name in moved)
 
 
-def test_what_peft_writes_over_a_whole_model_is_read(tmp_path):
+@pytest.mark.parametrize(
+    ("given", "adapted"),
+    [
+        (
+            {
+                "target_modules": ["v_proj", "up_proj"],
+                "modules_to_save": ["multi_modal_projector", "lm_head"],
+                "rank_pattern": {"up_proj": 2},
+            },
+            {"vision", "llm"},
+        ),
+        (  # a module of which something is trained whole, and nothing has an adapter
+            {
+                "target_modules": ".*language_model.*q_proj",
+                "modules_to_save": ["patch_embedding", "post_layernorm"],
+                "rank_pattern": {"q_proj": 2},
+            },
+            {"vision", "llm"},
+        ),
+        ({"target_modules": ".*language_model.*q_proj", "modules_to_save": ["lm_head"]}, {"llm"}),
+        (
+            {"target_modules": ".*language_model.*q_proj", "modules_to_save": ["norm"]},
+            {"vision", "llm"},
+        ),
+    ],
+)
+def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted):
     """With adapters of a block of the tower that nothing reads."""
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText as Model
 
-    write_llava(tmp_path / "llava")
-    model = get_peft_model(
-        Model.from_pretrained(tmp_path / "llava"),
-        LoraConfig(
-            r=2,
-            lora_alpha=6,
-            target_modules=["v_proj", "up_proj"],
-            modules_to_save=["multi_modal_projector", "lm_head"],
-            rank_pattern={"up_proj": 2},
-            init_lora_weights=False,
-        ),
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.mul_(1.5)
-    model.save_pretrained(tmp_path / "adapter")
+    model = adapted_by_peft(tmp_path, given)
     run = whole_run(tmp_path / "llava", {"adapter": "adapter"})
-    assert {name for name, one in read_configs(run).items() if one.lora} == {"vision", "llm"}
+    assert {name for name, one in read_configs(run).items() if one.lora} == adapted
     starts(run, None, resume=False)
     trained(run, by=0.0, start=lambda layers: (load_into(layers, run), load_adapters(layers, run)))
     export(run, tmp_path / "merged", merge=True)
     torch.testing.assert_close(
         logits(Model.from_pretrained(tmp_path / "merged")), logits(model), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "linear_1"]])
+def test_adapters_of_a_projector_are_refused_by_name(tmp_path, targets):
+    adapted_by_peft(tmp_path, {"target_modules": targets})
+    run = whole_run(tmp_path / "llava", {"adapter": "adapter"})
+    with pytest.raises(SpecError, match=r"multi_modal_projector.linear_1.lora_A") as caught:
+        starts(run, None, resume=False)
+    assert "Adapters of projectors are not computed" in str(caught.value)
+
+
+def adapted_by_peft(folder, given):
+    """A whole model as peft has it, its adapter saved beside it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText as Model
+
+    write_llava(folder / "llava")
+    model = get_peft_model(
+        Model.from_pretrained(folder / "llava"),
+        LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, **given),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+    model.save_pretrained(folder / "adapter")
+    return model
 
 
 def test_an_adapter_of_another_whole_model_is_refused_by_name(exported, tmp_path):

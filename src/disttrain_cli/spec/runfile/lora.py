@@ -75,7 +75,7 @@ class LoraSpec(Strict):
         exclude_if=lambda given: given is None,
         description=(
             "Parts of the module that are trained whole beside adapters, by the ends of their names"
-            " as in peft: embed_tokens, lm_head, norm."
+            " as in peft: embed_tokens, lm_head; norm is every norm whose name ends so."
         ),
     )
 

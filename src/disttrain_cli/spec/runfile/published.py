@@ -130,9 +130,9 @@ def _with_adapter(
     adapted = {
         name
         for name, part in published.family.modules.items()
-        if any(part.has(place) for place in places_of(names))
+        if any(part.has(tensor) for tensor in names)
     }
-    if not adapted:
+    if not adapted or not places_of(names):
         raise SpecError(
             f"model.adapter: the adapter in {folder} is of another model than model.folder",
             f"it has {', '.join(names[:2]) or 'nothing'}",
