@@ -15,7 +15,7 @@ from disttrain_cli.models.adapters import joint, named
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.export import Read, save_tensors
 from disttrain_cli.models.layer import PipelineLayer, is_adapter
-from disttrain_cli.models.lora import ADAPTABLE, matches
+from disttrain_cli.models.lora import matches
 from disttrain_cli.spec.adapter import BASE, CONFIG, PREFIX, WEIGHTS
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.hub import name_of, snapshot_of
@@ -144,19 +144,20 @@ def _targets(
 ) -> Collection[str] | str:
     """`target_modules` with which peft finds these very places: as they were given, by their ends,
     or one by one."""
-    adaptable = [name for name, part in model.named_modules() if isinstance(part, ADAPTABLE)]
+    parts = [name for name, _ in model.named_modules()]
     ends = {place.rpartition(".")[2] for place in places}
     for tried in (*given[:1], ends):
-        if tried != ALL_LINEAR and {name for name in adaptable if matches(tried, name)} == places:
+        if tried != ALL_LINEAR and {name for name in parts if matches(tried, name)} == places:
             return tried
     return places
 
 
 def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
-    """The parts of a model that consist of these parameters and no others (`modules_to_save`).
+    """The parts of a model that consist of these parameters and no others (`modules_to_save`), none
+    of them inside another.
 
     Raises:
-        SpecError: some of them are only some of a part's.
+        SpecError: some of them are only some of a part's; peft would take other parts for them.
     """
     found = sorted({name.rpartition(".")[0] for name in saved})
     there = [name for name, _ in model.named_parameters()]
@@ -171,4 +172,12 @@ def _modules_of(saved: Sequence[str], model: torch.nn.Module) -> list[str]:
             f"of the same part, and not trained: {', '.join(rest[:_SHOWN])}",
             "Export with --merge.",
         )
-    return found
+    outer = [part for part in found if not any(part.startswith(f"{other}.") for other in found)]
+    theirs = [name for name, _ in model.named_modules() if name.endswith(tuple(outer))]
+    if outer and sorted(theirs) != outer:
+        raise SpecError(
+            "What was trained beside the adapters has no name in peft that is its alone",
+            f"modules_to_save {', '.join(outer)} would also be {', '.join({*theirs} - {*outer})}",
+            "Export with --merge.",
+        )
+    return outer

@@ -100,10 +100,10 @@ def fetch_weights(folder: Path, progress: Progress = silent) -> None:
 def _ask(found: Snapshot, field: str) -> None:
     """SpecError where Hugging Face cannot be asked for a model, as it is not where its cache was
     taken for want of a network."""
-    from huggingface_hub import repo_info
+    from huggingface_hub import HfApi
 
     try:
-        repo_info(found.name, revision=found.commit)
+        HfApi().repo_info(found.name, revision=found.commit)
     except Exception as error:
         raise _not_there(found.name, found.commit, field, error) from None
 
@@ -166,7 +166,8 @@ def _alone(cache: Path, name: str) -> Iterator[None]:
 def _not_there(name: str, revision: str | None, field: str, error: Exception) -> SpecError:
     from huggingface_hub.errors import (
         GatedRepoError,
-        LocalEntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -180,7 +181,7 @@ def _not_there(name: str, revision: str | None, field: str, error: Exception) ->
         why = "there is no such model, or it is private"
     elif isinstance(error, RevisionNotFoundError):
         why = f"there is no revision {revision}"
-    elif isinstance(error, (LocalEntryNotFoundError, OSError)):
+    elif not isinstance(error, (HfHubHTTPError, HFValidationError)):
         why = f"it is not in the cache, and the network does not reach it ({why})"
     at = "" if revision is None else f"@{revision}"
     return SpecError(

@@ -29,7 +29,7 @@ from tests.whole_models import IMAGE, run_of, write_llava, write_qwen
 LORA = {
     "image_encoder": {"r": 2, "target_modules": ["q_proj", "fc1"]},
     "llm": {"r": 4, "lora_alpha": 12, "target_modules": "all-linear"},
-    "image_generator": {"r": 3, "use_rslora": True, "target_modules": ["to_q", "to_out.0"]},
+    "image_generator": {"r": 3, "use_rslora": True, "target_modules": "all-linear"},
 }
 
 
@@ -90,6 +90,18 @@ def test_the_folders_load_with_peft_and_give_the_same(exported, monkeypatch):
     models = {name: made[name].eval() for name in exported.said[0].modules}
     assert {type(models[name]).__name__ for name in LORA} == {"PeftModel", "PeftModelForCausalLM"}
     outputs(exported.run, exported.layers, models, projectors)
+
+
+def test_what_peft_has_no_name_for_is_merged_only(tmp_path):
+    """`embeddings` of a ViT is the end of `patch_embeddings` inside it, too."""
+    lora = LORA["image_encoder"] | {"modules_to_save": ["embeddings"]}
+    run = adapted(tmp_path, {"image_encoder": {"lora": lora}})
+    trained(run)
+    with pytest.raises(SpecError, match="no name in peft that is its alone") as caught:
+        export(run, tmp_path / "out")
+    assert "would also be embeddings.patch_embeddings" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    export(run, tmp_path / "merged", merge=True)
 
 
 def test_merged_folders_give_the_same_without_peft(exported):
