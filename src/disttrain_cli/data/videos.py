@@ -105,7 +105,7 @@ def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[tuple[int, By
         stream.codec_context.thread_count = 1
         stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
         packets = [packet for packet in container.demux(stream) if packet.size]
-        at_hand = _found(stream.codec_context, packets, numbers)
+        at_hand = _found(stream.codec_context, packets, numbers, _timed(container))
         from av.video.reformatter import VideoReformatter
 
         convert: Any = VideoReformatter().reformat
@@ -115,10 +115,17 @@ def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[tuple[int, By
             yield number, convert(frame, format="rgb24", threads=1).to_ndarray()
 
 
-def _found(context: Any, packets: list[Any], numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """(number, frame) of the frames of these numbers."""
+def _timed(container: Any) -> bool:
+    """Whether packets say when they are shown: those of an AVI say when they are decoded."""
+    return container.format.name != "avi" or not _video(container).codec_context.has_b_frames
+
+
+def _found(
+    context: Any, packets: list[Any], numbers: Sequence[int], timed: bool
+) -> Iterator[tuple[int, Any]]:
+    """(number, frame) of the frames of these numbers; `timed`: as `_timed` says."""
     shown = sorted(packet.pts for packet in packets if packet.pts is not None)
-    if len(set(shown)) < len(packets) or any(packet.is_discard for packet in packets):
+    if not timed or len(set(shown)) < len(packets) or any(packet.is_discard for packet in packets):
         yield from _counted(context, packets, numbers)
         return
     for first, last, wanted in _passes(packets, shown, numbers):

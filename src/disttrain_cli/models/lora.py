@@ -65,8 +65,7 @@ class Lora:
         of a part that it is in ends so, `norm` being the end of `input_layernorm`, too."""
         parts = self.name_of(path).split(".")
         return any(
-            ".".join(parts[:count]).endswith(self.modules_to_save)
-            for count in range(1, len(parts))
+            ".".join(parts[:count]).endswith(self.modules_to_save) for count in range(1, len(parts))
         )
 
     def name_of(self, path: str) -> str:
@@ -214,11 +213,11 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
             and not path.endswith(("lora_A", "lora_B"))
             and (name := layer.published_path(path)) is not None
         )
+        beside = " beside modules_to_save" if lora.modules_to_save else ""
         raise SpecError(
             f"model.modules.{lora.module}.lora.target_modules: no layer is called"
             f" {', '.join(missing)}",
-            f"linear layers of {lora.module}{' beside modules_to_save' * bool(lora.modules_to_save)}:"
-            f" {', '.join(there) or 'none'}",
+            f"linear layers of {lora.module}{beside}: {', '.join(there) or 'none'}",
             "Name some of these.",
         )
 

@@ -264,9 +264,10 @@ def test_an_adapter_of_another_model_is_refused_by_name(exported, tmp_path):
 
 def whole_run(folder, given=None, **model):
     """A run of a whole LLaVA with adapters of two ranks, and what else of its LLM is trained."""
+    of_llm = {"r": 2, "target_modules": "all-linear", "modules_to_save": ["model.norm"]}
     given = given or {
         "modules": {
-            "llm": {"lora": {"r": 2, "target_modules": "all-linear", "modules_to_save": ["model.norm"]}},
+            "llm": {"lora": of_llm},
             "vision": {"lora": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj"]}},
         }
     }
