@@ -101,7 +101,7 @@ def test_positions_restart_with_every_sample_of_a_sequence(run: Run, index: Inde
         )
         assert counted.shape == documents.shape and positions.shape == (3, len(documents))
         assert (documents == same).all() and not positions[:, documents == PADDING_DOCUMENT].any()
-        rows = plan.rows(IMAGE)
+        rows = [places.at for places in plan.rows(IMAGE)]
         grids = plan.grids[plan.kinds == IMAGE]
         for sample, start in enumerate(plan.sample_at.tolist()):
             length = int(plan.sample_tokens[sample])

@@ -124,7 +124,7 @@ def llava_next(**fields: Any) -> Any:
     )
 
 
-def llava_onevision(**fields: Any) -> Any:
+def llava_onevision(vision_aspect_ratio: str = "anyres_max_9", **fields: Any) -> Any:
     """LLaVA-OneVision's processor."""
     from transformers import LlavaOnevisionImageProcessorPil, LlavaOnevisionProcessor
 
@@ -139,7 +139,7 @@ def llava_onevision(**fields: Any) -> Any:
         words,
         num_image_tokens=TOKENS,
         vision_feature_select_strategy="full",
-        vision_aspect_ratio="anyres_max_9",
+        vision_aspect_ratio=vision_aspect_ratio,
         chat_template=words.chat_template,
     )
 

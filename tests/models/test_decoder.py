@@ -1,5 +1,6 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,8 @@ from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
 from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.runtime.feeding import in_tokens
+from disttrain_cli.spec.places import Places
 from tests.batches import changed
 
 
@@ -229,16 +232,40 @@ def test_rows_without_a_place_are_not_seen_and_get_no_gradient(make_run):
     run = make_run()
     layers = llm(run)
     batch = probe_batch(describe(run), image=[(2, 4), (4, 4)], documents=[[40], [20, 20]])
-    batch = changed(batch, "image", rows=torch.tensor([-1, 95, 60, -1, 62, 63]), unseen=True)
+    at = torch.tensor([-1, 95, 60, -1, 62, 63])
+    alone = Places(at.numpy()[:, None], (at >= 0).float().numpy()[:, None])
+    batch = changed(batch, "image", **in_tokens(alone, at.device))
     images = torch.randn(6, 48, requires_grad=True)
     hidden = layers[0]({"image_embeds": images}, batch)["hidden"]
-    kept = batch.of("image").rows >= 0
-    places = batch.of("image").rows[kept]
+    kept = at >= 0
+    places = at[kept]
+    assert batch.of("image").shares is None
     assert len(hidden) == 96 and torch.equal(hidden[places], images[kept])
     others = torch.ones(96, dtype=torch.bool).index_fill(0, places, False)
     assert torch.equal(hidden[others], layers[0].embedding(batch.token_ids.flatten())[others])
     hidden.square().sum().backward()
     assert ((images.grad.abs().sum(1) > 0) == kept).all()
+
+
+def test_tokens_are_sums_of_shares_of_several_rows(make_run):
+    run = make_run()
+    layers = llm(run)
+    batch = probe_batch(describe(run), image=[(2, 4), (4, 4)], documents=[[40], [20, 20]])
+    at = np.array([[5, 6], [-1, -1], [6, -1], [60, 5], [61, -1], [60, 61]])
+    shares = np.array([[0.5, 0.25], [0, 0], [0.75, 0], [1, 0.5], [0.25, 0], [0, 0.75]], np.float32)
+    batch = changed(batch, "image", **in_tokens(Places(at, shares), torch.device("cpu")))
+    images = torch.randn(6, 48, requires_grad=True)
+    hidden = layers[0]({"image_embeds": images}, batch)["hidden"]
+    dense = torch.zeros(96, 6)
+    for row, column in np.argwhere(at >= 0):
+        dense[at[row, column], row] += float(shares[row, column])
+    seen = torch.tensor([5, 6, 60, 61])
+    torch.testing.assert_close(hidden[seen], (dense @ images)[seen])
+    others = torch.ones(96, dtype=torch.bool).index_fill(0, seen, False)
+    assert torch.equal(hidden[others], layers[0].embedding(batch.token_ids.flatten())[others])
+    gradient = torch.randn(96, 48)
+    hidden.backward(gradient)
+    torch.testing.assert_close(images.grad, dense.T @ gradient)
 
 
 def test_context_is_the_normed_hidden_rows(make_run):

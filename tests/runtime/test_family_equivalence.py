@@ -1,6 +1,7 @@
 """Families of vision-language models train alike on every layout: Qwen3-VL (M-RoPE, DeepStack, no
 projector), Qwen2.5-VL, InternVL (norms over the heads of all ranks), and whole folders whose images
-are cut into tiles: SmolVLM, LLaVA-OneVision (rows of the joined picture, with newlines).
+are cut into tiles: SmolVLM, LLaVA-OneVision (rows of the joined picture, with newlines, and
+interpolated ones).
 
 Losses, norms and parameters equal a single process (fp32, 1e-5), with cuts in the tower, behind
 its DeepStack mergers, between tower and LLM, and inside the blocks that read their features.
@@ -24,6 +25,7 @@ from tests.data.test_parts import write_json
 from tests.models.test_towers import INTERNVIT_6B, TOWERS
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.test_whole_conversations import SMALL
 from tests.whole_models import write_tiled
 
 STEPS, RANKS = 2, 6
@@ -88,7 +90,8 @@ def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None
     content = yaml.safe_load(run.path.read_text())
     content["data"]["sequence_length"] = 512
     if family in WHOLE:
-        write_tiled(folder / "whole", family, text={"num_attention_heads": 8})
+        of_family = SMALL | {"cut": SMALL} if family == "llava_onevision" else {}
+        write_tiled(folder / "whole", family, text={"num_attention_heads": 8}, **of_family)
         write_json(folder / "talks")
         content["model"] = {"folder": "whole"}
         content["data"] = {"sources": [{"path": "talks"}], "sequence_length": 512}
@@ -205,6 +208,12 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
     "onevision tp2-pp2tp2": (
         "llava_onevision",
         [unit("e", [TILES], [5], 1, 2), unit("l", [LLM], [2, 2], 1, 2)],
+        1,
+        None,
+    ),
+    "onevision 2-tp2cp2": (
+        "llava_onevision",
+        [unit("e", [TILES], [5], 2), _with(unit("l", [LLM], [4], 1, 2), cp=2, gpus=4)],
         1,
         None,
     ),

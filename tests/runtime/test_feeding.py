@@ -15,6 +15,7 @@ from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import feeding
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.places import Places
 
 CPU = torch.device("cpu")
 EYES = [
@@ -198,3 +199,16 @@ def test_through_page_locked_memory_to_a_gpu(dtype: torch.dtype) -> None:
         on_device = [tensor for tensor in batch.tensors() if tensor is not on_host]
         assert all(tensor.device == device for tensor in on_device)
         assert same(batch, feeding.to_batch(arrays(number), ORDERS[number // 3], CPU, dtype))
+
+
+def test_places_are_those_among_a_ranks_own_tokens():
+    at = np.array([[4, 9], [-1, -1], [8, -1], [9, 8]])
+    shares = np.array([[0.5, 0.25], [0, 0], [1, 0], [0.75, 1]], np.float32)
+    own = feeding.in_tokens(Places(at, shares), CPU, (8, 12))
+    assert own["rows"].tolist() == [1, 0, 1, 0]
+    assert own["shares"].tolist() == [0.25, 1, 0.75, 1]
+    assert own["shared"].numbers.tolist() == [0, 2, 3, 3] and own["shared"].tokens == 4
+    whole = feeding.in_tokens(Places(at[2:3], shares[2:3]), CPU)
+    assert whole["rows"].tolist() == [8] and "shares" not in whole
+    assert whole["shared"].numbers.tolist() == [0]
+    assert feeding.in_tokens(Places(at[:, 0]), CPU).keys() == {"rows"}

@@ -120,6 +120,8 @@ def loaded_batch(run, index, layers):
         return to_batch(loader.fetch(0, 0), loader.order(0), torch.device("cpu"), torch.float32)
 
 
+#: OneVision's features are interpolated where they are more than two tiles'.
+SMALL = {"vision_aspect_ratio": "anyres_max_2"}
 #: Family, and what its folder differs in: blocks as the largest InternVL has them; tiles of 3 × 3
 #: patches to a row, which no power of two divides.
 TILES = {
@@ -137,6 +139,7 @@ TILES = {
     "llava_next": ("llava_next", {}),
     "llava_next, last block": ("llava_next", {"vision_feature_layer": -1}),
     "llava_onevision": ("llava_onevision", {}),
+    "llava_onevision, interpolated": ("llava_onevision", SMALL | {"cut": SMALL}),
     "smolvlm, uncut": ("smolvlm", {"cut": {"do_image_splitting": False}}),
     # tiles that are no whole patches, as 384 pixels are not of 14
     "idefics3, odd tiles": (

@@ -32,6 +32,7 @@ from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.heads import Head, Item, number_of
 from disttrain_cli.spec.index import KINDS, TARGET
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.places import Places, together
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 
@@ -247,7 +248,8 @@ class Preparer:
             )
         for item, kind in KINDS.items():
             if wanted & ({"context"} if item == "target" else {"tokens", "rows"}):
-                work.items[item]["rows"] = _in_order(plans, kind, numbers[item], length)
+                placed = _in_order(plans, kind, numbers[item], length)
+                work.items[item] |= {"rows": placed.at, "shares": placed.shares}
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
             for index, plan in enumerate(plans):
@@ -356,16 +358,14 @@ def _members(members: Members, chosen: Ints) -> Ints:
     return members.segment[ranges(members.start[chosen], members.counts[chosen])]
 
 
-def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) -> Ints:
-    """Places in M·L of the rows of `items`, in their order, -1 of those that the LLM does not see;
-    they are all the items of these sequences."""
+def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) -> Places:
+    """Places in M·L of the rows of `items`, in their order; they are all the items of these
+    sequences."""
     rows = [
-        np.where(places < 0, places, places + number * length)
+        places.moved(number * length)
         for number, plan in enumerate(plans)
         for places in plan.rows(kind)
     ]
     assert len(rows) == len(items)
     first = int(items.min()) if len(items) else 0
-    return np.concatenate(
-        [np.zeros(0, dtype=np.int64), *(rows[int(item) - first] for item in items)]
-    )
+    return together([rows[int(item) - first] for item in items])

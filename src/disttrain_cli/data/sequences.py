@@ -21,6 +21,7 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.index import ITEMS, KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.video_processor import Film
 
 NOT_TRAINED = -100
@@ -58,17 +59,17 @@ class SequencePlan:
         before = starts_of(self.specials)[:-1] + begins
         self.segment_at = starts_of(self.tokens)[:-1] + np.repeat(before, counts)
 
-    def rows(self, kind: int) -> list[Ints]:
-        """Places of the rows of each item of a kind, in the LLM; -1 of those that it does not
-        see."""
+    def rows(self, kind: int) -> list[Places]:
+        """Where the rows of each item of a kind are in the LLM."""
         chosen = np.flatnonzero(self.kinds == kind)
         head = next(iter(self.inputs.of(ITEMS[kind])), None)
         if head is not None and self.index.part is not None:
             return [one for file in self._files(chosen) for one in self._rows_of(file, head)]
         return [self._run(segment) for segment in chosen.tolist()]
 
-    def _run(self, segment: int) -> Ints:
-        return np.arange(self.segment_at[segment], self.segment_at[segment] + self.tokens[segment])
+    def _run(self, segment: int) -> Places:
+        first = self.segment_at[segment]
+        return Places(np.arange(first, first + self.tokens[segment]))
 
     def _files(self, items: Ints) -> list[Ints]:
         """Items by their files."""
@@ -76,16 +77,16 @@ class SequencePlan:
         begins = np.flatnonzero(self.index.part[self.segments[items]] == 0)
         return np.split(items, begins[1:])
 
-    def _rows_of(self, parts: Ints, head: Head) -> list[Ints]:
-        """Places of the rows of the parts of a file."""
+    def _rows_of(self, parts: Ints, head: Head) -> list[Places]:
+        """Where the rows of the parts of a file are."""
         if not len(parts):
             return []
         assert self.index.numbers is not None
         first, numbers = self.segment_at[parts[0]], self.index.numbers[self.segments[parts[0]]]
-        places = head.places(tuple(numbers.tolist()), len(parts))
-        if places is None:
+        placed = head.places(tuple(numbers.tolist()), len(parts))
+        if placed is None:
             return [self._run(segment) for segment in parts.tolist()]
-        return [np.where(own < 0, own, own + first) for own in places]
+        return [own.moved(first) for own in placed]
 
     def layout(self) -> tuple[Ints, Ints]:
         """(positions [L], or [3, L] with M-RoPE, documents [L]): restarting with every sample;
@@ -148,7 +149,7 @@ class SequencePlan:
             films = self.films[self.kinds == kind].tolist()
             for places, film in zip(self.rows(kind), films, strict=True):
                 read = tokenizer.video if film else tokenizer.image
-                ids[places[places >= 0]] = tokenizer.context if item == "target" else read
+                ids[places.seen] = tokenizer.context if item == "target" else read
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]

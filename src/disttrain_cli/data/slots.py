@@ -22,6 +22,7 @@ from disttrain_cli.spec.work import Work
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Floats32 = NDArray[np.float32]
 
 
 def no_items() -> Ints:
@@ -130,9 +131,10 @@ class ItemArrays:
     #: per run of equal grids [n, ...]
     values: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
     rows: Ints | None = None
-    weights: NDArray[np.float32] | None = None
+    weights: Floats32 | None = None
     noise_seeds: Ints | None = None
     seeds: Ints | None = None
+    shares: Floats32 | None = None  # of the rows, as in `spec.places.Places`
 
 
 @dataclass(frozen=True)

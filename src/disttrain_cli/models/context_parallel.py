@@ -15,31 +15,29 @@ from torch import Tensor
 
 from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
-from disttrain_cli.models.layer import Items, Shared
+from disttrain_cli.models.layer import Items
 from disttrain_cli.models.parallel import gather, reduce
 
 
 def own_part(
-    rows: Tensor,
-    shared: Shared | None,
-    given_RD: Tensor,
-    group: Group | None,
-    cp: Group | None,
-) -> tuple[Tensor, Tensor]:
-    """Where rows that an encoder left go among this rank's tokens, and these rows: of a TP group
-    each rank has a part of them.
+    items: Items, given_RD: Tensor, group: Group | None, cp: Group | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where rows that an encoder left go among this rank's tokens, these rows, and their shares
+    (`Items.shares`): of a TP group each rank has a part of them.
 
     Args:
-        rows, shared: as of `Items`.
         given_RD: this rank's own part of the rows of all items.
     """
+    rows, shared, shares = items.rows, items.shared, items.shares
+    assert rows is not None
     if shared is None:
-        return rows if group is None else rows[group.local_rows(len(rows))], given_RD
+        return rows if group is None else rows[group.local_rows(len(rows))], given_RD, None
     mine = slice(0, shared.tokens) if group is None else group.local_rows(shared.tokens)
     whole_RD = gather(given_RD, mine.stop - mine.start, cp)
     first, stop = np.searchsorted(shared.numbers, (mine.start, mine.stop)).tolist()
-    numbers = to_device((shared.numbers[first:stop] - mine.start).tolist(), rows.device, rows.dtype)
-    return rows[first:stop], whole_RD.index_select(0, numbers)
+    numbers = to_device(torch.from_numpy(shared.numbers[first:stop] - mine.start), rows.device)
+    own = slice(first, stop)
+    return rows[own], whole_RD.index_select(0, numbers), None if shares is None else shares[own]
 
 
 def assembled(own_RD: Tensor, items: Items, cp: Group | None) -> Tensor:

@@ -101,15 +101,15 @@ class Embed(DecoderLayer):
             if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
-            if items.unseen:  # they go to a row behind the others, which is dropped
-                rows = torch.where(rows < 0, len(hidden), rows)
-                hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 1))
             # each rank puts in its own part of them, and the sum below has all of it
-            if self.group is not None:
+            if self.group is not None or items.shares is not None:
                 hidden = hidden.index_fill(0, rows, 0.0)
-            rows, given = own_part(rows, items.shared, given, self.group, self.cp)
-            hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
-            hidden = hidden[:-1] if items.unseen else hidden
+            rows, given, shares = own_part(items, given, self.group, self.cp)
+            if shares is None:
+                hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
+            else:
+                of_rows = given.float() * shares[:, None]
+                hidden = hidden.float().index_add(0, rows, of_rows).to(hidden.dtype)
         return {"hidden": scatter(hidden, self.group)}
 
 
@@ -198,7 +198,7 @@ class DeepBlock(Block):
         )
         if given is None or images.rows is None:
             return made
-        rows, given = own_part(images.rows, images.shared, given, self.group, self.cp)
+        rows, given, _ = own_part(images, given, self.group, self.cp)
         return with_rows_added(made.flatten(0, -2), rows, given)
 
 

@@ -55,7 +55,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Shared:
-    """Which of the items' tokens are among those of a rank of a CP group."""
+    """Of which of the items' rows each place in `Items.rows` is, where not of each in its order."""
 
     numbers: NDArray[np.int64]  # ascending, in the order of all
     tokens: int  # of all
@@ -73,8 +73,8 @@ class Items:
     # [R] int64, positions in M·L of their tokens, in their order; of a CP group, places among the
     # rank's own tokens of those that are there
     rows: Tensor | None = None
-    unseen: bool = False  # whether some of `rows` are -1: of rows that the LLM does not see
-    shared: Shared | None = None  # where a CP group has the tokens
+    shared: Shared | None = None  # where a CP group has the tokens, or not every row is one token
+    shares: Tensor | None = None  # [R] float32, of the rows in these tokens; None = whole ones
     seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     weights: Tensor | None = None  # [N] float32, 0 = could not be decoded; of targets
     noise_seeds: Tensor | None = None  # [N] int64, as `seeds`; of targets

@@ -29,10 +29,11 @@ from disttrain_cli.models.division import Place
 from disttrain_cli.models.host import constant, to_device
 from disttrain_cli.models.layer import Batch, Items, Shared
 from disttrain_cli.spec.heads import Affine, Head, Item
+from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.runfile.train import TrainSpec
 
 #: Arrays that the host reads.
-KEPT = ("grids", "documents", "noise_seeds", "rows")
+KEPT = ("grids", "documents", "noise_seeds", "rows", "shares")
 #: Of a rank that shares its replica with nobody.
 WHOLE = Place()
 
@@ -105,18 +106,17 @@ def to_batch(
         return tensor(flat[..., None, slice(*place.own_tokens(flat.shape[-1]))])
 
     def of_item(item: Item, arrays_of_item: ItemArrays) -> Items:
-        heads, rows, shared = inputs.of(item), arrays_of_item.rows, None
-        if rows is not None and place.cp > 1:
-            rows, shared = among(rows, *place.own_tokens(tokens))
+        heads, rows, own = inputs.of(item), arrays_of_item.rows, None
+        if place.cp > 1:
+            own = place.own_tokens(tokens)
+        places = None if rows is None else Places(rows, arrays_of_item.shares)
         return Items(
             grids=[(int(rows), int(columns)) for rows, columns in arrays_of_item.grids],
             values={
                 number: [read(value, heads[number]) for value in blocks]
                 for number, blocks in arrays_of_item.values.items()
             },
-            rows=None if rows is None else to_device(as_tensor(rows), device),
-            unseen=any(head.unseen for head in heads) and rows is not None and shared is None,
-            shared=shared,
+            **({} if places is None else in_tokens(places, device, own)),
             seeds=tensor(arrays_of_item.seeds),
             weights=tensor(arrays_of_item.weights),
             noise_seeds=None
@@ -152,11 +152,22 @@ def tokens_of(arrays: SlotBatch) -> int:
     return next((math.prod(known.shape[-2:]) for known in of_tokens if known is not None), 0)
 
 
-def among(positions: Ints, start: int, stop: int) -> tuple[Ints, Shared]:
-    """Of an item's tokens, by their positions, those among tokens `start` … `stop` - 1, by their
-    places there."""
-    numbers = np.flatnonzero((positions >= start) & (positions < stop))
-    return positions[numbers] - start, Shared(numbers, len(positions))
+def in_tokens(
+    places: Places, device: torch.device, own: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """The fields of `Items` that say which tokens their rows become: of all tokens, or of those
+    from the first number of `own` up to the second, counted from there."""
+    if own is None and places.shares is None:
+        return {"rows": to_device(as_tensor(places.at), device)}
+    start, stop = own or (0, math.inf)
+    inside = (places.at >= start) & (places.at < stop)
+    fields = {
+        "rows": to_device(as_tensor(places.at[inside] - start), device),
+        "shared": Shared(np.nonzero(inside)[0], len(places.at)),
+    }
+    if places.shares is not None and (places.shares[inside] != 1).any():
+        fields["shares"] = to_device(as_tensor(places.shares[inside]), device)
+    return fields
 
 
 def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:

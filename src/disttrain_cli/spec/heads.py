@@ -16,6 +16,7 @@ from disttrain_cli.spec.cutting import ALONE, Cut, Written
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.joined_tiles import JoinedTiles
+from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.video_processor import TEMPORAL, Film, VideoProcessor
 from disttrain_cli.spec.work import Work
 
@@ -84,11 +85,6 @@ class Head(Strict):
         """Whether a file may become several parts, each an item, or has texts around it."""
         return False
 
-    @property
-    def unseen(self) -> bool:
-        """Whether the LLM may not see some of its "tokens" rows (`places`)."""
-        return False
-
     def written(self, files: Sequence[Numbers]) -> list[Written]:
         """Of each of a sample's files, the texts before, between and behind its parts (one more
         than parts); ValueError with the reason where the sample cannot be read."""
@@ -110,9 +106,9 @@ class Head(Strict):
         file with these numbers [N, 2]."""
         return self.rows("tokens").of(self.size(self.grids(sizes).prod(axis=1)))
 
-    def places(self, numbers: Numbers, parts: int) -> list[Any] | None:
-        """Of each of the `parts` of a file the places of its "tokens" rows among all tokens of the
-        file, -1 of those that the LLM does not see; None where they follow each other."""
+    def places(self, numbers: Numbers, parts: int) -> list[Places] | None:
+        """Of each of the `parts` of a file where its "tokens" rows are among all tokens of the
+        file; None where they follow each other."""
         return None
 
     def size(self, area: Any) -> Any:
@@ -251,9 +247,7 @@ class ImageInput(Head):
             return ALONE
         tiling, size = self.processor.tiling, (numbers[0], numbers[1])
         cut = self.cut(size, alone)
-        if isinstance(tiling, JoinedTiles) and (
-            reason := tiling.too_large(size, cut, self.tile_side)
-        ):
+        if isinstance(tiling, JoinedTiles) and (reason := tiling.misfit(size, cut, self.tile_side)):
             raise ValueError(reason)
         return tiling.written(cut)
 
@@ -268,10 +262,6 @@ class ImageInput(Head):
         """Whether rows of tiles are those of a joined picture, with `image_newline` at their ends
         (`spec.joined_tiles`)."""
         return self.processor is not None and isinstance(self.processor.tiling, JoinedTiles)
-
-    @property
-    def unseen(self) -> bool:
-        return self.joined
 
     @property
     def tile_side(self) -> int:
@@ -290,17 +280,24 @@ class ImageInput(Head):
         import numpy as np
 
         each = zip(sizes.tolist(), part.tolist(), parts.tolist(), strict=True)
-        seen = [self._seen((width, height), count)[at] for (width, height), at, count in each]
+        seen = [
+            joined_tiles.tokens(*self._joining((width, height), count))[at]
+            for (width, height), at, count in each
+        ]
         return np.array(seen, dtype=np.int64)
 
-    def _seen(self, size: tuple[int, int], parts: int) -> tuple[int, ...]:
-        return joined_tiles.tokens(size, self.cut(size, alone=parts > 1), self.tile_side)
-
-    def places(self, numbers: Numbers, parts: int) -> list[Any] | None:
+    def places(self, numbers: Numbers, parts: int) -> list[Places] | None:
         if not self.joined:
             return None
-        size = numbers[0], numbers[1]
-        return joined_tiles.places(size, self.cut(size, alone=parts > 1), self.tile_side)
+        return joined_tiles.places(*self._joining((numbers[0], numbers[1]), parts))
+
+    def _joining(
+        self, size: tuple[int, int], parts: int
+    ) -> tuple[tuple[int, int], Cut, int, JoinedTiles]:
+        """What says where the rows of an image in so many parts are."""
+        assert self.processor is not None and isinstance(self.processor.tiling, JoinedTiles)
+        cut = self.cut(size, alone=parts > 1)
+        return size, cut, self.tile_side, self.processor.tiling
 
     def misfit(self, width: int, height: int, *film: int) -> str | None:
         """Sides too unlike for the processor; a video of too few frames."""

@@ -7,6 +7,10 @@ arXiv 2408.03326, section 3.2).
 
 Every tile has the same rows of the encoder's: `side`² tokens, row by row, then `side` times
 `image_newline`, one for each row of the tile. Which of them the LLM sees, and where, `places` says.
+
+Where the joined picture is larger than OneVision's largest area, its model interpolates it
+(bilinear): a token of the LLM is then a sum of shares of up to four rows, and a row has shares in
+up to four tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +18,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
 from disttrain_cli.spec.cutting import Cut, Size, Written
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.places import UNSEEN, Places
 
-UNSEEN = -1  # the place of a row that the LLM does not see
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Floats = NDArray[np.float32]
+
 #: How much wider than its largest area a picture of features may be before it is interpolated.
 MOST_OVER = 1.1
+#: Lines of an interpolated picture that one line of it has shares in, at most.
+NEAR = 2
 
 
 class JoinedTiles(Strict):
@@ -42,7 +55,7 @@ class JoinedTiles(Strict):
         ),
     )
     most_tiles: int | None = Field(
-        None, ge=1, description="Of larger pictures the model interpolates features."
+        None, ge=1, description="Of larger pictures features are interpolated."
     )
 
     def cut(self, image: Size, tile: Size, alone: bool) -> Cut:
@@ -57,16 +70,23 @@ class JoinedTiles(Strict):
         """Nothing: placeholders alone."""
         return ("",) * (cut.parts + 1)
 
-    def too_large(self, image: Size, cut: Cut, side: int) -> str | None:
-        """Why an image is not read that is cut so, in tiles of `side` tokens, if it is not."""
-        if self.most_tiles is None or not cut.whole:
-            return None
+    def interpolated(self, rows: int, columns: int, side: int) -> tuple[int, int]:
+        """Rows and columns of features that are left of those of a joined picture, in tiles of
+        `side` tokens."""
+        if self.most_tiles is None:
+            return rows, columns
+        over = math.sqrt(rows * columns / (self.most_tiles * side**2))
+        return (rows, columns) if over <= MOST_OVER else (int(rows // over), int(columns // over))
+
+    def misfit(self, image: Size, cut: Cut, side: int) -> str | None:
+        """Why an image that is cut so, in tiles of `side` tokens, is not read, if it is not."""
         seen = _seen(image, cut, side)
-        if math.sqrt(seen.rows * seen.columns / (self.most_tiles * side**2)) <= MOST_OVER:
+        made = self.interpolated(seen.rows, seen.columns, side)
+        if not cut.whole or min(made) or made == (seen.rows, seen.columns):
             return None
         return (
             f"an image of {image[0]} × {image[1]} pixels has {seen.rows} × {seen.columns} features,"
-            f" which the model would interpolate (anyres_max_{self.most_tiles}): not computed here"
+            f" too narrow to be interpolated (anyres_max_{self.most_tiles})"
         )
 
 
@@ -79,38 +99,77 @@ class Seen(NamedTuple):
     columns: int
 
 
-def places(image: Size, cut: Cut, side: int) -> list[Any]:
-    """Of each tile the places [side² + side] of its rows among the tokens of its image, `UNSEEN`
-    where the LLM does not see them; int64 arrays."""
+def places(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> list[Places]:
+    """Where the LLM sees the side² + side rows of each tile of an image that a rule cut so."""
     import numpy as np
 
+    whole = np.full(side**2 + side, UNSEEN)
+    whole[: side**2] = np.arange(side**2)
     if not cut.whole:
-        behind = np.full(side, UNSEEN)
-        behind[0] = side**2
-        return [np.concatenate([np.arange(side**2), behind])]
+        whole[side**2] = side**2
+        return [_alone(whole)]
     seen = _seen(image, cut, side)
-    whole = np.concatenate([np.arange(side**2), np.full(side, UNSEEN)])
-    rows = np.arange(cut.rows * side) - seen.top
-    columns = np.arange(cut.columns * side) - seen.left
+    made = rule.interpolated(seen.rows, seen.columns, side)
+    rows, of_rows = _lines(cut.rows * side, seen.top, seen.rows, made[0])
+    columns, of_columns = _lines(cut.columns * side, seen.left, seen.columns, made[1])
     # of the joined picture with a column of newlines behind
-    first = side**2 + np.where((rows >= 0) & (rows < seen.rows), rows * (seen.columns + 1), UNSEEN)
-    there = (first >= side**2)[:, None] & ((columns >= 0) & (columns < seen.columns))
-    joined = np.where(there, first[:, None] + columns, UNSEEN)
-    ends = np.where(first >= side**2, first + seen.columns, UNSEEN)
-    tiles = [whole]
+    rows, columns = rows[:, None, :, None], columns[None, :, None, :]
+    there = (rows != UNSEEN) & (columns != UNSEEN)
+    at = np.where(there, side**2 + rows * (made[1] + 1) + columns, UNSEEN)
+    shares = (of_rows[:, None, :, None] * of_columns[None, :, None, :]).astype(np.float32)
+    ends = np.full(cut.rows * side, UNSEEN)
+    ends[seen.top : seen.top + made[0]] = side**2 + (np.arange(made[0]) + 1) * (made[1] + 1) - 1
+    tiles = [_alone(whole)]
     for row in range(cut.rows):
         inside = slice(row * side, (row + 1) * side)
         for column in range(cut.columns):
-            own = joined[inside, column * side : (column + 1) * side].reshape(-1)
+            own = inside, slice(column * side, (column + 1) * side)
             last = column == cut.columns - 1
-            tiles.append(np.concatenate([own, ends[inside] if last else np.full(side, UNSEEN)]))
+            newlines = _alone(ends[inside] if last else np.full(side, UNSEEN))
+            tiles.append(
+                Places(
+                    np.concatenate([at[own].reshape(side**2, -1), newlines.at]),
+                    np.concatenate([shares[own].reshape(side**2, -1), newlines.shares]),
+                )
+            )
     return tiles
 
 
+def _alone(at: Ints) -> Places:
+    """Rows that are tokens as they are."""
+    import numpy as np
+
+    others = ((0, 0), (0, NEAR**2 - 1))
+    return Places(
+        np.pad(at[:, None], others, constant_values=UNSEEN),
+        np.pad((at != UNSEEN).astype(np.float32)[:, None], others),
+    )
+
+
+def _lines(lines: int, first: int, seen: int, made: int) -> tuple[Ints, Floats]:
+    """[lines, 2] in which of the `made` lines of features each of `lines` has shares, and which;
+    `seen` of them from `first` on are interpolated (bilinear, as torch does)."""
+    import numpy as np
+
+    centres = (np.arange(made) + 0.5) * (seen / max(1, made)) - 0.5
+    distances = np.abs(np.arange(-first, lines - first)[:, None] - centres)
+    inside = (np.arange(lines) >= first) & (np.arange(lines) < first + seen)
+    every = np.pad(np.maximum(0, 1 - distances) * inside[:, None], ((0, 0), (0, NEAR)))
+    found = np.argsort(-every, axis=1, kind="stable")[:, :NEAR]
+    shares = np.take_along_axis(every, found, axis=1)
+    return np.where(shares > 0, found, UNSEEN), shares
+
+
 @lru_cache(maxsize=4096)
-def tokens(image: Size, cut: Cut, side: int) -> tuple[int, ...]:
-    """How many rows of each tile the LLM sees."""
-    return tuple(int((one != UNSEEN).sum()) for one in places(image, cut, side))
+def tokens(image: Size, cut: Cut, side: int, rule: JoinedTiles) -> tuple[int, ...]:
+    """How many tokens of an image are of each tile: the first one that has a share."""
+    import numpy as np
+
+    placed = places(image, cut, side, rule)
+    owners = np.full(max(int(one.at.max()) for one in placed) + 1, UNSEEN)
+    for tile, one in reversed(list(enumerate(placed))):
+        owners[one.seen] = tile
+    return tuple(np.bincount(owners, minlength=len(placed)).tolist())
 
 
 def _seen(image: Size, cut: Cut, side: int) -> Seen:

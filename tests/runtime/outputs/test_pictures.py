@@ -17,6 +17,7 @@ from disttrain_cli.runtime.outputs.pictures import pictures_of
 from disttrain_cli.runtime.outputs.prompts import Prompt, batch_of
 from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.index import IMAGE
+from disttrain_cli.spec.places import together
 from tests.data.test_parts import ANSWERS, SIZES, expected, in_order, made, messages, picture
 from tests.data.tiled import FAMILIES
 
@@ -38,15 +39,15 @@ def test_a_question_has_the_tiles_and_places_that_were_trained(tmp_path: Path, f
             plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True
         ):
             inside = np.flatnonzero((first <= begins) & (begins < first + count))
-            places = [np.where(rows[at] < 0, -1, rows[at] - first).tolist() for at in inside]
+            places = together([rows[at].moved(-first) for at in inside])
             trained[sample] = ids[first : first + count], places
     for sample, question in enumerate(questions):
         given = batch_of(model, tokens, [question.prompt])
         (length,), images = given.lengths, given.batch.of("image")
         ids, places = trained[sample]
         assert given.batch.token_ids[0, :length].tolist() == ids[:length].tolist()
-        assert images.rows.tolist() == [row for own in places for row in own]
-        assert images.unseen is ("llava" in family and bool(SIZES[sample]))
+        assert images.rows.tolist() == places.seen.tolist()
+        assert (images.shared is not None) is ("llava" in family and bool(SIZES[sample]))
         tiles = expected(processor, SIZES[sample])[2]
         affine = inputs.image.affine
         made_of = [one for block in images.values[0] for one in block]

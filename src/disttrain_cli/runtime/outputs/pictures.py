@@ -13,9 +13,9 @@ from disttrain_cli.data import videos
 from disttrain_cli.data.films import film_of
 from disttrain_cli.data.headers import ImageHeader, read_header
 from disttrain_cli.data.modalities.images import Images
-from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.cutting import Written
 from disttrain_cli.spec.heads import Grid, ImageInput, Numbers
+from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.video_processor import Film
 
 
@@ -54,14 +54,13 @@ class Picture:
         counts: list[int] = head.tokens_of(sizes, np.arange(self.parts), parts).tolist()
         return counts
 
-    def places(self, head: ImageInput, begins: Sequence[int]) -> list[Ints]:
-        """Of each part the places of its rows, -1 of those that the LLM does not see; the tokens of
-        the parts begin at `begins`."""
+    def places(self, head: ImageInput, begins: Sequence[int]) -> list[Places]:
+        """Of each part where its rows are; the tokens of the parts begin at `begins`."""
         joined = head.places(self.numbers, self.parts)
         if joined is not None:
-            return [np.where(own < 0, own, own + begins[0]) for own in joined]
+            return [own.moved(begins[0]) for own in joined]
         counts = self.tokens(head)
-        return [np.arange(at, at + count) for at, count in zip(begins, counts, strict=True)]
+        return [Places(np.arange(at, at + count)) for at, count in zip(begins, counts, strict=True)]
 
     def planes(self, head: ImageInput) -> list[Any]:
         """Bytes [C, H, W] of each part; ValueError where it cannot be decoded."""

@@ -20,11 +20,12 @@ from disttrain_cli.data.sources.samples import Turn
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
 from disttrain_cli.models.layer import Batch, Items
-from disttrain_cli.runtime.feeding import normalised
+from disttrain_cli.runtime.feeding import in_tokens, normalised
 from disttrain_cli.runtime.outputs.pictures import Picture, in_order, pictures_of
 from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.index import KINDS
+from disttrain_cli.spec.places import Places, together
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,8 @@ def batch_of(
     width = min(inputs.sequence_length, longest + room)
     ids = torch.tensor([row + [tokenizer.pad] * (width - len(row)) for row in rows], device=device)
 
-    def positions(places: Iterable[tuple[int, Ints]]) -> torch.Tensor:
-        moved = [np.where(own < 0, own, own + number * width) for number, own in places]
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *moved])).to(device)
+    def rows_of(places: Iterable[tuple[int, Places]]) -> dict[str, Any]:
+        return in_tokens(together([own.moved(row * width) for row, own in places]), device)
 
     @cache
     def planes(picture: Picture, head: ImageInput) -> list[Any]:
@@ -92,7 +92,7 @@ def batch_of(
         stacked = np.stack([planes(part.picture, head)[part.number] for part in parts])
         return normalised(torch.from_numpy(stacked).to(device), head.affine, torch.float32)
 
-    items = {item: Items([], rows=positions([])) for item in KINDS}
+    items = {item: Items([], **rows_of([])) for item in KINDS}
     grids = [part.grid for _, part in seen]
     items["image"] = Items(
         [grids[at] for at in order],
@@ -100,8 +100,7 @@ def batch_of(
             at: [pixels_of(group, head) for _, group in groupby(order, key=grids.__getitem__)]
             for at, head in enumerate(inputs.images)
         },
-        rows=positions((seen[at][0], seen[at][1].places) for at in order),
-        unseen=any((part.places < 0).any() for _, part in seen),
+        **rows_of((seen[at][0], seen[at][1].places) for at in order),
     )
     seen_in: dict[int, list[tuple[int, Ints, int | None]]] = {row: [] for row in range(len(rows))}
     for row_number, part in seen:
@@ -112,7 +111,7 @@ def batch_of(
     drawn = len(rows) if draws else 0
     items["target"] = Items(
         [(1, 1)] * drawn,
-        rows=positions(enumerate(map(np.array, context_rows))),
+        **rows_of((row, Places(np.array(own))) for row, own in enumerate(context_rows)),
         weights=torch.ones(drawn),
     )
     batch = Batch(
@@ -140,7 +139,7 @@ class Part:
     number: int
     grid: tuple[int, int]
     first: int  # its first token in the prompt
-    places: Ints  # of its rows there, -1 of those that the LLM does not see
+    places: Places  # of its rows there
 
 
 @dataclass(frozen=True)
