@@ -59,6 +59,18 @@ def test_a_folder_says_what_modules_images_and_tokens_are(folder):
     assert run.published.image_token == 3
 
 
+def test_an_exchanged_llm_has_its_own_tokenizer(folder):
+    other = folder.parent / "llama"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(LLAVA["text_config"]))
+    run = run_of(folder, {"modules": {"llm": {"kind": "llm", "folder": "llama"}}})
+    assert run.file.data.tokenizer == "llama" and run.file.data.max_image_pixels == 1024
+    given = run_of(folder, {"modules": {"llm": {"folder": "llama"}}}, data={"tokenizer": "bytes"})
+    assert given.file.data.tokenizer == "bytes"
+    changed = run_of(folder, {"modules": {"llm": {"config": {"rms_norm_eps": 1e-5}}}})
+    assert changed.file.data.tokenizer == "llava"
+
+
 def test_what_was_filled_in_reads_the_same_again(folder):
     run = run_of(folder, {"modules": {"llm": {"config": {"rms_norm_eps": 1e-5}}}})
     path = folder.parent / "again.yaml"

@@ -75,11 +75,11 @@ def with_folder(value: Any, folder: Path, named: Mapping[str, Path]) -> Any:
         filled = _with_adapter(filled, published, adapter, (folder / adapter).resolve())
     data = value.get("data")
     if isinstance(data, dict):
-        defaults: dict[str, Any] = {"tokenizer": given}
-        if any(
-            isinstance(spec, dict) and spec["kind"] == "encoder" and spec.get("folder") == given
-            for spec in filled.values()
-        ):
+        folders = {
+            spec["kind"]: spec.get("folder") for spec in filled.values() if isinstance(spec, dict)
+        }
+        defaults: dict[str, Any] = {"tokenizer": folders.get("llm") or given}
+        if folders.get("encoder") == given:
             defaults["max_image_pixels"] = published.processor().most_pixels
         data = {**defaults, **data}
     return {**value, "model": {**model, "modules": {**modules, **filled}}, "data": data}
