@@ -28,6 +28,7 @@ LLM_BILLIONS = {
     "qwen2.5-vl-7b": 7.62,
     "qwen2.5-vl-7b-lora": 7.66,  # with adapters of 0.04
     "qwen3-vl-8b": 8.19,
+    "qwen3-vl-8b-long": 8.19,
     "qwen3-vl-32b": 32.8,
     "internvl3-8b": 7.61,
     "mllm-audio-10b": 6.74,

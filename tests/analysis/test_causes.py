@@ -4,6 +4,7 @@ times made up here."""
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.compute as pc
@@ -11,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
-from disttrain_cli.analysis.causes import Suspect, find_causes
+from disttrain_cli.analysis.causes import Finding, Suspect, find_causes
 from disttrain_cli.analysis.confidence import CALIBRATION, FLOOR, calibrated, exceeds, known
 from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.result.verdicts import Place
+from disttrain_cli.analysis.telling import tell
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import Job
@@ -359,3 +361,16 @@ def test_evidence_is_the_chance_that_more_steps_would_say_the_same():
 def test_more_evidence_is_never_less_sure(kind):
     sure = [calibrated(raw, kind) for raw in np.linspace(0, 1, 50)]
     assert sure == sorted(sure) and sure[0] >= 0 and sure[-1] <= 1
+
+
+def test_ranks_that_share_a_replica_are_not_told_apart():
+    """Of those of a TP or CP group each pass takes as long as the slowest one's."""
+    places = [Place(unit="llm", stage=0, replica=1, cp_rank=at, rank=4 + at) for at in range(2)]
+    gain_s = np.array([0.5])
+    record = SimpleNamespace(losses=SimpleNamespace(rank_factor={4: 1.5, 5: 1.5}))
+    told = tell(record, Finding("worker", places, gain_s, gain_s))
+    assert told.told.startswith(
+        "Ranks 4 and 5 (llm, stage 0, replica 1), which wait for each other"
+    )
+    assert told.place == Place(unit="llm", stage=0, replica=1)
+    assert "--profile-steps" in told.advice

@@ -34,6 +34,7 @@ NAMES = [
     entry.name.removesuffix(".yaml")
     for entry in (files("disttrain_cli") / "templates" / "distributions").iterdir()
 ]
+WHOLE = [name for name in NAMES if read_distribution(name).document_tokens is None]
 INPUTS = ModelInputs(
     llm="llm",
     vocabulary=32_000,
@@ -57,7 +58,7 @@ def make_run(folder: Path, **distribution: Any) -> Run:
     return Run(path=folder / "disttrain.yaml", file=file)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize(("read", "generated"), [(8, 8), (16, 16), (1, 0), (0, 2.5)])
 def test_means_are_exact_and_every_document_fills_its_sequence(
     name: str, read: float, generated: float
@@ -77,6 +78,36 @@ def test_means_are_exact_and_every_document_fills_its_sequence(
         == (drawn.grids.prod(axis=1)[drawn.kinds == IMAGE] // 4).tolist()
     )
     assert (drawn.kinds[drawn.segment_start[1:] - 1] == TEXT).all()
+
+
+LONG = INPUTS.model_copy(update={"sequence_length": 131_072})
+
+
+def test_long_documents_are_as_long_as_stated_and_fill_the_sequences(tmp_path: Path) -> None:
+    spec = {"name": "long-documents", "images_per_sequence": 64, "generated_per_sequence": 0}
+    drawn = draw(DistributionSpec(**spec, sequences=2000), LONG)
+    lengths = np.add.reduceat(drawn.tokens, drawn.segment_start[:-1]) + SAMPLE_SPECIALS
+    assert lengths.max() == 131_072 and (drawn.tokens > 0).all()
+    assert 0 <= lengths.sum() - 2000 * 131_072 < 131_072
+    assert ((lengths >= 8192) & (lengths <= 65_536)).mean() == pytest.approx(0.61, abs=0.02)
+    assert (lengths == 131_072).mean() == pytest.approx(0.05, abs=0.01)
+    form = read_distribution("long-documents").document_tokens
+    assert form is not None
+    mean = form.median * np.exp(form.sigma**2 / 2)
+    assert mean == pytest.approx(38_136, rel=1e-3)
+    images = drawn.kinds == IMAGE
+    assert images.sum() == 2000 * 64
+    document = np.repeat(np.arange(len(lengths)), np.diff(drawn.segment_start))
+    counts = np.bincount(document[images], minlength=len(lengths))
+    long = lengths > np.median(lengths)  # pictures go with the length
+    each = counts[long].sum() / lengths[long].sum(), counts[~long].sum() / lengths[~long].sum()
+    assert each[0] == pytest.approx(each[1], rel=0.1)
+    index = open_index(make_run(tmp_path, **spec, sequences=200), LONG)
+    packing = pack(index, LONG, 0, 0)
+    assert packing.fill_fraction > 0.98
+    assert packing.tokens.max() <= 131_072 and len(index) > 3 * len(packing)
+    work = packing.length_sq / 131_072**2  # of attention, from sequence to sequence
+    assert work.max() == 1.0 and work.min() < 0.3
 
 
 TILE = {"resize": "tiles", "height_px": 448, "width_px": 448}

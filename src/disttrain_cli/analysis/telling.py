@@ -246,10 +246,26 @@ def _worker(record: Record, finding: Finding) -> Told:
         )
     place = named[0]
     told = f"Rank {place.rank} ({place.named}) is slow for its work"
+    advice = (
+        f"Look at the device and the other processes of host {place.host}; leave the host out if it"
+        " stays slow."
+    )
     if len(finding.places) > 1:
         told = (
             f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
         )
+        replica = common(finding.places)
+        if replica.replica is not None and replica.stage is not None:
+            place = replica
+            told = (
+                f"{_ranks(finding.places)} ({place.named}), which wait for each other inside every"
+                " layer, are slow for their work"
+            )
+            advice = (
+                "Ranks that share a replica's work take equally long whichever of them is slow:"
+                " record some steps of it with disttrain train --profile-steps A:B, and let"
+                " disttrain analyze TRACES/kineto tell who is last into their collectives."
+            )
     return Told(
         place,
         told,
@@ -261,9 +277,8 @@ def _worker(record: Record, finding: Finding) -> Told:
             )
             for one in named[:MOST_PLACES]
         ],
-        f"Look at the device and the other processes of host {place.host}; leave the host out if it"
-        " stays slow.",
-        slow_rank(int(place.rank or 0)),
+        advice,
+        slow_rank(int(named[0].rank or 0)),
     )
 
 

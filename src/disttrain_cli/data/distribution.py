@@ -1,11 +1,13 @@
 """Sizes drawn from a named distribution, to plan for data that nobody has here.
 
-Every document fills one packed sequence: images read, images to generate, each with its caption,
-and text between them; audio clips come as images do, with what is said about them. The number of
-images is exactly the mean asked for times the number of documents; each image goes to a document in
-proportion to the document's gamma weight, which makes the counts negative binomial as far as they
-fit: a document without room for an image takes no more, and the image goes to another one. Numbers
-are hashed, not drawn from a random state, so every machine gets the same sizes.
+A document holds images read, images to generate, each with its caption, and text between them;
+audio clips come as images do, with what is said about them. It fills one packed sequence, unless
+the distribution says how long documents are: then as many are drawn as fill the sequences asked
+for. The number of images is exactly the mean asked for times the number of sequences; each image
+goes to a document in proportion to the document's gamma weight, which makes the counts negative
+binomial as far as they fit: a document without room for an image takes no more, and the image goes
+to another one. Numbers are hashed, not drawn from a random state, so every machine gets the same
+sizes.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ DRAWN_IN = ("target", "image", "audio")
 TOLD = {"image": "images read", "target": "images generated"}
 SPECIAL = re.compile(r"<[^<>]+>|\n+")  # about one token each, in texts around parts
 LAST_TEXT = 1  # every document ends with a text of at least one token
+SHORTEST = SAMPLE_SPECIALS + LAST_TEXT
 
 # Purposes of `mix`, beside those of packing.
-SHORT_SIDE, ASPECT, UPRIGHT, CAPTION, WEIGHT, PLACE, PLACE_INSIDE, TEXT_SHARE = range(10, 18)
+SHORT_SIDE, ASPECT, UPRIGHT, CAPTION, WEIGHT, PLACE, PLACE_INSIDE, TEXT_SHARE, LENGTH = range(
+    10, 19
+)
 
 
 class LogNormal(Strict):
@@ -74,6 +79,13 @@ class Distribution(Strict):
     text_sigma: float = Field(
         gt=0, description="Skew of the shares of a document's text between its images."
     )
+    document_tokens: LogNormal | None = Field(
+        None,
+        description=(
+            "Tokens of a document, images included; longer ones are cut to a sequence. None: every"
+            " document fills one."
+        ),
+    )
 
 
 class Items(NamedTuple):
@@ -89,8 +101,7 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sizes of N documents, each of `sequence_length` tokens; segments of all of them lie one after
-    the other."""
+    """Sizes of N documents; segments of all of them lie one after the other."""
 
     fingerprint: str
     segment_start: Ints  # [N + 1]
@@ -131,12 +142,35 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
         raise _too_much(spec, inputs, probe)
     asked = {item: round(mean * spec.sequences) for item, mean in spec.per_sequence.items()}
     items = _items(form, spec, inputs, asked)
-    document = _place(
-        form, items, spec.sequences, inputs.sequence_length - SAMPLE_SPECIALS - LAST_TEXT
-    )
+    lengths = _lengths(form, spec.sequences, inputs.sequence_length)
+    document = _place(form, items, lengths)
     if document is None:
         raise _too_much(spec, inputs, probe)
-    return _lay_out(form, spec, inputs, items, document)
+    tokens = _lay_out(form, items, document, lengths)
+    made_for = {
+        # a distribution has the fingerprint that it had before there was a field it does not use
+        "distribution": form.model_dump(mode="json", exclude_none=True),
+        "asked": spec.model_dump(mode="json"),
+        "inputs": inputs.model_dump(mode="json"),
+    }
+    return Drawn(fingerprint(made_for), *tokens)
+
+
+def _lengths(form: Distribution, sequences: int, sequence_length: int) -> Ints:
+    """Tokens of each document [documents]; together about those of the sequences."""
+    if form.document_tokens is None:
+        return np.full(sequences, sequence_length, dtype=np.int64)
+    asked, count = sequences * sequence_length, sequences
+    while True:
+        lengths = (
+            _log_normal(form.document_tokens, _uniform(count, form.seed, LENGTH))
+            .astype(np.int64)
+            .clip(SHORTEST, sequence_length)
+        )
+        total = np.cumsum(lengths)
+        if total[-1] >= asked:
+            return lengths[: int(np.searchsorted(total, asked)) + 1]
+        count *= 2
 
 
 def _items(
@@ -233,20 +267,21 @@ def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
     return np.where(upright[:, None], sizes, sizes[:, ::-1])
 
 
-def _place(form: Distribution, items: Items, documents: int, capacity: int) -> Ints | None:
-    """The document of each image; no document gets more than `capacity` tokens. None where they do
-    not fit."""
+def _place(form: Distribution, items: Items, lengths: Ints) -> Ints | None:
+    """The document of each image, longer ones have more of them; none gets more tokens than it has.
+    None where they do not fit."""
     from scipy.special import gammaincinv
 
-    kinds, need = items.kinds, items.tokens + items.captions
+    kinds, need, documents = items.kinds, items.tokens + items.captions, len(lengths)
+    longer = lengths / lengths.mean()
     weights = {}
     for kind, count in zip(*np.unique(kinds, return_counts=True), strict=True):
-        pages = count / documents / form.images_per_page
+        pages = count / documents / form.images_per_page * longer
         weights[kind] = np.maximum(
             gammaincinv(pages, _uniform(documents, form.seed, WEIGHT, kind)), LEAST_WEIGHT
         )
     document = np.empty(len(kinds), dtype=np.int64)
-    room, is_open = np.full(documents, capacity, dtype=np.int64), np.ones(documents, dtype=bool)
+    room, is_open = lengths - SHORTEST, np.ones(documents, dtype=bool)
     left, turn = np.arange(len(kinds)), 0
     while len(left):
         if not is_open.any():
@@ -271,14 +306,15 @@ def _place(form: Distribution, items: Items, documents: int, capacity: int) -> I
 
 
 def _lay_out(
-    form: Distribution, spec: DistributionSpec, inputs: ModelInputs, items: Items, document: Ints
-) -> Drawn:
-    """Segments in order: a text before every image, its caption inside, and a text at the end."""
+    form: Distribution, items: Items, document: Ints, lengths: Ints
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Segments (start of each document, kinds, tokens, grids) in order: a text before every image,
+    its caption inside, and a text at the end."""
     order = np.lexsort((mix(form.seed, PLACE_INSIDE, np.arange(len(document))), document))
     parts = items.parts[order]
     of_files = starts_of(1 + parts)  # segments, a text and the parts
-    ends = np.cumsum(np.bincount(document, minlength=spec.sequences))
-    start = np.concatenate([[0], of_files[ends] + np.arange(1, spec.sequences + 1)])
+    ends = np.cumsum(np.bincount(document, minlength=len(lengths)))
+    start = np.concatenate([[0], of_files[ends] + np.arange(1, len(lengths) + 1)])
     count, last = int(start[-1]), start[1:] - 1
     # every document before adds its last text
     first = of_files[:-1] + 1 + document[order]
@@ -291,20 +327,15 @@ def _lay_out(
         np.repeat(items.grids[order], parts, axis=0),
     )
     tokens[first - 1] = items.captions[order]
-    rest = inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
+    rest = lengths - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
     share = _log_normal(
         LogNormal(median=1.0, sigma=form.text_sigma), _uniform(count, form.seed, TEXT_SHARE)
     )
     share[segment] = 0.0
     part = rest / np.add.reduceat(share, start[:-1])
     tokens += (share * np.repeat(part, np.diff(start))).astype(np.int64)
-    tokens[last] += inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
-    made_for = {
-        "distribution": form.model_dump(mode="json"),
-        "asked": spec.model_dump(mode="json"),
-        "inputs": inputs.model_dump(mode="json"),
-    }
-    return Drawn(fingerprint(made_for), start, kinds, tokens, grids)
+    tokens[last] += lengths - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
+    return start, kinds, tokens, grids
 
 
 def _asked(spec: DistributionSpec, probe: Items) -> list[tuple[float, str, float]]:

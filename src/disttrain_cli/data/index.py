@@ -403,9 +403,10 @@ def held_out(index: Index) -> Index:
 def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
     """An index without files: documents that are drawn."""
     drawn = draw(spec, inputs)
+    documents = len(drawn.segment_start) - 1
     nowhere, source = (
         np.zeros(len(drawn.kinds), dtype=np.int64),
-        np.zeros(spec.sequences, dtype=np.int64),
+        np.zeros(documents, dtype=np.int64),
     )
     return Index(
         fingerprint=drawn.fingerprint,
@@ -415,7 +416,7 @@ def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
         skipped=[],
         source=source,
         shard=source,
-        keys=[str(number) for number in range(spec.sequences)],
+        keys=[str(number) for number in range(documents)],
         segment_start=drawn.segment_start,
         kinds=drawn.kinds,
         tokens=drawn.tokens,
