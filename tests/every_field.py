@@ -19,12 +19,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.models.configs.noise import FLOWS as FLOW_MODELS
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import NoiseSpec
 from disttrain_cli.spec.runfile.train import ModuleOptimizerSpec
 from tests.models.conftest import LLAMA, MROPE, UNET
 from tests.models.test_towers import TOWERS
-from tests.models.test_weights import FLUX, SD3
+from tests.models.test_weights import FLUX, LUMINA2, SD3
 
 PIXART = {
     "num_attention_heads": 2,
@@ -74,6 +75,7 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "pixart": PIXART | {"dropout": 0.2},
         "sd3": SD3 | {"num_layers": 1},
         "flux": FLUX,
+        "lumina2": LUMINA2,
     },
 }
 #: Fields of a flow's noise.
@@ -260,7 +262,7 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
         module["lora"] = dict(LORA)
     if kind == "generator":
         noise = draw_section(draw, NoiseSpec, "model.modules.*.noise.", {}, {})
-        noise["prediction"] = "flow" if architecture in ("sd3", "flux") else noise["prediction"]
+        noise["prediction"] = "flow" if architecture in FLOW_MODELS else noise["prediction"]
         own = {"logit_normal": ("logit_mean", "logit_std"), "mode": ("mode_scale",)}
         flows = ("density", "shift", *own.get(noise["density"], ()))
         kept = flows if noise["prediction"] == "flow" else ()

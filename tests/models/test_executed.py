@@ -210,6 +210,19 @@ OTHERS: dict[str, dict[str, Any]] = {
             "vae": VAE | {"latent_channels": 16},
         },
     },
+    "clip, llama, lumina2": {
+        "eye": {"kind": "encoder", "architecture": "clip_vision_model", "config": IMAGE},
+        "llm": {"kind": "llm", "architecture": "llama", "config": TEXT},
+        "brush": {
+            "kind": "generator",
+            "architecture": "lumina2",
+            "image_size": 512,
+            "context_tokens": 120,
+            "cached_latents": True,
+            "config": {"num_layers": 1, "num_refiner_layers": 1, "cap_feat_dim": 2304},
+            "vae": VAE | {"latent_channels": 16},
+        },
+    },
     "clip, qwen3, sdxl": {
         "eye": {"kind": "encoder", "architecture": "clip_vision_model", "config": IMAGE},
         "llm": {"kind": "llm", "architecture": "qwen3", "config": TEXT | {"head_dim": 128}},

@@ -63,7 +63,7 @@ MODELS = {
                 "context_tokens": 4,
             }
         }
-        for name in ("sd3.5", "flux")
+        for name in ("sd3.5", "flux", "lumina2, pixels")
     },
 }
 

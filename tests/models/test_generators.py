@@ -1,5 +1,5 @@
-"""Image generators against diffusers' own forward: U-Nets like SD 1.5, 2.1, XL, PixArt and SD3;
-noise, cuts, sampling."""
+"""Image generators against diffusers' own forward: U-Nets like SD 1.5, 2.1, XL, PixArt, SD3,
+Flux and Lumina 2; noise, cuts, sampling."""
 
 import copy
 import dataclasses
@@ -70,6 +70,18 @@ FLUX = {
     "axes_dims_rope": [2, 4, 6],
     "guidance_embeds": True,
 }
+LUMINA2 = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "multiple_of": 16,
+    "axes_dim_rope": [4, 4, 4],
+    "axes_lens": [8, 8, 8],
+    "cap_feat_dim": 20,
+}
 GENERATORS = {
     "sd 1.5": {"config": SD | {"attention_head_dim": 4}, "vae": VAE, "noise": SCALED},
     "sd 2.1": {
@@ -132,12 +144,23 @@ GENERATORS = {
         "architecture": "flux",
         "config": FLUX | {"in_channels": 12, "out_channels": 12, "guidance_embeds": False},
     },
+    "lumina2": {
+        "architecture": "lumina2",
+        "config": LUMINA2,
+        "vae": VAE | {"shift_factor": 0.06},
+        "noise": {"density": "logit_normal", "shift": 3.0},
+    },
+    "lumina2, pixels": {
+        "architecture": "lumina2",
+        "config": LUMINA2
+        | {"in_channels": 3, "patch_size": 4, "num_kv_heads": 4, "num_refiner_layers": 2},
+    },
     "pixels, velocity": {
         "config": SD | {"in_channels": 3, "out_channels": 3, "attention_head_dim": 4},
         "noise": {"prediction": "v_prediction", "betas": "squaredcos_cap_v2"},
     },
 }
-QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5", "flux")
+QUICK = ("sd xl", "pixart", "pixart, small", "sd3.5", "flux", "lumina2")
 ANY = pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in GENERATORS],
@@ -191,6 +214,8 @@ def library_model(run, layers):
             weights |= layer.to_published(dict(layer.named_parameters()))
     if config.architecture == "pixart":  # positions are no weights
         model.pos_embed = type(model)(**config.config).pos_embed
+    if config.architecture == "lumina2":
+        model.rope_embedder = type(model)(**config.config).rope_embedder
     found = model.load_state_dict(weights, strict=False)
     assert not found.missing_keys and not found.unexpected_keys
     return model, config
@@ -226,15 +251,19 @@ def test_layers_equal_diffusers_own_model(setting, kind):
             if kind == "pixart"
             else {"resolution": None, "aspect_ratio": None}
         )
-    if kind.startswith(("sd3", "flux")):
+    if kind.startswith(("sd3", "flux", "lumina2")):
         projector = next(layer for layer in layers if layer.kind == "projector")
         arguments["encoder_hidden_states"] = projector(state, batch)["conditioning"].unflatten(
             0, (3, 4)
         )
-        arguments["pooled_projections"] = state["pooled"]
+        if "pooled" in state:
+            arguments["pooled_projections"] = state["pooled"]
     times = config.noise.times(timesteps)
     if kind.startswith("flux"):
         predicted = of_flux(model, config, noisy, times, arguments)
+    elif kind.startswith("lumina2"):  # as its pipeline calls it
+        arguments["encoder_attention_mask"] = torch.ones(3, 4, dtype=torch.bool)
+        predicted = -model(noisy, timestep=1 - times / 1000, **arguments).sample
     else:
         predicted = model(noisy, timestep=times, **arguments).sample[:, : canvas.shape[0]]
     torch.testing.assert_close(out.predict(state), predicted, rtol=1e-5, atol=1e-5)
@@ -627,6 +656,14 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
         ("flux", {"patch_size": 2}, {}, ("config.patch_size", "1: its patches")),
         ("flux", {"sample_size": 8}, {}, ("config.sample_size", "unknown field")),
         ("flux", {}, {"image_size": 18}, ("image_size", "multiples of 4")),
+        ("lumina2", {"num_kv_heads": 3}, {}, ("config.num_kv_heads", "divisor of")),
+        ("lumina2", {"hidden_size": 50}, {}, ("config.hidden_size", "multiple of")),
+        ("lumina2", {"axes_dim_rope": [4, 4, 6]}, {}, ("config.axes_dim_rope", "(12)")),
+        ("lumina2", {"axes_lens": [8, 3, 8]}, {}, ("config.axes_lens", "4 or more")),
+        ("lumina2", {"axes_lens": [4, 8, 8]}, {}, (f"{NAME}.context_tokens", "less than 4")),
+        ("lumina2", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
+        ("lumina2", {"num_refiner_layers": -1}, {}, ("num_refiner_layers", "0 or more")),
+        ("lumina2", {}, {"noise": {"prediction": "epsilon"}}, ("prediction", "lumina2's own")),
     ],
 )
 def test_wrong_configurations_are_named(make_run, kind, config, others, words):
@@ -709,11 +746,12 @@ PUBLISHED = {
         2_243_171_520 + 384**2 * 1536,
     ),
     "FLUX.1-dev": ("flux", {"guidance_embeds": True}, 1024, 11_901_408_320),
+    "Lumina-Image 2.0": ("lumina2", {"cap_feat_dim": 2304}, 1024, 2_609_769_152),
     "PixArt-α 1024": ("pixart", {"caption_channels": 4096}, 1024, 611_349_152),
 }
 
 
-CHANNELS = {"unet2d_condition": 4, "pixart": 4, "sd3": 16, "flux": 16}
+CHANNELS = {"unet2d_condition": 4, "pixart": 4, "sd3": 16, "flux": 16, "lumina2": 16}
 
 
 @pytest.mark.slow

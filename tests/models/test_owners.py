@@ -11,7 +11,7 @@ from disttrain_cli.models.published import on_meta
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.models.conftest import AUDIO, LLAMA, MODULES, MROPE, UNET
 from tests.models.test_towers import TOWERS
-from tests.models.test_weights import FLUX, SD3
+from tests.models.test_weights import FLUX, LUMINA2, SD3
 
 PIXART = {
     "num_attention_heads": 2,
@@ -29,6 +29,7 @@ CONFIGS = (
         "pixart": PIXART,
         "sd3": SD3,
         "flux": FLUX,
+        "lumina2": LUMINA2,
     }
     | {name: tower["config"] for name, tower in TOWERS.items()}
     | {"smolvlm_vision": TOWERS["idefics3_vision"]["config"]}

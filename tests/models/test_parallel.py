@@ -35,7 +35,7 @@ OTHERS = {
     ),
     **{
         name: ("image_generator", GENERATOR | GENERATORS[name])
-        for name in ("sd xl", "pixart", "sd3.5", "flux")
+        for name in ("sd xl", "pixart", "sd3.5", "flux", "lumina2")
     },
     "qwen3": (
         "llm",

@@ -77,6 +77,17 @@ FLUX = {
     "axes_dims_rope": [2, 4, 6],
     "guidance_embeds": True,
 }
+LUMINA2 = {
+    "hidden_size": 24,
+    "num_attention_heads": 2,
+    "num_kv_heads": 2,
+    "in_channels": 3,
+    "num_layers": 1,
+    "num_refiner_layers": 1,
+    "multiple_of": 16,
+    "axes_dim_rope": [4, 4, 4],
+    "cap_feat_dim": 20,
+}
 ENCODER, GENERATOR = (
     {"kind": "encoder", "merge": 2},
     {"kind": "generator", "image_size": 16, "context_tokens": 4},
@@ -102,6 +113,7 @@ CLASSES = {
     "pixart": (GENERATOR, PIXART),
     "sd3": (GENERATOR, SD3),
     "flux": (GENERATOR, FLUX),
+    "lumina2": (GENERATOR, LUMINA2),
 }
 
 

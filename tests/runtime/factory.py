@@ -133,6 +133,23 @@ MURAL: dict[str, Any] = {
     },
 }
 
+#: One that refines image and conditioning apart first, with fewer heads of keys and values.
+FRESCO: dict[str, Any] = PAINTER | {
+    "architecture": "lumina2",
+    "config": {
+        "hidden_size": 48,
+        "num_attention_heads": 8,
+        "num_kv_heads": 4,
+        "in_channels": 4,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "multiple_of": 16,
+        "axes_dim_rope": [2, 2, 2],
+        "axes_lens": [5, 6, 6],
+        "cap_feat_dim": 20,
+    },
+}
+
 
 #: Adapters of every module, on all that can have some and on a few.
 LORA: dict[str, dict[str, Any]] = {
@@ -166,7 +183,12 @@ def write_run(
 ) -> Run:
     """A run file in `folder` over the sample data in `data`, with `lora` of modules; `train`
     overrides its training section."""
-    known = MODEL["modules"] | {"refiner": REFINER, "painter": PAINTER, "mural": MURAL}
+    known = MODEL["modules"] | {
+        "refiner": REFINER,
+        "painter": PAINTER,
+        "mural": MURAL,
+        "fresco": FRESCO,
+    }
     if tied:
         llm = known["llm"]
         known = known | {"llm": llm | {"config": llm["config"] | {"tie_word_embeddings": True}}}

@@ -1,6 +1,6 @@
-"""Flows over joint attention, SD3's and Flux's, in layouts of four ranks: losses, gradient norms
-and weights equal a single process (fp32, 1e-5), with a VAE in the pipeline and with latents that
-were prepared."""
+"""Flows over joint attention, SD3's, Flux's and Lumina 2's, in layouts of four ranks: losses,
+gradient norms and weights equal a single process (fp32, 1e-5), with a VAE in the pipeline and with
+latents that were prepared."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 RANKS, STEPS, BATCH, SEED, DRAWN = 4, 3, 4, 16, 8
-LLM, PAINTER, MURAL = "llm", "painter", "mural"
-#: Layers of the LLM, and of the painter with its VAE and the mural.
-COUNTS = (5, 7 + 6)
+LLM, PAINTER, MURAL, FRESCO = "llm", "painter", "mural", "fresco"
+DRAWING = [PAINTER, MURAL, FRESCO]
+#: Layers of the LLM, and of painter and fresco with their VAEs and the mural.
+COUNTS = (5, 7 + 6 + 8)
 UNREAD = ("add_q_proj.bias", "norm_added_q.weight")
 
 
@@ -59,9 +60,9 @@ def layouts() -> dict[str, tuple[list[UnitPlan], int, bool]]:
         cached = draw.random() < 0.3
         counts = (COUNTS[0], COUNTS[1] - cached)
         units = (
-            [_one(draw, "l", [LLM], counts[0], 2), _one(draw, "g", [PAINTER, MURAL], counts[1], 2)]
+            [_one(draw, "l", [LLM], counts[0], 2), _one(draw, "g", DRAWING, counts[1], 2)]
             if apart
-            else [_one(draw, "all", [LLM, PAINTER, MURAL], sum(counts), RANKS)]
+            else [_one(draw, "all", [LLM, *DRAWING], sum(counts), RANKS)]
         )
         zero = draw.choice([0, 1])
         words = [
@@ -79,7 +80,7 @@ LAYOUTS = layouts()
 
 
 def written(folder: Path, data: Path, cached: bool = False, **train: Any) -> Run:
-    run = write_run(folder, data, modules=(LLM, PAINTER, MURAL), global_batch_size=BATCH, **train)
+    run = write_run(folder, data, modules=(LLM, *DRAWING), global_batch_size=BATCH, **train)
     if cached:
         content = yaml.safe_load(run.path.read_text())
         content["model"]["modules"][PAINTER]["cached_latents"] = True

@@ -21,6 +21,7 @@ from disttrain_cli.models import (
     flux,
     idefics3_vision,
     internvl_vision,
+    lumina2,
     pixart,
     qwen3_vision,
     qwen_vision,
@@ -43,6 +44,7 @@ from disttrain_cli.models.configs.checks import (
 from disttrain_cli.models.configs.generators import (
     denoised,
     read_flux,
+    read_lumina2,
     read_pixart,
     read_sd3,
     read_unet,
@@ -349,6 +351,15 @@ _OWN: dict[str, Architecture] = {
         _generator_input,
         several=True,
     ),
+    "lumina2": Architecture(
+        "generator",
+        "target",
+        "diffusers:Lumina2Transformer2DModel",
+        read_lumina2,
+        partial(_generator, lumina2.makers),
+        _generator_input,
+        several=True,
+    ),
     "sd3": Architecture(
         "generator",
         "target",
@@ -372,6 +383,7 @@ _ALIASES: dict[str, tuple[str, str | None]] = {
     "PixArtTransformer2DModel": ("pixart", None),
     "SD3Transformer2DModel": ("sd3", None),
     "FluxTransformer2DModel": ("flux", None),
+    "Lumina2Transformer2DModel": ("lumina2", None),
 }
 
 

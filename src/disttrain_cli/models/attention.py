@@ -298,11 +298,13 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
         JointAttnProcessor2_0,
     )
     from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+    from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
 
     ours = {
         AttnProcessor2_0: _Processor,
         JointAttnProcessor2_0: _JointProcessor,
         FluxAttnProcessor: _FluxProcessor,
+        Lumina2AttnProcessor2_0: _LuminaProcessor,
     }
     for part in layer.modules():
         if isinstance(part, (Attention, FluxAttention)):
@@ -401,6 +403,29 @@ class _FluxProcessor:
         return a.to_out[1](a.to_out[0](made)), a.to_add_out(of_others)
 
 
+class _LuminaProcessor:
+    """As diffusers' Lumina2AttnProcessor2_0: rows [N, L, D] attend themselves, turned by their
+    positions."""
+
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        assert attention_mask is None and image_rotary_emb is not None
+        query, key, value = _own_heads(attention, hidden)
+        query, key = (
+            apply_rotary_emb(one, image_rotary_emb, sequence_dim=1) for one in (query, key)
+        )
+        made: Tensor = attention.to_out[1](attention.to_out[0](_attended(query, key, value)))
+        return made
+
+
 def _own_heads(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
     a = attention
     return _heads(a, rows_NLD, (a.to_q, a.norm_q), (a.to_k, a.norm_k), (a.to_v, None))
@@ -413,10 +438,11 @@ def _added(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
 
 
 def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
-    """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm."""
-    heads = []
+    """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm; of
+    keys and values H may be smaller."""
+    heads, width = [], linears[0][0].out_features // attention.heads
     for linear, norm in linears:
-        made = linear(rows_NLD).unflatten(-1, (attention.heads, -1))
+        made = linear(rows_NLD).unflatten(-1, (-1, width))
         heads.append(made if norm is None else norm(made))
     return heads
 

@@ -2,7 +2,7 @@
 block × m, out with the image loss.
 
 A flow like SD3 (`sd3`), whose patches are 2 × 2 latents, whose positions are rotations of queries
-and keys (Su et al. 2021, arXiv 2104.09864) by an image's rows and columns, and whose last blocks
+and keys by an image's rows and columns (`rotary`), and whose last blocks
 have one set of weights for image and conditioning together, attention and FFN side by side. A model
 that is distilled to a guidance scale (`guidance_embeds`) is told `GUIDANCE`, in training and in
 drawing.
@@ -11,12 +11,11 @@ drawing.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -31,10 +30,11 @@ from disttrain_cli.models.generator import (
     GeneratorLayer,
     Projector,
     Start,
+    even_sigmas,
     filled,
 )
-from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.rotary import turns
 from disttrain_cli.models.sd3 import DIVISION
 
 #: What diffusers trains guidance-distilled models with.
@@ -76,7 +76,7 @@ class In(Start):
         self.guided = bool(whole.config.guidance_embeds)
 
     def sigmas(self, steps: int) -> list[float]:
-        return np.linspace(1.0, 1 / steps, steps).tolist()
+        return even_sigmas(steps)
 
     def start(
         self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
@@ -120,43 +120,14 @@ class Block(GeneratorLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         patches = state["patches"]
-        place = (self.context_tokens, patches.shape[1], self.axes)
+        side = math.isqrt(patches.shape[1])
         conditioning, patches = self.block(
             hidden_states=patches,
             encoder_hidden_states=state["conditioning"].unflatten(0, (-1, self.context_tokens)),
             temb=state["time_embedding"],
-            image_rotary_emb=tuple(
-                torch.empty(sum(place[:2]), sum(self.axes), device="meta")
-                if patches.is_meta
-                else constant(made, *place, device=patches.device)
-                for made in (_cosines, _sines)
-            ),
+            image_rotary_emb=turns(self.context_tokens, (side, side), self.axes, False, patches),
         )
         return {"patches": patches, "conditioning": conditioning.flatten(0, 1)}
-
-
-def _angles(context: int, patches: int, axes: tuple[int, ...]) -> Tensor:
-    """[context + patches, sum of axes / 2], float64: of (0, row, column); the conditioning stands
-    at 0."""
-    side = round(patches**0.5)
-    zeros = torch.zeros(context + patches, dtype=torch.float64)
-    places = [zeros, zeros.clone(), zeros.clone()]
-    index = torch.arange(patches, dtype=torch.float64)
-    places[1][context:], places[2][context:] = index // side, index % side
-    frequencies = [
-        10_000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width) for width in axes
-    ]
-    return torch.cat(
-        [torch.outer(at, own) for at, own in zip(places, frequencies, strict=True)], dim=1
-    )
-
-
-def _cosines(context: int, patches: int, axes: tuple[int, ...]) -> Tensor:
-    return _angles(context, patches, axes).cos().float().repeat_interleave(2, dim=1)
-
-
-def _sines(context: int, patches: int, axes: tuple[int, ...]) -> Tensor:
-    return _angles(context, patches, axes).sin().float().repeat_interleave(2, dim=1)
 
 
 class Out(Finish):

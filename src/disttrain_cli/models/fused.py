@@ -147,12 +147,15 @@ class _RowsAdded(torch.autograd.Function):
 def gated_mlp(mlp: Any, rows_RD: Tensor) -> Tensor:
     """A gated feed-forward of transformers: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv
     2002.05202)."""
-    return mlp.down_proj(_Gated.apply(mlp.gate_proj(rows_RD), mlp.up_proj(rows_RD), mlp.act_fn))
+    return mlp.down_proj(gated(mlp.gate_proj(rows_RD), mlp.up_proj(rows_RD), mlp.act_fn))
+
+
+def gated(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """act(gate) · up, of which gate and up are kept."""
+    return _Gated.apply(gate, up, act)
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) · up, of which gate and up are kept."""
-
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(gate, up)

@@ -194,6 +194,17 @@ def from_patches(pixels_NPV: Tensor, patch: int) -> Tensor:
     return image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
+def to_patches(image_NCHW: Tensor, patch: int) -> Tensor:
+    """The inverse: values of the patches of images [N, P, patch · patch · C]."""
+    patches = image_NCHW.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
+    return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def even_sigmas(steps: int) -> list[float]:
+    """From 1 to 1/steps in equal steps, as pipelines of diffusers with dynamic shifts ask for."""
+    return [1 - step / steps for step in range(steps)]
+
+
 def filled(count: int, values: tuple[float, ...], like: Tensor) -> Tensor:
     """The same values for each of `count` images [N, V], on the device and with the dtype of
     `like`."""

@@ -150,6 +150,7 @@ RUNS = {
     ),
     "vit, llama, sd3.5": ("vit", {}, "llama", {}, "sd3.5", {}),
     "clip, llama, flux": ("clip_vision_model", {}, "llama", {}, "flux", {}),
+    "clip, llama, lumina2": ("clip_vision_model", {}, "llama", {}, "lumina2", {}),
     "qwen's, qwen3, flow": (
         "qwen2_5_vl_vision",
         {},

@@ -32,7 +32,7 @@ from disttrain_cli.runtime.outputs.trained import load_trained
 from disttrain_cli.spec.runfile import read_run
 from tests.models.conftest import AUDIO, MODULES
 from tests.models.test_vae import GENERATOR
-from tests.models.test_weights import PIXART, SD3
+from tests.models.test_weights import LUMINA2, PIXART, SD3
 
 SAVE_FILE = "safetensors.torch.save_file"
 UNET = MODULES["image_generator"]["config"]
@@ -40,6 +40,7 @@ GENERATORS = {
     "unet2d_condition": {"config": UNET | GENERATOR["config"], "vae": GENERATOR["vae"]},
     "pixart": {"config": PIXART | {"in_channels": 4, "out_channels": 8}, "vae": GENERATOR["vae"]},
     "sd3": {"config": SD3 | {"in_channels": 4, "out_channels": 4}, "vae": GENERATOR["vae"]},
+    "lumina2": {"config": LUMINA2 | {"in_channels": 4}, "vae": GENERATOR["vae"]},
 }
 
 
@@ -142,7 +143,7 @@ def through(layers, batch):
     "architecture",
     [
         "unet2d_condition",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pixart", "sd3")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pixart", "sd3", "lumina2")),
     ],
 )
 def test_outputs_of_the_loaded_classes_equal_the_trained_models(
@@ -292,13 +293,20 @@ def check_equal(run, layers, models, projectors, batch):
         0, (2, -1)
     )
     assert len(context) == 8
-    pooled = {"pooled_projections": state["pooled"]} if "pooled" in state else {}
-    made = models["image_generator"](
-        canvas.noise.mix(state["latents"], noise, times),
-        timestep=canvas.noise.times(times),
-        encoder_hidden_states=conditioning,
-        **pooled,
-    ).sample
+    more = {"pooled_projections": state["pooled"]} if "pooled" in state else {}
+    told, sign = canvas.noise.times(times), 1
+    if config["image_generator"].architecture == "lumina2":  # as its pipeline calls it
+        more["encoder_attention_mask"] = torch.ones(conditioning.shape[:2], dtype=torch.bool)
+        told, sign = 1 - told / 1000, -1
+    made = (
+        sign
+        * models["image_generator"](
+            canvas.noise.mix(state["latents"], noise, times),
+            timestep=told,
+            encoder_hidden_states=conditioning,
+            **more,
+        ).sample
+    )
     torch.testing.assert_close(layers["image_generator.out"].predict(state), made[:, :4], **close)
 
 

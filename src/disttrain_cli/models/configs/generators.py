@@ -1,4 +1,5 @@
-"""Checks of the generators' configurations: diffusers' U-Net, PixArt and SD3, and their VAE."""
+"""Checks of the generators' configurations: diffusers' U-Net, and the VAE of all;
+the transformers' own are `transformers`."""
 
 from __future__ import annotations
 
@@ -18,6 +19,14 @@ from disttrain_cli.models.configs.checks import (
     refuse_unknown,
     refused,
     wrong,
+    wrong_field,
+)
+from disttrain_cli.models.configs.transformers import (
+    FLUX_PATCH,
+    check_flux,
+    check_lumina2,
+    check_pixart,
+    check_sd3,
 )
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
@@ -49,9 +58,8 @@ CLASSES = {
     "pixart": "PixArtTransformer2DModel",
     "sd3": "SD3Transformer2DModel",
     "flux": "FluxTransformer2DModel",
+    "lumina2": "Lumina2Transformer2DModel",
 }
-#: Latents per side of Flux's patches, which are its channels.
-FLUX_PATCH = 2
 
 
 def known_fields(class_name: str) -> dict[str, Any]:
@@ -123,21 +131,37 @@ def read_pixart(
     ):
         # diffusers' own rule
         fields = fields | {"use_additional_conditions": fields.get("sample_size", 128) == 128}
-    return _read(name, architecture, spec, fields, _check_pixart)
+    return _read(name, architecture, spec, fields, check_pixart)
 
 
 def read_sd3(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """All arguments of SD3's transformer and of its VAE, as `read_unet` does."""
-    return _read(name, architecture, spec, fields, _check_sd3)
+    return _read(name, architecture, spec, fields, check_sd3)
 
 
 def read_flux(
     name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """All arguments of Flux's transformer and of its VAE, as `read_unet` does."""
-    return _read(name, architecture, spec, fields, _check_flux)
+    return _read(name, architecture, spec, fields, check_flux)
+
+
+def read_lumina2(
+    name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """All arguments of Lumina 2's transformer and of its VAE, as `read_unet` does."""
+    config, vae = _read(name, architecture, spec, fields, check_lumina2)
+    numbers = config["axes_lens"][0]
+    if spec.context_tokens >= numbers:
+        raise wrong_field(
+            name,
+            "context_tokens",
+            spec.context_tokens,
+            f"less than {numbers}, the first of config.axes_lens: tokens that have a position",
+        )
+    return config, vae
 
 
 def with_folder(spec: ModuleSpec, fields: dict[str, Any]) -> ModuleSpec:
@@ -173,6 +197,8 @@ def _read(
     config |= {"sample_size": side} if "sample_size" in defaults else {}
     check_dropout(name, "dropout", config.get("dropout", 0.0))
     why = "RGB images are denoised" if vae is None else "vae.latent_channels"
+    if architecture == "lumina2":
+        config["out_channels"] = config["out_channels"] or config["in_channels"]
     if architecture == "flux":
         channels, why = channels * FLUX_PATCH**2, f"{FLUX_PATCH**2} times {channels}, {why}"
         config["out_channels"] = config["out_channels"] or config["in_channels"]
@@ -288,102 +314,3 @@ def pooled_width(config: dict[str, Any]) -> int:
     ids."""
     width = config["projection_class_embeddings_input_dim"] or 0
     return int(width - TIME_IDS * (config["addition_time_embed_dim"] or 0))
-
-
-def _check_pixart(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
-    for field, allowed in {
-        "norm_type": ("ada_norm_single",),
-        "attention_type": ("default",),
-        "activation_fn": ("gelu", "gelu-approximate", "geglu"),
-    }.items():
-        if config[field] not in allowed:
-            raise wrong(name, field, config[field], ", ".join(allowed))
-    # sinusoids of two axes; a third for each size told
-    width = _check_transformer(
-        name, config, side, multiple=12 if config["use_additional_conditions"] else 4
-    )
-    if config["cross_attention_dim"] is None:
-        raise wrong(
-            name, "cross_attention_dim", None, "a number: images are conditioned by cross-attention"
-        )
-    if config["caption_channels"] is not None and config["cross_attention_dim"] != width:
-        raise wrong(
-            name,
-            "cross_attention_dim",
-            config["cross_attention_dim"],
-            f"{width}, the width to which caption_channels are projected",
-        )
-
-
-def _check_sd3(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
-    width = _check_transformer(name, config, side, multiple=4)  # sinusoids of two axes
-    for field in ("joint_attention_dim", "pooled_projection_dim", "pos_embed_max_size"):
-        _check_positive(name, config, field)
-    if config["qk_norm"] not in (None, "rms_norm", "layer_norm"):
-        raise wrong(name, "qk_norm", config["qk_norm"], "rms_norm, layer_norm, or nothing")
-    if config["caption_projection_dim"] != width:
-        raise wrong(
-            name,
-            "caption_projection_dim",
-            config["caption_projection_dim"],
-            f"{width}, num_attention_heads times attention_head_dim: both streams have one width",
-        )
-    if (patches := side // config["patch_size"]) > config["pos_embed_max_size"]:
-        raise wrong(
-            name,
-            "pos_embed_max_size",
-            config["pos_embed_max_size"],
-            f"{patches} or more, the patches per side of image_size {image_size}",
-        )
-    dual, blocks = config["dual_attention_layers"], range(config["num_layers"])
-    if not isinstance(dual, (list, tuple)) or any(number not in blocks for number in dual):
-        raise wrong(name, "dual_attention_layers", dual, f"a list of blocks below {len(blocks)}")
-
-
-def _check_flux(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
-    _check_transformer(name, config, side, multiple=2)
-    for field in ("joint_attention_dim", "pooled_projection_dim", "num_single_layers"):
-        _check_positive(name, config, field)
-    if config["patch_size"] != 1:
-        raise wrong(name, "patch_size", config["patch_size"], "1: its patches are its channels")
-    if side % FLUX_PATCH:
-        what = f"model.modules.{name}.image_size does not fit Flux's patches"
-        raise SpecError(
-            what, f"given: {image_size}; allowed: multiples of {image_size // side * FLUX_PATCH}"
-        )
-    axes, head = config["axes_dims_rope"], config["attention_head_dim"]
-    if (
-        not isinstance(axes, (list, tuple))
-        or len(axes) != 3
-        or any(not isinstance(width, int) or width < 2 or width % 2 for width in axes)
-        or sum(axes) != head
-    ):
-        allowed = f"three even numbers whose sum is attention_head_dim ({head})"
-        raise wrong(name, "axes_dims_rope", axes, allowed)
-
-
-def _check_transformer(name: str, config: dict[str, Any], side: int, multiple: int) -> int:
-    """Checks that all transformers share; returns the width of their blocks."""
-    for field in ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size"):
-        _check_positive(name, config, field)
-    width = int(config["num_attention_heads"] * config["attention_head_dim"])
-    if width % multiple:
-        raise wrong(
-            name,
-            "attention_head_dim",
-            config["attention_head_dim"],
-            f"times num_attention_heads ({config['num_attention_heads']}) a multiple of {multiple}",
-        )
-    if side % config["patch_size"]:
-        raise wrong(
-            name,
-            "patch_size",
-            config["patch_size"],
-            f"a divisor of {side}, the side of what is denoised",
-        )
-    return width
-
-
-def _check_positive(name: str, config: dict[str, Any], field: str) -> None:
-    if not isinstance(config[field], int) or config[field] < 1:
-        raise wrong(name, field, config[field], "1 or more")

@@ -16,7 +16,7 @@ from disttrain_cli.models.noise import Dynamic, Noise, TimeShift
 from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
 #: Architectures that are published as flows, and the class of their scheduler.
-FLOWS = ("sd3", "flux")
+FLOWS = ("sd3", "flux", "lumina2")
 FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 
 #: Fields of the run file by what they belong to.

@@ -97,7 +97,7 @@ class ModuleSpec(Strict):
             "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
             " siglip_vision_model, internvl_vision, idefics3_vision, smolvlm_vision,"
             " qwen2_5_vl_vision, qwen3_vl_vision, whisper; llama, mistral, qwen2, qwen3,"
-            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3, flux."
+            " qwen2_5_vl_text, qwen3_vl_text; unet2d_condition, pixart, sd3, flux, lumina2."
         ),
     )
     folder: str | None = Field(
