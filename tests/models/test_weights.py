@@ -302,6 +302,16 @@ def test_new_token_ids_start_at_random(tmp_path, tp):
     assert torch.equal(torch.cat([part[-1].lm_head.weight for part in parts])[261:], before[261:])
 
 
+def test_a_folder_with_fewer_token_ids_than_it_says_is_refused(tmp_path):
+    """Nobody asked for new ones."""
+    library_model(make(tmp_path, "llama"), "llama").save_pretrained(tmp_path / "given")
+    file = tmp_path / "given" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 264}))
+    run = make(tmp_path, "llama", folder="given", config={})
+    with pytest.raises(SpecError, match="has another shape"):
+        load_into(layers_of(run), run)
+
+
 def test_nothing_is_taken_from_another_part_of_a_larger_model(tmp_path):
     library_model(make(tmp_path, "siglip_vision_model"), "siglip_vision_model").save_pretrained(
         tmp_path / "given"

@@ -224,7 +224,8 @@ def _load(
         located |= copied
         source_of = {name: located[now] for name, now in today.items() if now in located}
         shapes = published_shapes(layers)
-        new = max(_check(shapes, source_of, weights, source), default=0)
+        asked = "vocab_size" in (run.file.model.modules[module].config or {})
+        new = max(_check(shapes, source_of, weights, source, asked), default=0)
         for layer in layers:
             for path, whole in layer.from_published(
                 lambda name: _read(weights, source_of[name], name, shapes[name])
@@ -291,10 +292,14 @@ def _load_joint(layers: Sequence[PipelineLayer], source: Source, fill: Fill) -> 
 
 
 def _check(
-    shapes: dict[str, tuple[int, ...]], source_of: dict[str, str], weights: Weights, source: Source
+    shapes: dict[str, tuple[int, ...]],
+    source_of: dict[str, str],
+    weights: Weights,
+    source: Source,
+    asked: bool = False,
 ) -> Iterator[int]:
     """Raise SpecError for what is missing or has another shape; yields how many rows tensors by
-    token id lack."""
+    token id lack, where the run file itself asked for more (`asked`)."""
     missing = [name for name in shapes if name not in source_of]
     if missing:
         raise _lacking(missing, weights, source)
@@ -306,7 +311,7 @@ def _check(
                 f"{source_of[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
                 f"Give the folder of the model before it was quantised, or {source.otherwise}.",
             )
-        if name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
+        if asked and name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
             yield expected[0] - given[0]
         elif given != expected:
             raise SpecError(
