@@ -41,6 +41,13 @@ LLM_BILLIONS = {
     "tiny-llava": 0.0009,
 }
 
+#: Where the preset that is rehearsed is smaller.
+SMALLER = {
+    "  nodes: 4": "  nodes: 1",
+    "  gpus_per_node: 8": "  gpus_per_node: 4",
+    "  global_batch_size: 256": "  global_batch_size: 16",
+}
+
 
 def call(*words: str) -> int:
     with pytest.raises(SystemExit) as stopped:
@@ -103,3 +110,29 @@ def test_profile_and_plan(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert call("train", path) == 1  # sizes only, and a device that is not here
     message = capsys.readouterr().err
     assert "data.distribution" in message and "Next:" in message
+
+
+@pytest.mark.slow
+def test_a_vision_language_preset_is_rehearsed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-VL 8B on four GPUs: images' features of four kinds travel between units."""
+    preset("qwen3-vl-8b", tmp_path)
+    path = tmp_path / "disttrain.yaml"
+    text = path.read_text()
+    for given, smaller in SMALLER.items():
+        assert text.count(given) == 1
+        text = text.replace(given, smaller)
+    path.write_text(text)
+    for command in ("profile", "plan"):
+        assert call(command, str(path), "--quiet") == 0
+    capsys.readouterr()
+    assert call("train", str(path), "--rehearse", "--steps", "2", "--json", "--quiet") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["processes"] == said["gpus"] == 4 and len(said["steps"]) == 2
+    for rehearsed, simulated in zip(said["steps"], said["simulated"], strict=True):
+        assert simulated["iteration_s"] == pytest.approx(said["predicted_iteration_s"], rel=0.05)
+        assert rehearsed["iteration_s"] > 0.99 * simulated["iteration_s"]  # a busy host is later
+    computed = [row for row in said["operations"] if row["operation"] in ("forward", "backward")]
+    assert {row["unit"] for row in computed} == {"image_encoder", "llm"}
+    assert all(abs(row["error_pct"]) < 1 for row in computed)
