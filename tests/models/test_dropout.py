@@ -18,7 +18,7 @@ P = 0.25
 def _dropout(
     seeds: list[int], counts: list[int], tp: int = 1, rank: int = 0, key: int = 7
 ) -> SeededDropout:
-    made = SeededDropout(P, key, divided=tp > 1)
+    made = SeededDropout(P, key, divided=int(tp > 1))
     made.begin(row_hashes(torch.tensor(seeds), counts), tp, rank)
     return made
 
@@ -35,7 +35,7 @@ def test_about_the_given_share_is_dropped_and_the_rest_scaled() -> None:
 def test_rows_and_features_drop_independently(p: float) -> None:
     """Of all pairs of rows, and of features, none drops together more often than chance has it:
     correlations in deviations, which grow to about 5 among so many pairs."""
-    made = SeededDropout(p, 7, divided=False)
+    made = SeededDropout(p, 7, divided=0)
     made.begin(row_hashes(torch.tensor([3, 4]), [512, 512]), 1, 0)
     dropped = ((made(torch.ones(1024, 512)) == 0).float() - p) / (p * (1 - p)) ** 0.5
     for rows in (dropped, dropped.T):
@@ -65,6 +65,19 @@ def test_parts_of_the_features_have_parts_of_the_mask() -> None:
     whole = _dropout([1, 2], [3, 4])(torch.ones(7, 5, 12))
     parts = [_dropout([1, 2], [3, 4], 3, rank)(torch.ones(7, 5, 4)) for rank in range(3)]
     assert torch.equal(torch.cat(parts, dim=-1), whole)
+
+
+def test_parts_side_by_side_that_are_divided_alike_have_their_parts_of_the_mask() -> None:
+    """As an attention's features and an FFN's four in Flux's single blocks."""
+    rows = row_hashes(torch.tensor([3, 8]), [1, 1])
+    made = []
+    for tp, rank in ((1, 0), (2, 0), (2, 1)):
+        dropout = SeededDropout(P, 7, divided=5)
+        dropout.begin(rows, tp, rank)
+        made.append(dropout(torch.ones(2, 3, 40 // tp)))
+    whole, *halves = made
+    joined = torch.stack([half.unflatten(2, (5, 4)) for half in halves], dim=3)
+    assert torch.equal(joined.flatten(2), whole)
 
 
 def test_nothing_is_dropped_without_training() -> None:

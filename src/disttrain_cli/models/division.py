@@ -36,6 +36,11 @@ class Division:
     # whole on every rank, which sees its own heads with them (norms of queries and keys)
     per_head: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """Row-parallel linears, and how many parts of their inputs are divided alike."""
+        return (self.row, 1), (self.fifths, 5)
+
 
 @dataclass(frozen=True)
 class Shard:

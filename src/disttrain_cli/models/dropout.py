@@ -30,10 +30,10 @@ class SeededDropout(nn.Module):
     """Stands where a class has nn.Dropout; `begin` comes before every forward of its layer.
 
     `divided`: what it is first called with has a part of the features, on each rank of a TP group
-    another.
+    another: of each of so many equal parts that lie side by side the same share; 0: has all.
     """
 
-    def __init__(self, p: float, key: int, divided: bool) -> None:
+    def __init__(self, p: float, key: int, divided: int) -> None:
         super().__init__()
         self.p, self.key, self.divided = p, key, divided
         self.rows: Tensor | None = None  # [R] a hash of each row's item and number
@@ -57,7 +57,9 @@ class SeededDropout(nn.Module):
         before = torch.arange(hidden.shape[1:-1].numel(), device=hidden.device)
         columns = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
-            columns, width = columns + self.tp_rank * width, width * self.tp
+            share = width // self.divided
+            columns = columns + (columns // share * (self.tp - 1) + self.tp_rank) * share
+            width *= self.tp
         positions = (before[:, None] * width + columns).flatten()
         dropped = _dropped(rows ^ (self.key + self.calls), positions, self.p).view(hidden.shape)
         return hidden.masked_fill(dropped, 0.0) * (1.0 / (1.0 - self.p))
@@ -76,7 +78,7 @@ class OfAdapter(SeededDropout):
         return super().forward(rows_RD).view(hidden.shape)
 
 
-def of_adapter(layer: PipelineLayer, path: str, p: float, divided: bool) -> OfAdapter:
+def of_adapter(layer: PipelineLayer, path: str, p: float, divided: int) -> OfAdapter:
     """The dropout before the adapter of the linear at a path."""
     return OfAdapter(p, _key(f"{layer.name}/{path}.lora_dropout"), divided)
 

@@ -95,7 +95,7 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     dropouts = []
     for path, linear in list(targets(layer, lora)):
         if lora.lora_dropout:
-            divided = any(matches((end,), path) for end in layer.division.row)
+            divided = next((of for ends, of in layer.division.inputs if matches(ends, path)), 0)
             linear.lora_dropout = of_adapter(layer, path, lora.lora_dropout, divided)
             dropouts.append(linear.lora_dropout)
         linear.lora_A = nn.Linear(linear.in_features, lora.r, bias=False)

@@ -64,7 +64,7 @@ def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
         for linear in _with_adapter(layer, ends, "lora_B"):
             _narrow(linear, Shard(0, halves, tp, rank))
             linear.out_features //= tp
-    for ends, halves in ((division.row, 1), (division.fifths, 5)):
+    for ends, halves in division.inputs:
         for linear in _with_adapter(layer, ends, "lora_A"):
             _narrow(linear, Shard(1, halves, tp, rank))
             linear.in_features //= tp
