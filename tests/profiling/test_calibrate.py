@@ -11,7 +11,7 @@ from disttrain_cli.costs.layout import reduce_s, stages_of, transfers_s
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.profiling.calibrate import calibrate
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import combine
+from disttrain_cli.spec.profile import Heads, combine
 from disttrain_cli.spec.runfile import Run
 from tests import profiles
 from tests.planning.synthetic import run_file, tiny
@@ -189,6 +189,45 @@ def test_frozen_recomputed_and_divided_layers(recording, run, tmp_path, trained,
         trained and trained[0]
     ]
     assert len(backwards) == after_trained  # frozen layers before all that trains have none
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_cp_groups_exchange_is_no_part_of_a_layer_s_time(
+    recording, run, tmp_path, checkpointing
+):
+    planned = exchanging(recording.planned)
+    plan = layout((1, 2, [4]), (1, 3, [3, 3]), (1, 2, [4]), checkpointing=checkpointing)
+    units = [
+        unit.model_copy(update={"cp": 4, "gpus": 4 * unit.gpus})
+        if unit.modules == ["llm"]
+        else unit
+        for unit in plan.units
+    ]
+    used = sum(unit.gpus for unit in units)
+    plan = plan.model_copy(update={"units": units, "gpus_used": used})
+    true = retimed(planned, by_module)
+    recording = replace(recording, planned=planned, true=true, layout=plan, noise=0.005, steps=8)
+    alone, exchanged = (
+        stages_of(profile, plan)[1].costs[0].forward_ms @ WORKS[0]
+        for profile in (tiny(run.file, kind="cuda", tps=(1, 2, 4)), planned)
+    )
+    assert exchanged > 1.1 * alone
+    found = calibrated(recording, run, tmp_path)
+    assert worst_error(planned, true, plan) > 0.1
+    assert worst_error(found.profile, true, plan) < 0.03
+
+
+def exchanging(profile):
+    """The profile with attention in the LLM's blocks, whose exchanges take a good part of them."""
+    llm = profile.modules["llm"]
+    costs = {
+        kind: cost.model_copy(
+            update={"heads": Heads(query=8, key=8, width=4096) if kind == "block" else None}
+        )
+        for kind, cost in llm.costs.items()
+    }
+    modules = profile.modules | {"llm": llm.model_copy(update={"costs": costs})}
+    return profile.model_copy(update={"modules": modules})
 
 
 def test_a_slow_stage_is_named(recording, run, tmp_path):

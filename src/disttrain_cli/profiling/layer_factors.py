@@ -105,12 +105,17 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
     means: dict[tuple[str, str], float] = {}
     changed: list[Corrected] = []
     for module in job.profile.modules:
-        columns = _columns(job, module)
+        columns, exchanged = _columns(job, module), _exchanged(job, module)
         tp = str(job.layout.unit_of(module).tp)
         by_kind: dict[tuple[str, str], Floats] = {}  # (kind, time) → factors
         for operation in COMPUTE:
             fitted = _correct(
-                module, operation, columns, by_kind, _read(database, job, module, operation)
+                module,
+                operation,
+                columns,
+                exchanged[operation],
+                by_kind,
+                _read(database, job, module, operation),
             )
             if fitted is not None:
                 changed.append(fitted)
@@ -139,11 +144,12 @@ def _correct(
     module: str,
     operation: str,
     columns: list[_Column],
+    exchanged: Floats,
     factors: dict[tuple[str, str], Floats],
     rows: _Rows,
 ) -> Corrected | None:
     """Fit one direction and add its factors; those of the forward are known where the backward
-    recomputes it."""
+    recomputes it, and what CP groups exchange is left as the links have it."""
     of_operation = [column for column in columns if TIMES[column.time] == operation]
     others = [
         column
@@ -151,18 +157,21 @@ def _correct(
         if TIMES[column.time] != operation and (column.kind, column.time) in factors
     ]
     rows = rows.take(_terms(of_operation, operation, rows).sum(axis=1) > 0.0)
-    slow = _slow_ranks(rows, _terms([*of_operation, *others], operation, rows).sum(axis=1))
+    expected = _terms([*of_operation, *others], operation, rows).sum(axis=1)
+    slow = _slow_ranks(rows, expected + (exchanged[rows.stage] * rows.work).sum(axis=1))
     rows = rows.take(~np.isin(rows.rank, slow))
     if not len(rows):
         return None
     terms, again = _terms(of_operation, operation, rows), _terms(others, operation, rows)
-    repeated = again @ np.concatenate(
+    messages = (exchanged[rows.stage] * rows.work).sum(axis=1)
+    repeated = messages + again @ np.concatenate(
         [np.zeros(0), *(factors[column.kind, column.time] for column in others)]
     )
     used = terms.sum(axis=0) > 0.0
     fitted = np.full(len(used), np.nan)
     fitted[used] = fit_factors(terms[:, used], rows.measured_ms, repeated)
-    before, after = again.sum(axis=1) + terms.sum(axis=1), repeated + terms[:, used] @ fitted[used]
+    before = messages + again.sum(axis=1) + terms.sum(axis=1)
+    after = repeated + terms[:, used] @ fitted[used]
     fitted[~used] = after.mean() / before.mean()
     for index, column in enumerate(of_operation):
         factors[column.kind, column.time] = fitted[len(TERMS) * index : len(TERMS) * (index + 1)]
@@ -212,19 +221,29 @@ def _columns(job: Job, module: str) -> list[_Column]:
                 continue
             parts = {time} if split or time != "backward_ms" else {time, "weight_ms"}
             alone = _retimed(unshared, _only_at({(module, kind, tp, part) for part in parts}))
-            stages = stages_of(alone, job.layout)
-            adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
-            for number, stage in enumerate(stages):
-                for there in stage.costs:
-                    if there.module == module:
-                        for operation, part_ms in zip(COMPUTE, there.parts_ms, strict=True):
-                            adds[operation][number] = part_ms
-            columns.append(_Column(kind, time, adds))
+            columns.append(_Column(kind, time, _adds(alone, job, module)))
     return columns
 
 
+def _exchanged(job: Job, module: str) -> dict[str, Floats]:
+    """By operation, what the exchanges of CP groups add to the rows of every stage, by term."""
+    return _adds(_retimed(job.profile, _only_at(set())), job, module)
+
+
+def _adds(profile: Profile, job: Job, module: str) -> dict[str, Floats]:
+    """By operation, what such a profile says of the rows of every stage, by term [S, 4]."""
+    stages = stages_of(profile, job.layout)
+    adds = {operation: np.zeros((len(stages), len(TERMS))) for operation in COMPUTE}
+    for number, stage in enumerate(stages):
+        for there in stage.costs:
+            if there.module == module:
+                for operation, part_ms in zip(COMPUTE, there.parts_ms, strict=True):
+                    adds[operation][number] = part_ms
+    return adds
+
+
 def _without_heads(profile: Profile) -> Profile:
-    """The profile without what CP groups exchange, which is a part of what their layers took."""
+    """The profile without what CP groups exchange."""
     modules = {
         name: module.model_copy(
             update={
