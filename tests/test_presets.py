@@ -29,6 +29,8 @@ LLM_BILLIONS = {
     "qwen2.5-vl-7b-lora": 7.66,  # with adapters of 0.04
     "qwen3-vl-8b": 8.19,
     "qwen3-vl-8b-long": 8.19,
+    "qwen3-vl-8b-sd3.5": 8.19,
+    "qwen3-vl-8b-flux": 8.19,
     "qwen3-vl-32b": 32.8,
     "internvl3-8b": 7.61,
     "mllm-audio-10b": 6.74,
@@ -62,6 +64,10 @@ def preset(name: str, folder: Path) -> Run:
     return read_run(folder / "disttrain.yaml")
 
 
+#: Of generators that are transformers, without VAE and projector, as their makers count them.
+GENERATOR_BILLIONS = {"qwen3-vl-8b-sd3.5": 2.5, "qwen3-vl-8b-flux": 11.9}
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_model_and_device(name: str, tmp_path: Path) -> None:
     run = preset(name, tmp_path)
@@ -69,6 +75,13 @@ def test_model_and_device(name: str, tmp_path: Path) -> None:
     billions = sum(layer.parameters for layer in table if layer.module == inputs.llm) / 1e9
     assert billions == pytest.approx(LLM_BILLIONS[name], rel=0.05)
     assert list(dict.fromkeys(layer.module for layer in table)) == run.file.model.order
+    if name in GENERATOR_BILLIONS:
+        billions = sum(
+            layer.parameters
+            for layer in table
+            if layer.module == "image_generator" and layer.kind not in ("vae_encoder", "projector")
+        )
+        assert billions / 1e9 == pytest.approx(GENERATOR_BILLIONS[name], rel=0.02)
     kind, _, device = run.file.cluster.device.partition(":")
     if kind == "analytic":
         assert analytic_device(device, run.file.cluster, run.file.train.precision).name == device
