@@ -41,6 +41,7 @@ LLM_BILLIONS = {
     "tiny-qwen2.5-vl": 0.00078,
     "tiny-qwen3-vl": 0.00078,
     "tiny-llava": 0.0009,
+    "tiny-internvl": 0.00083,
 }
 
 #: Where the preset that is rehearsed is smaller.

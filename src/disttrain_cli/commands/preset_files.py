@@ -18,7 +18,7 @@ WRITERS = {
     "data/tones": "disttrain_cli.data.sample_audio:write_sample_audio",
     "data/talks": "disttrain_cli.data.sample_talks:write_sample_talks",
 }
-WORDS = "words"  # folder of the tokenizer that all small models have
+WORDS = "words"  # folder of the tokenizer that all small models have, but for files of their own
 
 
 def source_paths(content: str) -> list[str]:
@@ -64,9 +64,9 @@ def write_model(preset: str, folder: Path) -> None:
 def write_model_files(preset: str, folder: Path) -> None:
     """Write all of it but the weights; raises SpecError as `write_model` does."""
     templates = files("disttrain_cli") / "templates" / "folders"
-    for name in (WORDS, preset):
-        for path in (templates / name).iterdir():
-            _write_new(folder, path.name, path.read_bytes())
+    named = {path.name: path for name in (WORDS, preset) for path in (templates / name).iterdir()}
+    for name, path in named.items():
+        _write_new(folder, name, path.read_bytes())
 
 
 def _write_new(folder: Path, name: str, content: bytes) -> None:
