@@ -184,6 +184,7 @@ def plan(
     from disttrain_cli.planning.picture import svg
     from disttrain_cli.planning.predict import simulated_step
     from disttrain_cli.planning.sensitivity import sensitivity as ask_sensitivity
+    from disttrain_cli.planning.sharing import sharing_sentence
     from disttrain_cli.planning.solve import cluster_of, solve
     from disttrain_cli.planning.units import units_of
     from disttrain_cli.simulation.faults import check_faults
@@ -216,7 +217,12 @@ def plan(
             path.with_name(path.name.removesuffix(".yaml") + ".svg"),
             svg(step.pipeline, step.timeline, best.plan),
         )
-    explanation = explain(best, units_of(costs, cluster, best.plan), step)
+    explanation = explain(
+        best,
+        units_of(costs, cluster, best.plan),
+        step,
+        sharing_sentence(best, costs, cluster),
+    )
     what_if = ask_sensitivity(costs, cluster, best.plan, progress) if sensitivity else None
     refused = not_run(best, opened.file, costs)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.context import exchanged_bytes, kept_bytes, misfit
+from disttrain_cli.costs.context import exchanged_bytes, exchanged_ms, kept_bytes, misfit
 from disttrain_cli.costs.layout import reduce_s, stages_of
 from disttrain_cli.costs.memory import communicators, layout_memory
 from disttrain_cli.costs.overlap import hidden
@@ -20,17 +20,9 @@ from tests.planning import synthetic
 LENGTH = 256
 
 
-def with_heads(heads: Heads | None, **inputs: Any) -> Profile:
+def with_heads(heads: Heads | None, sequence_length: int = LENGTH) -> Profile:
     """The tests' profile, whose LLM has such attention in its blocks."""
-    profile = synthetic.tiny(synthetic.run_file())
-    llm = profile.modules["llm"]
-    costs = {
-        kind: cost.model_copy(update={"heads": heads if kind == "block" else None})
-        for kind, cost in llm.costs.items()
-    }
-    changed = {"inputs": profile.inputs.model_copy(update={"sequence_length": LENGTH} | inputs)}
-    changed["modules"] = profile.modules | {"llm": llm.model_copy(update={"costs": costs})}
-    return profile.model_copy(update=changed)
+    return synthetic.attending(synthetic.tiny(synthetic.run_file()), heads, sequence_length)
 
 
 PROFILE = with_heads(Heads(8, 4, 16))
@@ -63,6 +55,24 @@ def test_a_rank_has_its_share_of_the_work_and_two_exchanges() -> None:
                 each_ms = 2e-3 * link.all_gather_us
                 np.testing.assert_allclose(part[0], whole[0] + blocks * each_ms)
             np.testing.assert_array_equal(one.flops, two.flops)
+
+
+def test_copies_around_exchanges_take_what_the_optimizer_says_of_memory() -> None:
+    slow = PROFILE.model_copy(
+        update={"device": PROFILE.device.model_copy(update={"optimizer_ns_per_parameter": 28.0})}
+    )  # 1 ns per byte
+    block = PROFILE.modules["llm"].costs["block"]
+    for cp, again in ((1, 0), (2, 1), (8, 2)):
+        llm = shared(cp).units[1]
+        for before, after in zip(
+            exchanged_ms(PROFILE, block, llm, "trained"),
+            exchanged_ms(slow, block, llm, "trained"),
+            strict=True,
+        ):
+            numbers = 3 * 8 + 2 * 2 * 4 * again if again else 0
+            moved_bytes = LENGTH / cp * 16 * 4 * 2 * numbers
+            assert after.per_item - before.per_item == pytest.approx(1e-6 * moved_bytes)
+            assert after.base == before.base
 
 
 def test_the_longer_a_sequence_the_closer_to_a_share() -> None:

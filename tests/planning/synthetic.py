@@ -17,6 +17,7 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
+    Heads,
     LayerCost,
     LinkProfile,
     ModuleProfile,
@@ -244,6 +245,21 @@ def with_audio(profile: Profile, clips: int = 2, share: float = 1.0) -> Profile:
             "modules": dict([image, ("audio_encoder", audio), *others]),
             "data": data,
             "inputs": with_heads(profile.inputs, "audio", head),
+        }
+    )
+
+
+def attending(profile: Profile, heads: Heads | None, length: int) -> Profile:
+    """The profile of sequences of so many tokens, whose LLM has such attention in its blocks."""
+    llm = profile.modules["llm"]
+    costs = {
+        kind: cost.model_copy(update={"heads": heads if kind == "block" else None})
+        for kind, cost in llm.costs.items()
+    }
+    return profile.model_copy(
+        update={
+            "inputs": profile.inputs.model_copy(update={"sequence_length": length}),
+            "modules": profile.modules | {"llm": llm.model_copy(update={"costs": costs})},
         }
     )
 

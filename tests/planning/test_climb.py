@@ -11,10 +11,10 @@ from disttrain_cli.planning import climb as climbing
 from disttrain_cli.planning import solve
 from disttrain_cli.planning.climb import climb, neighbours
 from disttrain_cli.planning.finalists import one_batch_s
-from disttrain_cli.planning.layouts import UnitShape, layout_with
+from disttrain_cli.planning.layouts import layout_with
 from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitShape
 from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
 

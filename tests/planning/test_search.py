@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning import search as searching
 from disttrain_cli.planning.bounds import Space, divisors, narrowed, side_by_side
@@ -20,10 +21,21 @@ from disttrain_cli.planning.options import Options
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import LayerCost, ModuleProfile, Profile
+from disttrain_cli.spec.profile import Heads, LayerCost, ModuleProfile, Profile
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 from tests.planning.synthetic import cuts
+
+
+def fits_a_node(unit: Unit, tp: int, cp: int) -> bool:
+    """Whether CP groups divide tokens and heads, and groups of other sizes beside each other stay
+    in nodes."""
+    node, width = unit.cluster.gpus_per_node, tp * cp
+    return (
+        misfit(unit.profile, unit.modules, tp, cp) is None
+        and node % width == 0
+        and (width == node or width in (1, 2, 4, 8))
+    )
 
 
 def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
@@ -33,17 +45,20 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             name=unit.name,
             modules=list(unit.modules),
             tp=tp,
+            cp=cp,
             dp=dp,
             pp=pp,
-            gpus=tp * dp * pp,
+            gpus=tp * cp * dp * pp,
             layers_per_stage=[int(count) for count in layers],
             checkpointing=checkpointing,
-            tp_overlap=unit.overlaps(tp, checkpointing),
+            tp_overlap=unit.overlaps(tp, checkpointing, cp),
         )
         for tp in unit.tps
+        for cp in range(1, unit.cluster.gpus_per_node // tp + 1)
+        if fits_a_node(unit, tp, cp)
         for dp in range(1, gpus + 1)
         for pp in range(1, unit.layers + 1)
-        if tp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
+        if tp * cp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
         for layers in cuts(unit.layers, pp)
         for checkpointing in choices
     ]
@@ -88,10 +103,12 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
 
 
 @st.composite
-def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
+def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluster]:
     """Two to four modules of one to three layers with random costs, and a cluster that may be too
-    small."""
+    small. Long: few sequences, and an LLM that may share them (CP)."""
     random = np.random.default_rng(draw(st.integers(0, 2**20)))
+    known = [Heads(2, 1, 64), Heads(4, 2, 512), Heads(6, 3, 8)]
+    heads = draw(st.sampled_from(known if long else [None, *known]))
     tps = draw(st.sampled_from([(1,), (1, 2)]))
     image, llm, generator = synthetic.MODULES
     names = draw(
@@ -120,6 +137,8 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
             )
             for kind in kinds
         }
+        if name == "llm":  # its last kind of layer is attention
+            costs[kinds[-1]] = costs[kinds[-1]].model_copy(update={"heads": heads})
         items = 1.0 if name == "llm" else float(random.choice([0.0, 0.3, 2.0, 5.0]))
         tokens = 50 * items
         layers = [kinds[0]] * int(random.integers(0, 2)) + kinds
@@ -140,13 +159,15 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
         (8, 1),
         *[(5, 6), (6, 7)][: 4 - len(names)],
     ]  # few GPUs for many units
+    if long:
+        clusters = [(1, 6), (2, 4), (2, 6)]
     batch, gpus = draw(st.sampled_from(clusters))
     run = synthetic.run_file(batch=batch, gpus=gpus)
     # of gradients that appear in a first backward (fp32) the search counts more than there are
     profile = synthetic.tiny(run).model_copy(update={"modules": modules, "precision": "bf16"})
     return profile, Cluster(
         gpus,
-        2 if gpus % 2 == 0 else 1,
+        draw(st.sampled_from([2, gpus])) if gpus % 2 == 0 else 1,
         draw(st.sampled_from([0.3, 0.6, 1.0, 1.5, 3.0, 100.0])),
         draw(st.sampled_from([0, 1])),
         batch,
@@ -159,7 +180,16 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
 @settings(max_examples=40, deadline=None)
 @given(small_profiles())
 def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
-    profile, cluster = case
+    check_against_brute_force(*case)
+
+
+@settings(max_examples=15, deadline=None)
+@given(small_profiles(long=True))
+def test_search_of_few_long_sequences_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
+    check_against_brute_force(*case)
+
+
+def check_against_brute_force(profile: Profile, cluster: Cluster) -> None:
     units = group(profile, cluster, "disaggregated")
     expected = brute_force(units, cluster)
     found = search(units, cluster, top=3).best
@@ -170,7 +200,7 @@ def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
     assert found[0].total_ms == pytest.approx(expected, rel=1e-9)
     for unit, plan in zip(units, layout.units, strict=True):
         on, off = (
-            sum(map(np.sum, unit.layer_ms(plan.tp, plan.checkpointing, overlap)))
+            sum(map(np.sum, unit.layer_ms(plan.tp, plan.checkpointing, overlap, plan.cp)))
             for overlap in (True, False)
         )
         assert plan.tp_overlap == (cluster.hides and on < off)
@@ -178,7 +208,7 @@ def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
     memory = layout_memory(profile, layout, cluster.memory_gib)
     assert all(stage.peak_gib <= stage.limit_gib * (1 + 1e-9) for stage in memory)
     assert found == sorted(found) and len(
-        {(c.shapes, c.checkpointing, c.microbatch) for c in found}
+        {(c.shapes, c.cps, c.checkpointing, c.microbatch) for c in found}
     ) == len(found)
 
 

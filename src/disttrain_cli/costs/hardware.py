@@ -21,7 +21,7 @@ from pydantic import Field
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
-from disttrain_cli.spec.profile import LinkProfile, LinkTimes
+from disttrain_cli.spec.profile import DeviceProfile, LinkProfile, LinkTimes
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
 Precision = Literal["fp32", "bf16"]
@@ -30,6 +30,10 @@ CAPABILITY = (9, 0)
 
 #: What computed profiles take to run; one that says anything else was computed by another version.
 RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
+
+#: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
+#: bf16 weight.
+OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
 
 # Forms with the same name and other peaks: refused rather than guessed.
 OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNORECASE)
@@ -226,6 +230,12 @@ def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
 def memory_s(device: Device, moved_bytes: float) -> float:
     """Time to read or write bytes of the device's memory."""
     return moved_bytes / (device.memory_gbytes_s * 1e9 * catalogue().curves[device.curve].memory)
+
+
+def moved_s(device: DeviceProfile, precision: Precision, moved_bytes: float) -> float:
+    """Time to read or write bytes of a profiled device's memory, at the rate of its optimizer step,
+    which memory bounds, too; none where that is not known."""
+    return moved_bytes * device.optimizer_ns_per_parameter * 1e-9 / OPTIMIZER_BYTES[precision]
 
 
 def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:

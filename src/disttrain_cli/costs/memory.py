@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.context import kept_bytes
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
-from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
+from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan, UnitShape
 from disttrain_cli.spec.profile import LayerCost, LayerShard, Polynomial, Profile
 from disttrain_cli.spec.stage_graph import Stage, neighbours, stage_graph
 from disttrain_cli.spec.work import Work
@@ -189,7 +189,7 @@ def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Poly
     return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
 
 
-def communicators(tp: Count, dp: int, cuts: int, cp: int = 1) -> Count:
+def communicators(tp: Count, dp: int, cuts: int, cp: Count = 1) -> Count:
     """NCCL communicators of a rank: the world's, its TP and CP groups', that of the ranks with the
     same weights, and one for each way over each of its cuts; without that of a tied weight's
     copies."""
@@ -204,7 +204,7 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
 
 
 def reserved_bytes(
-    profile: Profile, modules: Sequence[str], tp: Count, dp: Floats, cp: int = 1
+    profile: Profile, modules: Sequence[str], tp: Count, dp: Floats, cp: Count = 1
 ) -> Floats:
     """What a rank of a unit has to leave free for the device's context, workspaces and
     communicators, by DP."""
@@ -308,22 +308,19 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     stages = stage_graph(layout, profile.inputs.llm).stages
     for unit in layout.units:
         dp = np.array([float(unit.dp)])
-        weights, twice = own_mix(profile, layout, unit), _kept_twice(profile, layout, unit)
-        kept, shared = state_bytes(
-            profile, unit.modules, unit.tp, layout.zero_stage, layout.trained
-        )
-        activations = slot_bytes(profile, layout, unit, weights)
-        known = (profile, unit.modules, unit.tp, layout.trained)
+        weights, trained = own_mix(profile, layout, unit), layout.trained
+        kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, trained)
+        known = (profile, unit.modules, unit.shape, trained)
+        activations = weights @ kept_share(*known)
         whole, split = (
-            np.maximum(
-                activations,
-                weights @ working_terms(*known, unit.checkpointing, later, unit.tp_overlap) + twice,
-            )
+            np.maximum(activations, weights @ working_share(*known, later, unit.tp_overlap))
             for later in (False, True)
         )
-        deferred = weights @ deferred_terms(*known)
+        deferred = weights @ _shared(
+            deferred_terms(profile, unit.modules, unit.tp, trained), unit.cp
+        )
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
-        unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
+        unsharded = state_bytes(profile, unit.modules, unit.tp, 1, trained)[0]
         mine = share_of_states(profile.precision, dp * unit.cp)
         states = (weight, unsharded - weight, kept + shared * mine - unsharded)
         reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp, unit.cp)[0])
@@ -382,33 +379,59 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     return result
 
 
-def slot_bytes(profile: Profile, layout: Layout, unit: UnitPlan, own: Floats) -> Floats:
-    """[L] bytes that a rank of a unit keeps of its share of a slot (`own_mix`) from forward to
-    backward."""
-    kept = own @ activation_terms(
-        profile, unit.modules, unit.tp, layout.trained, unit.checkpointing
-    )
-    return kept if unit.checkpointing else kept + _kept_twice(profile, layout, unit)
-
-
 def own_mix(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
-    """[4] a rank's share of the worst slot, by the terms of `activation_terms`."""
+    """[4] the worst work of a replica in a slot, by the terms of `activation_terms`."""
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
-    return np.array([1.0, *(part[0] / unit.cp for part in mix)])
+    return np.array([1.0, *(part[0] for part in mix)])
 
 
-def _kept_twice(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
-    """[L] bytes of a slot that a rank of a CP group keeps beyond its share of the work."""
-    own_tokens = layout.microbatch_size * profile.inputs.sequence_length / unit.cp
+def kept_share(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None = None,
+) -> Floats:
+    """[4, L] `activation_terms` of a rank by the work of its replica: its share of them, and what
+    it keeps beyond that."""
+    share = _shared(
+        activation_terms(profile, modules, shape.tp, trained, shape.checkpointing), shape.cp
+    )
+    return share if shape.checkpointing else share + _kept_twice(profile, modules, shape, trained)
+
+
+def working_share(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None = None,
+    later: bool = False,
+    overlap: bool = False,
+) -> Floats:
+    """[4, L] `working_terms` of a rank by the work of its replica, in the same way."""
+    terms = working_terms(profile, modules, shape.tp, trained, shape.checkpointing, later, overlap)
+    return _shared(terms, shape.cp) + _kept_twice(profile, modules, shape, trained)
+
+
+def _shared(terms: Floats, cp: int) -> Floats:
+    """Terms of a replica's work, as a rank of a CP group has them."""
+    return np.vstack([terms[:1], terms[1:] / cp])
+
+
+def _kept_twice(
+    profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
+) -> Floats:
+    """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
     each = [
-        kept_bytes(profile, profile.modules[name].costs[kind], unit, does)
-        for name in unit.modules
+        kept_bytes(profile, profile.modules[name].costs[kind], shape, does)
+        for name in modules
         for kind, does in zip(
-            profile.modules[name].layers, backwards(profile, layout.trained)[name], strict=True
+            profile.modules[name].layers, backwards(profile, trained)[name], strict=True
         )
     ]
-    return own_tokens * np.array(each)
+    terms = np.zeros((4, len(each)))
+    terms[1] = profile.inputs.sequence_length / shape.cp * np.array(each)
+    return terms
 
 
 def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.plan import UnitShape
 from disttrain_cli.spec.profile import (
     HidingPass,
     LayerShard,
@@ -54,8 +56,8 @@ def shard_of(module: ModuleProfile, kind: str, tp: int) -> LayerShard:
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Times of a unit's layers [L] at one TP degree: base + slope · sequences, in ms, for the
-    data's mean mix."""
+    """Times of a unit's layers [L] at one TP and CP degree: base + slope · sequences, in ms, for
+    the data's mean mix."""
 
     forward_base: Floats
     forward_slope: Floats
@@ -70,6 +72,7 @@ def unit_times(
     trained: Sequence[str] | None = None,
     checkpointing: bool = False,
     overlap: bool = False,
+    cp: int = 1,
 ) -> UnitTimes:
     """Linear times of every layer of a unit; a module that the data brings no work for takes no
     time.
@@ -78,25 +81,41 @@ def unit_times(
         trained: what is trained (`freezing.backwards`); None = everything.
         checkpointing: the backward runs the forward again first.
         overlap: the TP group's messages travel behind products.
+        cp: ranks that share each sequence, with what they exchange inside a node.
     """
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[tuple[float, ...]] = []
+    shape = UnitShape(tp, 1, 1, checkpointing, cp)
     for name in modules:
         module = profile.modules[name]
         work = module.work_per_sequence
         layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
-        row: dict[tuple[str, Backward], tuple[float, float, float, float]] = {}
+        row: dict[tuple[str, Backward], tuple[float, ...]] = {}
         for kind, does in dict.fromkeys(layers):
             shard = shard_of(module, kind, tp)
-            forward = _linear(forward_parts(shard, overlap), work)
-            backward = _linear(backward_parts(shard, does, checkpointing, overlap), work)
-            row[kind, does] = (0.0, 0.0, 0.0, 0.0) if work == NO_WORK else (*forward, *backward)
+            passes = (
+                forward_parts(shard, overlap),
+                backward_parts(shard, does, checkpointing, overlap),
+            )
+            exchanged = exchanged_ms(profile, module.costs[kind], shape, does)
+            times = [
+                time
+                for parts, sent in zip(passes, exchanged, strict=True)
+                for time in _linear(parts, work, cp, sent)
+            ]
+            row[kind, does] = (0.0, 0.0, 0.0, 0.0) if work == NO_WORK else tuple(times)
         rows += [row[layer] for layer in layers]
     return UnitTimes(*np.array(rows).T)
 
 
-def _linear(parts: Sequence[Polynomial], work: Work) -> tuple[float, float]:
-    """Base and slope of a sum of times, for a sequence of so much work."""
-    return sum(part.base for part in parts), sum(slope(part, work) for part in parts)
+def _linear(
+    parts: Sequence[Polynomial], work: Work, cp: int, exchanged: Polynomial
+) -> tuple[float, float]:
+    """Base and slope of a sum of times, for a sequence of so much work on a CP group that exchanges
+    meanwhile."""
+    return (
+        sum(part.base for part in parts) + exchanged.base,
+        sum(slope(part, work) for part in parts) / cp + slope(exchanged, work),
+    )
 
 
 def overlap_helps(
@@ -105,11 +124,12 @@ def overlap_helps(
     tp: int,
     trained: Sequence[str] | None = None,
     checkpointing: bool = False,
+    cp: int = 1,
 ) -> bool:
     """Whether a slot of one mean sequence takes a unit less time where its TP group's messages
     travel behind products."""
     plain, overlapped = (
-        unit_times(profile, modules, tp, trained, checkpointing, overlap)
+        unit_times(profile, modules, tp, trained, checkpointing, overlap, cp)
         for overlap in (False, True)
     )
     return sum(map(np.sum, vars(overlapped).values())) < sum(map(np.sum, vars(plain).values()))

@@ -5,6 +5,9 @@ In a Megatron pipeline encoder and generator are one stage each, on as many GPUs
 LLM. They are sharded over the TP group, which is the search over one unit of all modules
 (`units.group`), or replicated over it, each copy working on other images: units of their own, with
 DP as large as the LLM's TP · DP.
+
+Megatron-LM has context parallelism, so here the LLM may have it, too: units without it then have
+the ranks of its CP groups as replicas. DistMM and the paper's method know none.
 """
 
 from __future__ import annotations
@@ -27,9 +30,16 @@ from disttrain_cli.planning.options import (
     take,
 )
 from disttrain_cli.planning.partition import fewest_stages
-from disttrain_cli.planning.search import Candidate, SearchResult, Shape, candidate_of, search
+from disttrain_cli.planning.search import (
+    Candidate,
+    SearchResult,
+    Shape,
+    candidate_of,
+    search,
+    shape_of,
+)
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_after
-from disttrain_cli.spec.plan import Strategy
+from disttrain_cli.spec.plan import Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -81,7 +91,7 @@ def megatron(
 
     Args:
         tp, pp: TP of all, and the LLM's PP; None = the best.
-        most_dp: replicas of the LLM at most.
+        most_dp: ranks with the same weights of the LLM at most.
     """
     forms: list[tuple[list[Unit], SearchResult]] = []
     for strategy in ("megatron", "disaggregated"):
@@ -99,14 +109,14 @@ def pipelines(
     pp: int | None = None,
     most_dp: int | None = None,
 ) -> SearchResult:
-    """Pipelines whose stages all have the LLM's TP · DP GPUs; units without the LLM are one stage
-    each. Exact.
+    """Pipelines whose stages all have the LLM's TP · CP · DP GPUs; units without the LLM are one
+    stage each. Exact.
 
     Shapes of the LLM's unit come in the order of a lower bound, so few of them are priced.
     """
     holder, afters = holder_of(units), units_after(units)
     llm, later = units[holder], afters[holder]
-    found: list[Floats] = []  # [7, B] each
+    found: list[Floats] = []  # [8, B] each
     for size in divisors(cluster.batch):
         slots = cluster.batch // size
         rows = list_rows(llm, size, slots, cluster.gpus, later)
@@ -117,7 +127,7 @@ def pipelines(
         fits &= (
             (stages == (pp or stages))
             & (rows.tp == (tp or rows.tp))
-            & (rows.dp <= (most_dp or cluster.gpus))
+            & (rows.cp * rows.dp <= (most_dp or cluster.gpus))
         )
         beside = np.zeros((len(units), len(rows)))  # the LLM's own row stays zero
         for number in range(len(units)):
@@ -138,6 +148,7 @@ def pipelines(
                     rows.dp[row],
                     stage + 1,
                     rows.checkpointing[row],
+                    rows.cp[row],
                     rows.unit_ms[row],
                 ]
             )
@@ -147,18 +158,21 @@ def pipelines(
     for place in np.lexsort(columns[::-1]):
         least_ms, *numbers, unit_ms = columns[:, place].tolist()
         size, degree, dp, stages_ = map(int, numbers[:4])
-        recomputes = bool(numbers[4])
+        recomputes, cp = bool(numbers[4]), int(numbers[5])
         if len(best) == top and least_ms > best[-1].total_ms:
             break
         slots = cluster.batch // size
-        slowest = slowest_by_stages(llm, degree, dp, recomputes, size, slots, later, cluster.gpus)
+        llm_shape = UnitShape(degree, dp, stages_, recomputes, cp)
+        slowest = slowest_by_stages(
+            llm, degree, cp, dp, recomputes, size, slots, later, cluster.gpus
+        )
         chosen: list[Shape] = []
         for number, unit in enumerate(units):
             after = afters[number] + (stages_ - 1 if number < holder else 0)
             shape = (
-                _one_stage(unit, degree, dp, size, slots, after)
+                _one_stage(unit, degree, llm_shape.holders, size, slots, after)
                 if number != holder
-                else Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[stages_]))
+                else Shape(llm_shape, unit_ms, float(slowest[stages_]))
             )
             chosen += [shape] if shape is not None and np.isfinite(shape.stage_ms) else []
         if len(chosen) == len(units):
@@ -169,9 +183,9 @@ def pipelines(
 def _least_beside(unit: Unit, rows: Rows, size: int) -> Floats:
     """[B] least time of a unit on one stage beside each row of the LLM, memory aside."""
     kinds, least = unit.kinds, np.full(len(rows), np.inf)
-    for variant, tp in enumerate(kinds.tp):
-        for dp in (rows.dp, rows.stage_gpus):
-            possible = tp * dp == rows.stage_gpus
+    for variant, width in enumerate(kinds.width):
+        for dp in (rows.cp * rows.dp, rows.stage_gpus):
+            possible = width * dp == rows.stage_gpus
             times = kind_ms(unit, np.full(len(rows), variant), dp, size) @ kinds.count
             least = np.where(possible, np.minimum(least, times), least)
     return least
@@ -181,23 +195,14 @@ def _one_stage(unit: Unit, tp: int, dp: int, size: int, slots: int, after: int) 
     """A unit on one stage of TP · DP GPUs, sharded or replicated, whichever is faster of those that
     fit."""
     rows = list_rows(unit, size, slots, tp * dp, 0)
-    row = np.flatnonzero(
-        ((rows.tp == tp) & (rows.dp == dp)) | ((rows.tp == 1) & (rows.dp == tp * dp))
-    )
+    sharded, replicated = (rows.tp == tp) & (rows.dp == dp), rows.dp == tp * dp
+    row = np.flatnonzero((rows.cp == 1) & (sharded | ((rows.tp == 1) & replicated)))
     options = options_of(rows, row, np.ones(len(row), dtype=np.int64))
     fits = price(unit, options, size, slots, np.array([after]), np.full(len(row), np.inf))
     fits = take(fits, fits.after_to > after)
     if not len(fits):
         return None
-    best = int(fits.unit_ms.argmin())
-    return Shape(
-        int(fits.tp[best]),
-        int(fits.dp[best]),
-        1,
-        bool(fits.checkpointing[best]),
-        float(fits.unit_ms[best]),
-        float(fits.stage_ms[best]),
-    )
+    return shape_of(fits, int(fits.unit_ms.argmin()))
 
 
 def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> SearchResult:

@@ -104,8 +104,8 @@ def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
     each = kinds.slope_ms @ kinds.count / max(unit.items_per_sequence, 1e-300)
     if images <= 1:
         base, each = base + np.minimum(0.0, each * images), 0.0 * each
-    base, slope = base + 0.5 * each, np.maximum(0.0, images - 0.5) * each * kinds.tp
-    work = kinds.tp * np.minimum(base, base * gpus) + slope
+    base, slope = base + 0.5 * each, np.maximum(0.0, images - 0.5) * each * kinds.width
+    work = kinds.width * np.minimum(base, base * gpus) + slope
     return max(0.0, base.min()), max(0.0, slope.min()), max(0.0, work.min())
 
 
@@ -336,10 +336,10 @@ def _sharpened(space: Space, llm: Options, later_units: int) -> Options:
     """The options of the LLM with their exact slowest stage, should one stage of each later unit
     follow."""
     exact = np.empty(len(llm))
-    for index, (tp, dp, pp, checkpointing) in enumerate(
-        zip(llm.tp, llm.dp, llm.pp, llm.checkpointing, strict=True)
+    for index, (tp, cp, dp, pp, checkpointing) in enumerate(
+        zip(llm.tp, llm.cp, llm.dp, llm.pp, llm.checkpointing, strict=True)
     ):
-        row = (int(tp), int(dp), bool(checkpointing))
+        row = (int(tp), int(cp), int(dp), bool(checkpointing))
         exact[index] = slowest_by_stages(
             space.units[space.holder],
             *row,

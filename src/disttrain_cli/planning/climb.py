@@ -2,8 +2,8 @@
 
 The formula by which the search finds layouts knows neither reductions, nor messages in detail, nor
 skewed data, nor where a stage begins inside a node. So from the best finalists on, one unit at a
-time takes a few devices, a TP size or a stage more or less, another one takes what devices are
-left, and the fastest simulated neighbour is the next one to start from, as long as it gains.
+time takes a few devices, a TP or CP size or a stage more or less, another one takes what devices
+are left, and the fastest simulated neighbour is the next one to start from, as long as it gains.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.bounds import divisors
-from disttrain_cli.planning.layouts import UnitShape
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitShape
 
 LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
 TRIED = 12  # neighbours of a layout that are simulated: the best by `_estimate_s`
@@ -72,7 +71,7 @@ def _name(layout: Layout) -> str:
 
 
 def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:
-    shapes = [UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing) for unit in layout.units]
+    shapes = [unit.shape for unit in layout.units]
     for other in dict.fromkeys(neighbours(units, cluster, shapes, layout.microbatch_size)):
         made = build(other, layout.microbatch_size * other[holder_of(units)].dp)
         if made is not None:
@@ -95,7 +94,7 @@ def neighbours(
                     left = cluster.gpus - sum(
                         shape.gpus for index, shape in enumerate(moved) if index != other
                     )
-                    dp = left // (moved[other].tp * moved[other].pp)
+                    dp = left // (moved[other].width * moved[other].pp)
                     if dp > 0:
                         yield (
                             *moved[:other],
@@ -105,13 +104,14 @@ def neighbours(
 
 
 def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> Iterator[UnitShape]:
-    """The unit a little narrower or wider, shorter or longer, with smaller or larger TP groups."""
+    """The unit a little narrower or wider, shorter or longer, with smaller or larger TP or CP
+    groups."""
     if unit.holds_llm:
         widths = [dp for dp in divisors(cluster.batch) if cluster.batch % (dp * microbatch) == 0]
         place = widths.index(shape.dp)
         dps = widths[max(0, place - 1) : place + 2]
     else:
-        per_node = max(1, cluster.gpus_per_node // shape.tp)
+        per_node = max(1, cluster.gpus_per_node // shape.width)
         dps = [shape.dp + step for step in (-per_node, -2, -1, 1, 2, per_node)]
         dps += [shape.dp // per_node * per_node, -(-shape.dp // per_node) * per_node]
     for dp in dps:
@@ -124,14 +124,19 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
         if 0 < pp <= unit.layers:
             dp = shape.dp if unit.holds_llm else max(1, shape.dp * shape.pp // pp)
             yield shape._replace(dp=dp, pp=pp)
-    for tp in unit.tps:
-        if tp in (2 * shape.tp, shape.tp // 2):
-            yield shape._replace(tp=tp)
+    for tp, cp in unit.widths:
+        if (tp, cp) in ((2 * shape.tp, shape.cp // 2), (shape.tp // 2, 2 * shape.cp)):
+            yield shape._replace(tp=tp, cp=cp)
+        one_changes = (tp == shape.tp) != (cp == shape.cp)
+        width = tp * cp
+        if one_changes and width in (2 * shape.width, shape.width // 2):
+            other = shape._replace(tp=tp, cp=cp)
+            yield other
             if not unit.holds_llm:
-                yield shape._replace(tp=tp, dp=max(1, shape.dp * shape.tp // tp))
+                yield other._replace(dp=max(1, shape.dp * shape.width // width))
             else:
-                pp = max(1, min(unit.layers, shape.pp * shape.tp // tp))
-                yield shape._replace(tp=tp, pp=pp)
+                pp = max(1, min(unit.layers, shape.pp * shape.width // width))
+                yield other._replace(pp=pp)
 
 
 def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:

@@ -95,12 +95,13 @@ class Explanation:
     sentences: list[str]
 
 
-def explain(plan: Plan, units: list[Unit], step: Step) -> Explanation:
+def explain(plan: Plan, units: list[Unit], step: Step, sharing: str | None = None) -> Explanation:
     """Explain a plan.
 
     Args:
         units: the units of its strategy (`units.group`), for the formula's times of its stages.
         step: a simulated step of it.
+        sharing: a sentence about CP (`sharing`).
     """
     profile, cluster, predicted = units[0].profile, units[0].cluster, plan.predicted
     work = {module: loads.sum(axis=(0, 1)) for module, loads in step.loads.items()}
@@ -126,6 +127,7 @@ def explain(plan: Plan, units: list[Unit], step: Step) -> Explanation:
         _binding_sentence(shares, slowest),
         _memory_sentence(predicted, fullest, plan.plan),
         _waiting_sentence(predicted),
+        *([] if sharing is None else [sharing]),
     ]
     if profile.device.kind == "cpu" and any(unit.sharing != 1.0 for unit in predicted.units):
         sentences.append(

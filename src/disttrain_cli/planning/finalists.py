@@ -2,12 +2,12 @@
 
 The formula takes all sequences to be alike and a step to end with its last backward; the simulator
 sees skewed data, every transfer, the reduction of gradients and the optimizer. Finalists come in
-rounds: the formula's best, then its best with at most half as many replicas of the LLM as the last
-round's best has, and so on, because many replicas of few stages have the most to reduce. No more
-rounds once the formula alone takes longer than the best simulated time, or than it says of the
-layout that was fastest. Then come the layouts of other strategies that the search could have found,
-the formula's best on a few devices less, as the best for fewer is a layout for more, and last other
-shapes of the LLM near the best one's.
+rounds: the formula's best, then its best with at most half as many ranks with the same weights of
+the LLM as the last round's best has, and so on, because many replicas of few stages have the most
+to reduce. No more rounds once the formula alone takes longer than the best simulated time, or than
+it says of the layout that was fastest. Then come the layouts of other strategies that the search
+could have found, the formula's best on a few devices less, as the best for fewer is a layout for
+more, and last other shapes of the LLM near the best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all
 `predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
@@ -39,6 +39,7 @@ FEWER = (1 / 48, 1 / 16)
 AHEAD = 1.03  # of the best finalist's time by the formula, that others may take
 SURE = 4  # finalists simulated with all batches, at least
 CLOSE = 1.02  # times as long as the best one over one batch, that may turn out to be the best
+CP_GAIN = 5e-3  # of a step, for which tokens are shared: exchanges are not priced to less
 
 T = TypeVar("T")
 
@@ -56,9 +57,9 @@ class Limits:
     """Which layouts a round wants."""
 
     within_ms: float  # by the formula
-    most: int | None = None  # replicas of the LLM's unit
+    most: int | None = None  # ranks with the same weights in the LLM's unit: CP · DP
     least: int = 1
-    without: frozenset[tuple[int, int]] = frozenset()  # (TP, DP) of the LLM's unit
+    without: frozenset[tuple[int, int, int]] = frozenset()  # (TP, CP, DP) of the LLM's unit
     fewer: int = 0  # devices than there are
 
     @property
@@ -84,8 +85,8 @@ def rounds(
         find: units and so many of the formula's best layouts within limits.
         wanted: finalists of the first round, `EACH` at least.
         pool: of the formula's best, from which the different ones of a round are taken.
-        near: finalists after the last round with another TP or other replicas, up to twice or half
-            as many, than those before.
+        near: finalists after the last round with another TP or CP or other replicas, up to twice
+            or half as many ranks with the same weights, than those before.
         others: finalists whatever the formula says.
     """
     finalists: list[Ranked] = []
@@ -102,26 +103,26 @@ def rounds(
         return max(1e3 * finalists[best].iteration_s, AHEAD * formula_ms[best])
 
     def add(limits: Limits, count: int, pool: int) -> int:
-        """Replicas of the LLM's unit in the formula's best layout within the limits; 0 where it is
-        too slow."""
+        """Ranks with the same weights in the LLM's unit of the formula's best layout within the
+        limits; 0 where it is too slow."""
         units, result = find(limits, pool)
         if not result.best or result.best[0].total_ms >= limits.within_ms:
             return 0
         holder = holder_of(units)
         kinds = {
-            candidate: (candidate.slot_sequences, candidate.shapes[holder])
+            candidate: (candidate.slot_sequences, candidate.shapes[holder], candidate.cps[holder])
             for candidate in result.best
         }
         for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
             formula_ms.append(candidate.total_ms)
-        return result.best[0].shapes[holder][1]
+        return result.best[0].units[holder].holders
 
     most: int | None = None
     for number in range(ROUNDS):
-        replicas = add(Limits(within_ms(), most), EACH if number else max(EACH, wanted), pool)
-        most = replicas // 2
+        holders = add(Limits(within_ms(), most), EACH if number else max(EACH, wanted), pool)
+        most = holders // 2
         if not most:
             break
     for layout in others:
@@ -137,9 +138,9 @@ def rounds(
         best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
         limits = Limits(
             within_ms(),
-            2 * best.dp,
-            -(-best.dp // 2),
-            frozenset((llm.tp, llm.dp) for llm in llms),
+            2 * best.holders,
+            -(-best.holders // 2),
+            frozenset((llm.tp, llm.cp, llm.dp) for llm in llms),
         )
         if not add(limits, 1, 1):
             break
@@ -171,7 +172,8 @@ def rank(
     finalists: list[Ranked],
     wanted: int = SURE,
 ) -> list[Ranked]:
-    """The best `wanted` finalists (`SURE` at least) by their times over all batches, best first.
+    """The best `wanted` finalists (`SURE` at least) by their times over all batches, the chosen one
+    first (`chosen_first`), then the fastest.
 
     Where backwards may have two parts, the delays of those that may be the best are searched for
     thoroughly first.
@@ -184,26 +186,45 @@ def rank(
 
     def kind(one: Ranked) -> Hashable:
         llm = one.layout.unit_of(profile.inputs.llm)
-        return one.layout.microbatches, llm.tp, llm.dp, llm.pp
+        return one.layout.microbatches, llm.tp, llm.cp, llm.dp, llm.pp
 
-    best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
+    ordered = sorted(finalists, key=_order)
+    best = diverse(ordered, kind, max(wanted, SURE))
+    if all(shares(one.layout) for one in best):
+        best += [one for one in ordered if not shares(one.layout)][:1]
     numbers = batches(cluster)
 
     def again(one: Ranked) -> Ranked:
         thorough = len(numbers) > 1 and one.iteration_s <= CLOSE * best[0].iteration_s
         return Ranked(*timed(profile, cluster, whole(one.layout), numbers, draws, thorough))
 
-    return sorted(map(again, best), key=_order)
+    return chosen_first(sorted(map(again, best), key=_order))
+
+
+def chosen_first(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Layouts, given best first, with the chosen one before the others: the best, or the best
+    without CP where that takes hardly longer (`CP_GAIN`)."""
+    alone = next((one for one in ranked if not shares(one.layout)), None)
+    if alone is None or alone.iteration_s * (1 - CP_GAIN) > ranked[0].iteration_s:
+        return list(ranked)
+    return [alone, *(one for one in ranked if one is not alone)]
+
+
+def shares(layout: Layout) -> bool:
+    """Whether ranks share tokens (CP) in any unit."""
+    return any(unit.cp > 1 for unit in layout.units)
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
-    """Time to nine digits, then fewer GPUs, fewer stages, less TP, smaller microbatches."""
+    """Time to nine digits, then fewer GPUs, fewer stages, less TP, less CP, smaller
+    microbatches."""
     units = one.layout.units
     return (
         float(f"{one.iteration_s:.9g}"),
         one.layout.gpus_used,
         sum(unit.pp for unit in units),
         sum(unit.tp for unit in units),
+        sum(unit.cp for unit in units),
         one.layout.microbatch_size,
         one.layout.describe(),
     )

@@ -8,12 +8,14 @@ does help, and is the least to within that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.baselines import candidates
@@ -21,22 +23,22 @@ from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.options import layer_gib, layers_per_stage
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, UnitShape
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.stage_graph import in_line
 
 Ints = NDArray[np.int64]
+LONG = 16_384  # tokens of a sequence, from which on it is said why it is not shared
 EXACT_TO = 1.01  # memory that is enough, over memory that is not
 FACTOR, MOST_GIB, MOST_GPUS = 4.0, 4.0**12, 64  # steps of memory; how much more of both is tried
 
 
 class Fit(NamedTuple):
-    """Shapes (tp, dp, pp, checkpointing) of the last units of a pipeline that fit, first unit
-    first."""
+    """Shapes of the last units of a pipeline that fit, first unit first."""
 
     gpus: int
     stages: int  # after the unit before them
-    shapes: tuple[tuple[int, int, int, bool], ...]
+    shapes: tuple[UnitShape, ...]
 
 
 def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> InfeasibleError:
@@ -63,9 +65,19 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
     return InfeasibleError(
         f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
         f"memory is short: stage {binding.stage} of unit {binding.unit} needs"
-        f" {binding.peak_gib:.3g} GiB at least, a device has {cluster.memory_gib:.3g} GiB",
+        f" {binding.peak_gib:.3g} GiB at least, a device has {cluster.memory_gib:.3g} GiB"
+        + _cannot_share(profile, cluster),
         f"{', or '.join(helps)} would do.",
     )
+
+
+def _cannot_share(profile: Profile, cluster: Cluster) -> str:
+    """Why long sequences are not shared by a CP group, where they are not."""
+    llm, node = [profile.inputs.llm], cluster.gpus_per_node
+    if profile.inputs.sequence_length < LONG or cluster.most_cp == 1 or node == 1:
+        return ""
+    why = misfit(profile, llm, 1, 2 if node % 2 == 0 else node)
+    return "" if why is None else f"; its sequences cannot be shared (CP): {why}"
 
 
 def _least_memory(
@@ -110,13 +122,7 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
         units, result = candidates(profile, cluster, strategy, 1)
         if not result.best:
             return None
-        shapes = tuple(
-            (*shape, recomputes)
-            for shape, recomputes in zip(
-                result.best[0].shapes, result.best[0].checkpointing, strict=True
-            )
-        )
-        return _layout(units, result.best[0].slot_sequences, shapes)
+        return _layout(units, result.best[0].slot_sequences, result.best[0].units)
     units = group(profile, cluster, strategy)
     fits: list[tuple[int, int, Fit]] = []
     for size in divisors(cluster.batch):
@@ -141,7 +147,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
-    small = kinds.tp[variant] * dp <= gpus
+    small = kinds.width[variant] * dp <= gpus
     variant, dp = variant[small], dp[small]
     if not len(dp):
         return []
@@ -149,13 +155,14 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     fits: list[Fit] = []
     for after in partial:
         pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)
-        used = kinds.tp[variant] * dp * pp + after.gpus
+        used = kinds.width[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
-            shape = (
+            shape = UnitShape(
                 int(kinds.tp[variant[row]]),
                 int(dp[row]),
                 int(pp[row]),
                 bool(kinds.checkpointing[variant[row]]),
+                int(kinds.cp[variant[row]]),
             )
             stages = after.stages if beside else after.stages + int(pp[row])
             fits.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
@@ -178,22 +185,24 @@ def _spaced(most: int) -> Ints:
     )
 
 
-def _layout(units: list[Unit], size: int, shapes: tuple[tuple[int, int, int, bool], ...]) -> Layout:
+def _layout(units: list[Unit], size: int, shapes: Sequence[UnitShape]) -> Layout:
     """The layout of these shapes for slots of `size` sequences."""
     cluster, llm, plans = units[0].cluster, holder_of(units), []
     slots = cluster.batch // size
-    stages = in_line([pp for _, _, pp, _ in shapes], llm)
-    for unit, (tp, dp, pp, recomputes), left in zip(units, shapes, stages, strict=True):
-        layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes)
+    stages = in_line([shape.pp for shape in shapes], llm)
+    for unit, shape, left in zip(units, shapes, stages, strict=True):
+        tp, dp, pp, recomputes, cp = shape
+        layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes, cp)
         assert layers is not None, "a shape that fits has a split"
         plans.append(
             UnitPlan(
                 name=unit.name,
                 modules=list(unit.modules),
                 tp=tp,
+                cp=cp,
                 dp=dp,
                 pp=pp,
-                gpus=tp * dp * pp,
+                gpus=shape.gpus,
                 layers_per_stage=layers,
                 checkpointing=recomputes,
             )

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from disttrain_cli.planning.options import layers_per_stage
 from disttrain_cli.planning.search import Candidate
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
-from disttrain_cli.spec.plan import Layout, Strategy, UnitPlan
+from disttrain_cli.spec.plan import Layout, Strategy, UnitPlan, UnitShape
 from disttrain_cli.spec.stage_graph import in_line
-
-
-class UnitShape(NamedTuple):
-    """One unit's part of a layout, without its layers per stage."""
-
-    tp: int
-    dp: int
-    pp: int
-    checkpointing: bool
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.dp * self.pp
 
 
 def layout_with(
@@ -38,8 +24,10 @@ def layout_with(
     stages = in_line([shape.pp for shape in shapes], holder_of(units))
     plans: list[UnitPlan] = []
     for unit, shape, left in zip(units, shapes, stages, strict=True):
-        tp, dp, pp, recomputes = shape
-        layers = layers_per_stage(unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes)
+        tp, dp, pp, recomputes, cp = shape
+        layers = layers_per_stage(
+            unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes, cp
+        )
         if layers is None:
             return None
         plans.append(
@@ -47,12 +35,13 @@ def layout_with(
                 name=unit.name,
                 modules=list(unit.modules),
                 tp=tp,
+                cp=cp,
                 dp=dp,
                 pp=pp,
                 gpus=shape.gpus,
                 layers_per_stage=layers,
                 checkpointing=recomputes,
-                tp_overlap=unit.overlaps(tp, recomputes),
+                tp_overlap=unit.overlaps(tp, recomputes, cp),
             )
         )
     return Layout(
@@ -72,11 +61,7 @@ def layout_of(
     units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy
 ) -> Layout:
     """The layout of a candidate, with the layers of every stage."""
-    shapes = [
-        UnitShape(*shape, recomputes)
-        for shape, recomputes in zip(candidate.shapes, candidate.checkpointing, strict=True)
-    ]
-    layout = layout_with(units, cluster, shapes, candidate.slot_sequences, strategy)
+    layout = layout_with(units, cluster, candidate.units, candidate.slot_sequences, strategy)
     assert layout is not None, "the search kept a shape that does not fit"
     return layout
 
@@ -99,12 +84,13 @@ def apart(layout: Layout, units: list[Unit]) -> Layout | None:
                 name=unit.name,
                 modules=list(unit.modules),
                 tp=plan.tp,
+                cp=plan.cp,
                 dp=plan.dp,
                 pp=len(stages),
-                gpus=plan.tp * plan.dp * len(stages),
+                gpus=plan.width * plan.dp * len(stages),
                 layers_per_stage=[layers for _, layers in stages],
                 checkpointing=plan.checkpointing,
-                tp_overlap=unit.overlaps(plan.tp, plan.checkpointing),
+                tp_overlap=unit.overlaps(plan.tp, plan.checkpointing, plan.cp),
             )
         )
     return layout.model_copy(

@@ -72,10 +72,11 @@ def unit_stages_ms(
     slot_sequences: int,
     checkpointing: bool = False,
     overlap: bool | None = None,
+    cp: int = 1,
 ) -> list[float]:
     """Time of every stage of a unit for one slot, forward + backward + transfers; `overlap` as in
     `Unit.layer_ms`."""
-    base, slope = unit.layer_ms(tp, checkpointing, overlap)
+    base, slope = unit.layer_ms(tp, checkpointing, overlap, cp)
     load = busiest_load(
         unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)])
     )[0]
@@ -97,6 +98,7 @@ def planned_stages_ms(unit: Unit, plan: UnitPlan, slot_sequences: int) -> list[f
         slot_sequences,
         plan.checkpointing,
         plan.tp_overlap,
+        plan.cp,
     )
 
 

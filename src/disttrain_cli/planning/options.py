@@ -52,12 +52,13 @@ def join(parts: list[Table]) -> Table:
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length; row = one (TP, DP, checkpointing) of a unit for a slot size."""
+    """Columns of equal length; row = one (TP, CP, DP, checkpointing) of a unit for a slot size."""
 
     tp: Ints
+    cp: Ints
     dp: Ints
     checkpointing: Flags
-    stage_gpus: Ints  # TP · DP
+    stage_gpus: Ints  # TP · CP · DP
     unit_ms: Floats  # the whole unit for one slot on its busiest replica
     least_stages: Ints  # PP is at least this: fenced modules, and memory spread evenly
     state_gib: Floats  # static memory of the whole unit, and memory per slot in flight
@@ -115,6 +116,7 @@ class Options:
     """Columns of equal length; row = one shape of the unit."""
 
     tp: Ints
+    cp: Ints
     dp: Ints
     pp: Ints
     checkpointing: Flags
@@ -133,6 +135,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     chosen = take(rows, row)
     return Options(
         chosen.tp,
+        chosen.cp,
         chosen.dp,
         pp,
         chosen.checkpointing,
@@ -148,8 +151,8 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
 def list_rows(
     unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
 ) -> Rows:
-    """Every (TP, DP, checkpointing) of at most `most_gpus` GPUs: DP divides the slot where the unit
-    holds the LLM.
+    """Every (TP, CP, DP, checkpointing) of at most `most_gpus` GPUs: DP divides the slot where the
+    unit holds the LLM.
 
     `later_units` follow, of at least one stage each. Rows whose memory cannot fit at any PP are
     left out.
@@ -159,7 +162,8 @@ def list_rows(
     if unit.holds_llm:
         divides = divides[slot_sequences % divides == 0]
     choices = [
-        divides[: np.searchsorted(divides, most_gpus // tp, side="right")] for tp in kinds.tp
+        divides[: np.searchsorted(divides, most_gpus // width, side="right")]
+        for width in kinds.width
     ]
     variant, dp = (
         np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]),
@@ -177,12 +181,13 @@ def list_rows(
         free[fence] = False
     count, fixed = np.bincount(kinds.of[free], minlength=len(kinds.count)), len(unit.fences)
     bulk, bulk_ms = _bulk(times, count)
-    tp, none = kinds.tp[variant], np.zeros_like(dp)
+    none = np.zeros_like(dp)
     rows = Rows(
-        tp,
+        kinds.tp[variant],
+        kinds.cp[variant],
         dp,
         kinds.checkpointing[variant],
-        tp * dp,
+        kinds.width[variant] * dp,
         times @ kinds.count,
         none + max(1, fixed + bool(free.any())),
         states @ kinds.count - _shared_gib(unit, states),
@@ -233,7 +238,7 @@ def kind_gib(
         axis=1,
     )
     mix *= 1.0 + profile.device.fragmentation
-    share = share_of_states(profile.precision, replicas)[:, None]
+    share = share_of_states(profile.precision, replicas * kinds.cp[variant])[:, None]
     states, activations, working = np.empty((3, len(dp), len(kinds.count)))
     for number in np.flatnonzero(np.bincount(variant)).tolist():
         found = np.flatnonzero(variant == number)
@@ -278,10 +283,12 @@ def _room_and_messages_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, MessageBytes]:
     """[B] what reserves leave of a device, and what messages may take of it."""
-    known = unit.profile, unit.modules, unit.kinds.tp[variant], dp.astype(float)
+    known, kinds, replicas = (unit.profile, unit.modules), unit.kinds, dp.astype(float)
     moving = 1.0 + unit.profile.device.fragmentation
-    sent = MessageBytes(*(moving * part / GIB for part in message_bytes(*known, slot_sequences)))
-    return unit.cluster.memory_gib - reserved_bytes(*known) / GIB, sent
+    sending = message_bytes(*known, kinds.width[variant], replicas, slot_sequences)
+    reserved = reserved_bytes(*known, kinds.tp[variant], replicas, kinds.cp[variant])
+    sent = MessageBytes(*(moving * part / GIB for part in sending))
+    return unit.cluster.memory_gib - reserved / GIB, sent
 
 
 def layer_gib(
@@ -317,10 +324,9 @@ def price(
     """
     alone = options.pp == 1
     parts = [_price_whole(unit, take(options, alone), slot_sequences, slots)]
-    for number, (tp, checkpointing) in enumerate(
-        zip(unit.kinds.tp, unit.kinds.checkpointing, strict=True)
-    ):
-        mine = ~alone & (options.tp == tp) & (options.checkpointing == checkpointing)
+    variants = _variants(unit, options)
+    for number in range(len(unit.kinds.tp)):
+        mine = ~alone & (variants == number)
         if mine.any():
             parts += _price_split(
                 unit, number, take(options, mine), slot_sequences, slots, afters, within_ms[mine]
@@ -407,8 +413,8 @@ def _held(options: Options, rows: Flags, stage_ms: Floats, since: int, until: in
 def _variants(unit: Unit, table: Rows | Options) -> Ints:
     """[B] number of the variant of each row."""
     kinds = unit.kinds
-    same = (table.tp[:, None] == kinds.tp) & (table.checkpointing[:, None] == kinds.checkpointing)
-    return same.argmax(axis=1)
+    same = (table.tp[:, None] == kinds.tp) & (table.cp[:, None] == kinds.cp)
+    return (same & (table.checkpointing[:, None] == kinds.checkpointing)).argmax(axis=1)
 
 
 def _layers(
@@ -425,6 +431,7 @@ def _layers(
 def slowest_by_stages(
     unit: Unit,
     tp: int,
+    cp: int,
     dp: int,
     checkpointing: bool,
     slot_sequences: int,
@@ -435,8 +442,8 @@ def slowest_by_stages(
     """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf
     where none fits."""
     variant, most = (
-        np.array([unit.kinds.variant(tp, checkpointing)]),
-        min(unit.layers, most_gpus // (tp * dp)),
+        np.array([unit.kinds.variant(tp, checkpointing, cp)]),
+        min(unit.layers, most_gpus // (tp * cp * dp)),
     )
     layers = _layers(unit, variant, np.array([dp]), slot_sequences)
     return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
@@ -452,9 +459,10 @@ def layers_per_stage(
     slots: int,
     after: int,
     checkpointing: bool = False,
+    cp: int = 1,
 ) -> list[int] | None:
     """The split behind a priced option; None where none fits."""
-    variant = np.array([unit.kinds.variant(tp, checkpointing)])
+    variant = np.array([unit.kinds.variant(tp, checkpointing, cp)])
     times, states, activations, working, room = _layers(
         unit, variant, np.array([dp]), slot_sequences
     )

@@ -34,6 +34,7 @@ from disttrain_cli.planning.dominance import Dearness, not_behind, undominated
 from disttrain_cli.planning.objective import combine
 from disttrain_cli.planning.options import Floats, Ints, Options, join, price, take
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
+from disttrain_cli.spec.plan import UnitShape
 
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
 GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
@@ -46,17 +47,25 @@ PRICED = 4096  # options that are priced before the others are compared with the
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A layout, ordered by time, then GPUs, then simplicity (fewer stages, less TP, smaller
-    microbatch)."""
+    """A layout, ordered by time, then GPUs, then simplicity (fewer stages, less TP, less CP,
+    smaller microbatch)."""
 
     total_ms: float
     gpus: int
     stages: int
     tp: int
+    cp: int
     microbatch: int
     slot_sequences: int
     shapes: tuple[tuple[int, int, int], ...]  # (tp, dp, pp) of every unit
     checkpointing: tuple[bool, ...]  # of every unit
+    cps: tuple[int, ...]  # of every unit
+
+    @property
+    def units(self) -> list[UnitShape]:
+        """All of every unit."""
+        columns = zip(self.shapes, self.checkpointing, self.cps, strict=True)
+        return [UnitShape(*shape, recomputes, cp) for shape, recomputes, cp in columns]
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,21 @@ class SearchResult:
 class Shape(NamedTuple):
     """One unit of a layout, and its times per slot."""
 
-    tp: int
-    dp: int
-    pp: int
-    checkpointing: bool
+    unit: UnitShape
     unit_ms: float
     stage_ms: float
+
+
+def shape_of(options: Options, row: int) -> Shape:
+    """One of a unit's options."""
+    unit = UnitShape(
+        int(options.tp[row]),
+        int(options.dp[row]),
+        int(options.pp[row]),
+        bool(options.checkpointing[row]),
+        int(options.cp[row]),
+    )
+    return Shape(unit, float(options.unit_ms[row]), float(options.stage_ms[row]))
 
 
 def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm: int) -> Candidate:
@@ -85,15 +103,18 @@ def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm: int) -> Ca
     total_ms = combine(
         [shape.unit_ms for shape in shapes], [shape.stage_ms for shape in shapes], slots, llm
     ).total_ms
+    units = [shape.unit for shape in shapes]
     return Candidate(
         float(f"{total_ms:.12g}"),  # sums in another order are the same time
-        sum(shape.tp * shape.dp * shape.pp for shape in shapes),
-        sum(shape.pp for shape in shapes),
-        sum(shape.tp for shape in shapes),
-        size // shapes[llm].dp,
+        sum(unit.gpus for unit in units),
+        sum(unit.pp for unit in units),
+        sum(unit.tp for unit in units),
+        sum(unit.cp for unit in units),
+        size // units[llm].dp,
         size,
-        tuple((s.tp, s.dp, s.pp) for s in shapes),
-        tuple(shape.checkpointing for shape in shapes),
+        tuple((unit.tp, unit.dp, unit.pp) for unit in units),
+        tuple(unit.checkpointing for unit in units),
+        tuple(unit.cp for unit in units),
     )
 
 
@@ -172,6 +193,7 @@ class _Partial:
     stages: NDArray[np.int64]  # from the LLM's unit to the end
     pp: NDArray[np.int64]  # of all units together
     tp: NDArray[np.int64]
+    cp: NDArray[np.int64]
     rows: NDArray[np.int64]  # [B, units] row numbers in each unit's priced table, last unit first
 
     def __len__(self) -> int:
@@ -205,7 +227,15 @@ def _layouts(
     within = limit * (1 + 1e-9)
     none = np.zeros(1, np.int64)
     partial = _Partial(
-        none, np.zeros(1), np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0), np.int64)
+        none,
+        np.zeros(1),
+        np.zeros(1),
+        np.zeros(1),
+        none,
+        none,
+        none,
+        none,
+        np.zeros((1, 0), np.int64),
     )
     priced: list[Options] = []
     for number in reversed(range(len(units))):
@@ -227,17 +257,7 @@ def _layouts(
             return []
     layouts = []
     for rows in partial.rows:
-        shapes = [
-            Shape(
-                int(t.tp[i]),
-                int(t.dp[i]),
-                int(t.pp[i]),
-                bool(t.checkpointing[i]),
-                float(t.unit_ms[i]),
-                float(t.stage_ms[i]),
-            )
-            for t, i in zip(priced, rows, strict=True)
-        ][::-1]
+        shapes = [shape_of(table, index) for table, index in zip(priced, rows, strict=True)][::-1]
         layouts.append(candidate_of(shapes, size, slots, llm))
     return sorted(layouts)[:top]
 
@@ -253,7 +273,7 @@ def _priced(
 ) -> Options:
     """The options exactly (`price`), without those that cannot be part of the `top` best
     layouts."""
-    left = np.lexsort((table.tp, table.pp, table.gpus))
+    left = np.lexsort((table.cp, table.tp, table.pp, table.gpus))
     exact = take(table, left[:0])
     while True:
         now, left = left[:PRICED], left[PRICED:]
@@ -275,7 +295,7 @@ def _dearness(options: Options) -> Dearness:
             options.after_from,
             -options.after_to,
         ),
-        (options.gpus, options.pp, options.tp),
+        (options.gpus, options.pp, options.tp, options.cp),
     )
 
 
@@ -371,6 +391,7 @@ def _join(
             stages,
             part.pp[a] + table.pp[b],
             part.tp[a] + table.tp[b],
+            part.cp[a] + table.cp[b],
             np.concatenate([part.rows[a], b[:, None]], axis=1),
         )
         if before:
@@ -409,4 +430,4 @@ def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
         last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf
         near = np.flatnonzero(total_ms <= last * (1 + 1e-12))
         joined, worse = take(joined, near), [total_ms[near]]
-    return take(joined, undominated(worse, (joined.gpus, joined.pp, joined.tp), top))
+    return take(joined, undominated(worse, (joined.gpus, joined.pp, joined.tp, joined.cp), top))

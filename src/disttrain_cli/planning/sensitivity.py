@@ -4,7 +4,8 @@ the formula.
 Every answer compares the formula's best layout with the formula's best for what was changed, so
 that differences come from the change and not from the simulator. The formula knows no reduction of
 gradients: where the simulator chose fewer replicas of the LLM than the formula's best has, no
-answer has more of them (in proportion to the batch). Images are scaled in the profile: sequences
+answer has more of them (in proportion to the batch; the ranks of a CP group count as replicas here,
+which gradients are reduced over like them). Images are scaled in the profile: sequences
 stay as full as they are, and each brings so many times the images, to read and to generate.
 """
 
@@ -19,7 +20,7 @@ from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import candidates, fewer_replicas
 from disttrain_cli.planning.units import Cluster, group, holder_of
 from disttrain_cli.spec.index import KINDS
-from disttrain_cli.spec.plan import Layout, Strategy
+from disttrain_cli.spec.plan import Layout, Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
 
@@ -39,6 +40,7 @@ class UnitMove:
     gpus: int
     gpus_then: int
     shape_then: tuple[int, int, int]  # (tp, dp, pp)
+    cp_then: int
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class _Best:
     total_ms: float
     gpus: int
     units: tuple[str, ...]
-    shapes: tuple[tuple[int, int, int], ...]
-    llm_replicas: int
+    shapes: list[UnitShape]
+    llm_replicas: int  # CP ranks counted, too: all with the same weights
     recomputes: bool  # whether any unit does
 
 
@@ -82,8 +84,8 @@ def sensitivity(
     profile: Profile, cluster: Cluster, layout: Layout, progress: Progress
 ) -> Sensitivity | None:
     """Solve again for one GPU and one node more, for other amounts of images, for other batches,
-    and without TP or recomputed activations where the best layout has them (on a CPU, where plans
-    never do, with them).
+    and without TP, CP or recomputed activations where the best layout has them (on a CPU, where
+    plans never do, with TP and recomputing).
 
     Args:
         cluster: what the plan had to fit into.
@@ -97,9 +99,9 @@ def sensitivity(
     if (
         before is not None
         and strategy in EXACT
-        and layout.unit_of(profile.inputs.llm).dp < before.llm_replicas
+        and layout.unit_of(profile.inputs.llm).holders < before.llm_replicas
     ):
-        most = layout.unit_of(profile.inputs.llm).dp
+        most = layout.unit_of(profile.inputs.llm).holders
         before = _best(profile, cluster, strategy, most)
     if before is None:
         return None
@@ -156,8 +158,10 @@ def _questions(
         for name, batch in batches.items()
         if batch and (batch > cluster.batch or cluster.batch % 2 == 0)
     ]
-    if any(tp > 1 for tp, _, _ in before.shapes):
+    if any(shape.tp > 1 for shape in before.shapes):
         asked.append(("TP 1 everywhere", profile, replace(cluster, most_tp=1)))
+    if any(shape.cp > 1 for shape in before.shapes):
+        asked.append(("CP 1 everywhere", profile, replace(cluster, most_cp=1)))
     if before.recomputes:
         asked.append(("nothing recomputed", profile, replace(cluster, checkpointing="none")))
     if profile.device.kind == "cpu" and any(
@@ -230,12 +234,12 @@ def _best(
     if not result.best:
         return None
     best = result.best[0]
-    replicas = best.shapes[holder_of(units)][1]
+    replicas = best.units[holder_of(units)].holders
     return _Best(
         best.total_ms,
         best.gpus,
         tuple(unit.name for unit in units),
-        best.shapes,
+        best.units,
         replicas,
         any(best.checkpointing),
     )
@@ -278,7 +282,7 @@ def _change(
         note = f"units: {', '.join(then.units)}"
     else:
         moves = [
-            UnitMove(name, _gpus(old), _gpus(new), new)
+            UnitMove(name, old.gpus, new.gpus, (new.tp, new.dp, new.pp), new.cp)
             for name, old, new in zip(then.units, before.shapes, then.shapes, strict=True)
         ]
     rate = machines.batch / (then.total_ms / 1e3)
@@ -291,7 +295,3 @@ def _change(
         moves,
         note,
     )
-
-
-def _gpus(shape: tuple[int, int, int]) -> int:
-    return shape[0] * shape[1] * shape[2]

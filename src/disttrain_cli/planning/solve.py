@@ -21,6 +21,7 @@ from disttrain_cli.planning.finalists import (
     EACH,
     Limits,
     Ranked,
+    chosen_first,
     diverse,
     faster_zero,
     one_batch_s,
@@ -28,7 +29,7 @@ from disttrain_cli.planning.finalists import (
     rounds,
 )
 from disttrain_cli.planning.infeasible import infeasible
-from disttrain_cli.planning.layouts import UnitShape, apart, layout_of, layout_with
+from disttrain_cli.planning.layouts import apart, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult, search
@@ -43,7 +44,7 @@ from disttrain_cli.spec.plan import (
     Prediction,
     Search,
     Strategy,
-    UnitPlan,
+    UnitShape,
 )
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -75,6 +76,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
         trained=None if run.model.trained is None else tuple(run.model.trained),
         checkpointing="none" if cpu and recompute == "auto" else recompute,
         most_tp=1 if cpu else None,
+        most_cp=1 if cpu else None,
         splits=not cpu,
         overlaps=not cpu,
         hides=not cpu,
@@ -302,7 +304,7 @@ def _climbed(
 
     seen: set[str] = set()
     best = sorted(finalists, key=lambda one: one.iteration_s)
-    starts = diverse(best, lambda one: _shape(one.layout.unit_of(profile.inputs.llm)), CLIMBED)
+    starts = diverse(best, lambda one: one.layout.unit_of(profile.inputs.llm).shape, CLIMBED)
     return [
         Ranked(*one)
         for start in starts
@@ -311,10 +313,6 @@ def _climbed(
             units, cluster, start.layout, start.iteration_s, build, has_room, seconds, as_run, seen
         )
     ]
-
-
-def _shape(unit: UnitPlan) -> UnitShape:
-    return UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing)
 
 
 def _as_trained(
@@ -342,11 +340,9 @@ def _as_trained(
         *(Ranked(one.layout, time_s) for one, time_s in zip(ranked[:count], times_s, strict=True)),
         *(Ranked(one.layout, scale * one.iteration_s) for one in ranked[count:]),
     ]
-    best = times_s.index(min(times_s))
-    others = sorted(
-        (one for index, one in enumerate(shown) if index != best), key=lambda one: one.iteration_s
-    )
-    return [shown[best], *others], predictions[best]
+    best = chosen_first(sorted(shown[:count], key=lambda one: one.iteration_s))[0]
+    others = sorted((one for one in shown if one is not best), key=lambda one: one.iteration_s)
+    return [best, *others], predictions[shown.index(best)]
 
 
 def _rivals(
@@ -394,21 +390,22 @@ def best_by_formula(units: list[Unit], cluster: Cluster, top: int, limits: Limit
 
 
 def keep_within(units: list[Unit], limits: Limits) -> Keep:
-    """Restricts a search to some replicas and TP degrees of the LLM's unit."""
+    """Restricts a search to some replicas, TP and CP degrees of the LLM's unit."""
 
     def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
         if not units[number].holds_llm:
             return np.ones(len(rows), dtype=bool)
-        kept = (rows.dp >= limits.least) & (rows.dp <= (limits.most or rows.dp))
-        for tp, dp in limits.without:
-            kept &= (rows.tp != tp) | (rows.dp != dp)
+        holders = rows.cp * rows.dp
+        kept = (holders >= limits.least) & (holders <= (limits.most or holders))
+        for tp, cp, dp in limits.without:
+            kept &= (rows.tp != tp) | (rows.cp != cp) | (rows.dp != dp)
         return kept
 
     return keep
 
 
 def fewer_replicas(units: list[Unit], most: int) -> Keep:
-    """Restricts a search to at most `most` replicas of the LLM's unit."""
+    """Restricts a search to at most `most` ranks with the same weights in the LLM's unit."""
     return keep_within(units, Limits(math.inf, most))
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.memory import GIB, activation_terms, state_bytes, working_terms
+from disttrain_cli.costs.context import misfit
+from disttrain_cli.costs.memory import GIB, kept_share, state_bytes, working_share
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitShape
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.model import MONOLITH
 from disttrain_cli.spec.runfile.train import Ordering
@@ -39,6 +40,7 @@ class Cluster:
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
+    most_cp: int | None = None  # largest CP degree; None = what fits a node
     splits: bool = False  # backwards into two parts (`planning.splitting`)
     overlaps: bool = False  # reductions and gathers with passes (`costs.overlap`)
     hides: bool = False  # a TP group's messages behind products, where that is faster
@@ -47,30 +49,38 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The distinct layers of a unit: L layers, K kinds, V variants (a TP degree, with or without
-    checkpointing)."""
+    """The distinct layers of a unit: L layers, K kinds, V variants (a TP and a CP degree, with or
+    without checkpointing)."""
 
     of: Ints  # [L] kind of each layer
     count: Ints  # [K]
     tp: Ints  # [V]
+    cp: Ints  # [V]
     checkpointing: NDArray[np.bool_]  # [V]
     base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
     slope_ms: Floats
     # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
     kept_gib: Floats
     shared_gib: Floats
-    activation_gib: Floats  # [V, 4, K] of one slot on one rank, terms of `costs.memory.worst_mix`
+    # [V, 4, K] of one slot on one rank, by its replica's work (`costs.memory.worst_mix`)
+    activation_gib: Floats
     # [V, 4, K] the most of one slot that a layer holds while it runs, what it keeps among it
     working_gib: Floats
 
-    def variant(self, tp: int, checkpointing: bool) -> int:
+    @property
+    def width(self) -> Ints:
+        """[V] ranks that share the work of a replica on one stage: TP · CP."""
+        return self.tp * self.cp
+
+    def variant(self, tp: int, checkpointing: bool, cp: int = 1) -> int:
         """Number of a variant."""
-        return int(np.flatnonzero((self.tp == tp) & (self.checkpointing == checkpointing))[0])
+        same = (self.tp == tp) & (self.cp == cp) & (self.checkpointing == checkpointing)
+        return int(np.flatnonzero(same)[0])
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive modules that will share one (TP, DP, PP)."""
+    """Consecutive modules that will share one (TP, CP, DP, PP)."""
 
     name: str
     modules: tuple[str, ...]
@@ -108,6 +118,20 @@ class Unit:
         ]
 
     @cached_property
+    def widths(self) -> list[tuple[int, int]]:
+        """(TP, CP) degrees that are allowed, and fit evenly into a node together, as TP does
+        alone."""
+        node, most = self.cluster.gpus_per_node, self.cluster.most_cp
+        return [
+            (tp, cp)
+            for tp in self.tps
+            for cp in range(1, min(node // tp, most or node) + 1)
+            if node % (tp * cp) == 0
+            and (tp * cp == node or (tp * cp).bit_count() == 1)
+            and misfit(self.profile, self.modules, tp, cp) is None
+        ]
+
+    @cached_property
     def ends_ms(self) -> tuple[Floats, Floats]:
         """Transfers at the unit's two ends, forward and gradient, as (base, slope) per layer [L].
 
@@ -125,31 +149,32 @@ class Unit:
                 slope[layer] += 2 * size * 8 / (link.p2p_gbps * 1e9) * 1e3
         return base, slope
 
-    def overlaps(self, tp: int, checkpointing: bool = False) -> bool:
+    def overlaps(self, tp: int, checkpointing: bool = False, cp: int = 1) -> bool:
         """Whether the messages of its TP groups travel behind products: where that is faster."""
-        known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing)
+        known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing, cp)
         return self.cluster.hides and tp > 1 and overlap_helps(*known)
 
     def layer_ms(
-        self, tp: int, checkpointing: bool = False, overlap: bool | None = None
+        self, tp: int, checkpointing: bool = False, overlap: bool | None = None, cp: int = 1
     ) -> tuple[Floats, Floats]:
         """Forward + backward + transfers of every layer as (base, slope per sequence), in ms.
 
         Args:
             overlap: the TP group's messages travel behind products; None = where that is faster.
         """
-        if (tp, checkpointing, overlap) not in self._layer_ms:
-            hides = self.overlaps(tp, checkpointing) if overlap is None else overlap
+        question = (tp, checkpointing, overlap, cp)
+        if question not in self._layer_ms:
+            hides = self.overlaps(tp, checkpointing, cp) if overlap is None else overlap
             known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing)
-            times, (base, slope) = unit_times(*known, hides), self.ends_ms
-            self._layer_ms[tp, checkpointing, overlap] = (
+            times, (base, slope) = unit_times(*known, hides, cp), self.ends_ms
+            self._layer_ms[question] = (
                 times.forward_base + times.backward_base + base,
                 times.forward_slope + times.backward_slope + slope,
             )
-        return self._layer_ms[tp, checkpointing, overlap]
+        return self._layer_ms[question]
 
     @cached_property
-    def _layer_ms(self) -> dict[tuple[int, bool, bool | None], tuple[Floats, Floats]]:
+    def _layer_ms(self) -> dict[tuple[int, bool, bool | None, int], tuple[Floats, Floats]]:
         return {}
 
     @cached_property
@@ -159,22 +184,24 @@ class Unit:
 
     @cached_property
     def kinds(self) -> Kinds:
-        """Time and memory of the unit's layers at every TP degree, equal ones counted once."""
+        """Time and memory of the unit's layers at every TP and CP degree, equal ones counted
+        once."""
         choices = {"none": [False], "full": [True], "auto": [False, True]}[
             self.cluster.checkpointing
         ]
-        variants = [(tp, checkpointing) for tp in self.tps for checkpointing in choices]
+        variants = [(*width, checkpointing) for width in self.widths for checkpointing in choices]
         rows = []
-        for tp, checkpointing in variants:
-            known, trained = (self.profile, self.modules, tp), self.cluster.trained
-            kept, shared = state_bytes(*known, self.cluster.zero_stage, trained)
-            terms = activation_terms(*known, trained, checkpointing)
-            overlap = self.overlaps(tp, checkpointing)
-            working = working_terms(*known, trained, checkpointing, overlap=overlap)
+        for tp, cp, checkpointing in variants:
+            known, trained = (self.profile, self.modules), self.cluster.trained
+            kept, shared = state_bytes(*known, tp, self.cluster.zero_stage, trained)
+            shape = UnitShape(tp, 1, 1, checkpointing, cp)
+            terms = kept_share(*known, shape, trained)
+            overlap = self.overlaps(tp, checkpointing, cp)
+            working = working_share(*known, shape, trained, overlap=overlap)
             rows.append(
                 np.vstack(
                     [
-                        *self.layer_ms(tp, checkpointing),
+                        *self.layer_ms(tp, checkpointing, cp=cp),
                         kept / GIB,
                         shared / GIB,
                         terms / GIB,
@@ -191,11 +218,12 @@ class Unit:
             ]
         )
         one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(numbers))]]
-        tps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
+        tps, cps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
         return Kinds(
             of,
             np.bincount(of),
             tps,
+            cps,
             recomputing,
             one[:, 0],
             one[:, 1],
@@ -253,13 +281,15 @@ def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
 
     `megatron` puts every module into one unit, as `disaggregated` must where there are fewer GPUs
     than modules. In a Megatron pipeline encoder and generator are one stage each; with fewer GPUs
-    than that takes, stages may hold several modules.
+    than that takes, stages may hold several modules. DistMM and the paper's method know no CP.
 
     Raises:
         InfeasibleError: a unit has no TP degree that fits a node.
     """
     names = list(profile.modules)
     few = cluster.gpus < len(names)
+    if strategy in ("distmm", "paper"):
+        cluster = replace(cluster, most_cp=1)
     if strategy == "megatron" or few:
         units = [
             Unit(

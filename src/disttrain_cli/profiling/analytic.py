@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from disttrain_cli.costs.hardware import (
+    OPTIMIZER_BYTES,
     RULES,
     Device,
     Precision,
@@ -48,10 +49,6 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.work import Work
-
-#: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
-#: bf16 weight.
-OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
 
 
 def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profile:

@@ -4,7 +4,7 @@ editable by hand."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, model_validator
@@ -16,6 +16,30 @@ from disttrain_cli.spec.runfile.model import UNIT_NAME
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
+
+
+class UnitShape(NamedTuple):
+    """How a unit divides its work, without its layers per stage."""
+
+    tp: int
+    dp: int
+    pp: int
+    checkpointing: bool = False
+    cp: int = 1
+
+    @property
+    def width(self) -> int:
+        """Ranks that share the work of a replica on one stage: TP × CP."""
+        return self.tp * self.cp
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the same weights: CP × DP."""
+        return self.cp * self.dp
+
+    @property
+    def gpus(self) -> int:
+        return self.width * self.dp * self.pp
 
 
 class UnitPlan(Strict):
@@ -88,6 +112,10 @@ class UnitPlan(Strict):
                     " inputs' gradients would be kept for the weights'"
                 )
         return self
+
+    @property
+    def shape(self) -> UnitShape:
+        return UnitShape(self.tp, self.dp, self.pp, self.checkpointing, self.cp)
 
     @property
     def width(self) -> int:

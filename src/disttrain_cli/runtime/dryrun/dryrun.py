@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from disttrain_cli.costs.hardware import CAPABILITY, lookup
-from disttrain_cli.costs.memory import GIB, layout_memory, own_mix, slot_bytes
+from disttrain_cli.costs.memory import GIB, kept_share, layout_memory, own_mix
 from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
@@ -170,7 +170,8 @@ def reports(
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
         unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
-        kept = slot_bytes(exact, layout, unit, own_mix(profile, layout, unit))
+        terms = kept_share(exact, unit.modules, unit.shape, layout.trained)
+        kept = own_mix(profile, layout, unit) @ terms
         first = sum(unit.layers_per_stage[:index])
         price = priced[key]
         unseen_gib = price.fragmentation_gib + price.reserve_gib

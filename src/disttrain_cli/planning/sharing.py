@@ -1,0 +1,108 @@
+"""When context parallelism pays: the plan beside the best layouts without it, or, for long
+sequences, with it.
+
+The formula's best few of these layouts are run in the simulator, over the same global batches as
+the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.context import misfit
+from disttrain_cli.planning.baselines import candidates
+from disttrain_cli.planning.bounds import Keep
+from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.finalists import CP_GAIN, shares
+from disttrain_cli.planning.infeasible import LONG
+from disttrain_cli.planning.layouts import layout_of
+from disttrain_cli.planning.options import Rows
+from disttrain_cli.planning.predict import batches
+from disttrain_cli.planning.search import Candidate, search
+from disttrain_cli.planning.solve import ranked_as
+from disttrain_cli.planning.splitting import timed
+from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+
+TRIED = 3  # of the formula's best layouts, simulated
+
+
+def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | None:
+    """What CP gains in a plan, or why a plan for long sequences has none; None where there is
+    nothing to say.
+
+    Args:
+        cluster: what the plan had to fit into.
+    """
+    length, strategy = profile.inputs.sequence_length, plan.plan.strategy
+    if shares(plan.plan):
+        alone = replace(cluster, most_cp=1)
+        units, result = candidates(profile, alone, strategy, TRIED)
+        shared = ", ".join(
+            f"{unit.name} over {unit.cp} ranks" for unit in plan.plan.units if unit.cp > 1
+        )
+        other_s = _fastest_s(profile, alone, units, result.best, plan)
+        return f"Context   sequences are shared (CP), {shared}: {_without(plan, other_s)}."
+    if length < LONG or strategy != "disaggregated" or cluster.most_cp == 1:
+        return None
+    units = group(profile, cluster, strategy)
+    if all(cp == 1 for unit in units for _, cp in unit.widths):
+        why = misfit(profile, [profile.inputs.llm], 1, 2) or "no group fits evenly into a node"
+        return f"Context   sequences of {length:,} tokens are not shared (CP): {why}."
+    found = search(units, cluster, TRIED, keep=_shared(units)).best
+    other_s = _fastest_s(profile, cluster, units, found, plan)
+    return f"Context   sequences of {length:,} tokens are not shared (CP): {_with(plan, other_s)}."
+
+
+def _fastest_s(
+    profile: Profile,
+    cluster: Cluster,
+    units: list[Unit],
+    found: Sequence[Candidate],
+    plan: Plan,
+) -> float | None:
+    """Simulated time of the fastest of some layouts; None where there are none."""
+    ranked = ranked_as(cluster)
+    draws = Draws(profile, ranked)
+    layouts = [layout_of(units, cluster, one, plan.plan.strategy) for one in found]
+    numbers = batches(ranked)
+    return min(
+        (timed(profile, ranked, layout, numbers, draws)[1] for layout in layouts), default=None
+    )
+
+
+def _shared(units: list[Unit]) -> Keep:
+    """Restricts a search to layouts in which every unit that may share tokens does."""
+    may = [any(cp > 1 for _, cp in unit.widths) for unit in units]
+
+    def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
+        return (rows.cp > 1) | (not may[number])
+
+    return keep
+
+
+def _without(plan: Plan, other_s: float | None) -> str:
+    if other_s is None:
+        return "no layout without it fits"
+    return f"the best layout found without it takes {_longer(plan, other_s)}"
+
+
+def _with(plan: Plan, other_s: float | None) -> str:
+    if other_s is None:
+        return "no layout that does fits"
+    faster = other_s < plan.predicted.iteration_s
+    doubt = f", less than exchanges are priced to ({100 * CP_GAIN:g} %)" if faster else ""
+    return f"the best layout found that does takes {_longer(plan, other_s)}{doubt}"
+
+
+def _longer(plan: Plan, other_s: float) -> str:
+    """Another layout's time beside the plan's."""
+    from disttrain_cli.planning.explain import two_digits
+
+    percent = 100 * (other_s / plan.predicted.iteration_s - 1)
+    return f"{two_digits(abs(percent))} % {'longer' if percent >= 0 else 'less'}"

@@ -1,0 +1,156 @@
+"""Plans whose ranks share tokens (CP): where they are chosen, and what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.planning import predict
+from disttrain_cli.planning.baselines import pipelines
+from disttrain_cli.planning.climb import neighbours
+from disttrain_cli.planning.finalists import CP_GAIN, Ranked, chosen_first
+from disttrain_cli.planning.infeasible import infeasible
+from disttrain_cli.planning.layouts import apart, layout_of
+from disttrain_cli.planning.search import search
+from disttrain_cli.planning.sensitivity import sensitivity
+from disttrain_cli.planning.sharing import sharing_sentence
+from disttrain_cli.planning.solve import solve_for
+from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.spec.plan import Layout, UnitShape
+from disttrain_cli.spec.profile import Heads, Profile
+from disttrain_cli.spec.progress import silent
+from tests.planning import synthetic
+
+ONE = Cluster(8, 8, 4.0, 1, 1, climbs=False)  # one long sequence, on which DP has nothing to do
+
+
+def profile_of(heads: Heads | None = Heads(8, 4, 16), length: int = 256) -> Profile:
+    tiny = synthetic.tiny(synthetic.run_file(batch=1, gpus=8), kind="cuda", tps=(1, 2))
+    return synthetic.attending(tiny, heads, length)
+
+
+def heavy(profile: Profile) -> Profile:
+    """The profile with one sequence of 32 times the tokens."""
+    llm = profile.modules["llm"]
+    most = llm.max_work_per_sequence.scaled(32)._replace(items=1)
+    worse = llm.model_copy(update={"max_work_per_sequence": most})
+    return profile.model_copy(update={"modules": profile.modules | {"llm": worse}})
+
+
+def test_degrees_divide_heads_tokens_and_nodes() -> None:
+    def widths(profile: Profile, cluster: Cluster = ONE, strategy: str = "disaggregated") -> object:
+        return [unit.widths for unit in group(profile, cluster, strategy)]
+
+    alone = [(1, 1), (2, 1)]
+    shared = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4)]
+    assert widths(profile_of()) == [alone, shared, alone]
+    assert widths(profile_of(None)) == [alone] * 3
+    assert widths(profile_of(length=4))[1] == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]  # type: ignore[index]
+    assert widths(profile_of(), replace(ONE, most_cp=2))[1] == [(1, 1), (1, 2), (2, 1), (2, 2)]  # type: ignore[index]
+    assert widths(profile_of(), strategy="distmm") == [alone] * 3
+    assert widths(profile_of(), strategy="megatron") == [alone]
+
+
+def test_one_sequence_is_shared() -> None:
+    profile = profile_of()
+    units = group(profile, ONE, "disaggregated")
+    best = search(units, ONE).best[0]
+    assert best.cps[1] > 1 and best.cps[0] == best.cps[2] == 1
+    assert best.gpus == sum(unit.gpus for unit in best.units) <= 8
+    alone = replace(ONE, most_cp=1)
+    other = search(group(profile, alone, "disaggregated"), alone).best[0]
+    assert set(other.cps) == {1} and other.total_ms > 1.1 * best.total_ms
+    layout = layout_of(units, ONE, best, "disaggregated")
+    assert [unit.cp for unit in layout.units] == list(best.cps)
+
+
+def test_what_fits_only_shared_is_found_and_what_cannot_be_is_named() -> None:
+    tight = replace(ONE, gpus=16, memory_gib=0.04)
+    profile = heavy(profile_of())
+    best = search(group(profile, tight, "disaggregated"), tight).best[0]
+    assert best.cps[1] > 1
+    layout = layout_of(group(profile, tight, "disaggregated"), tight, best, "disaggregated")
+    assert all(s.peak_gib <= s.limit_gib for s in layout_memory(profile, layout, 0.04))
+    alone = replace(tight, most_cp=1)
+    assert not search(group(profile, alone, "disaggregated"), alone).best
+    old = heavy(profile_of(None, length=32_768))
+    why = infeasible(old, tight, "disaggregated").why
+    assert "cannot be shared (CP): the profile, made before there was CP" in why
+    assert "CP" not in infeasible(heavy(profile_of(None)), tight, "disaggregated").why
+
+
+def test_megatron_may_share_too_and_comes_apart() -> None:
+    cluster = replace(ONE, gpus=12, most_tp=1)
+    units = group(profile_of(), cluster, "disaggregated")
+    best = pipelines(units, cluster).best[0]
+    encoder, llm, generator = best.units
+    assert llm.cp > 1
+    for unit in (encoder, generator):
+        assert unit.cp == unit.pp == 1 and unit.gpus == llm.width * llm.dp
+    layout = layout_of(units, cluster, best, "megatron")
+    others = apart(layout, units)
+    assert others is not None and [unit.shape for unit in others.units] == best.units
+    alone = group(profile_of(), replace(cluster, most_cp=1), "disaggregated")
+    assert pipelines(alone, cluster).best[0].total_ms > best.total_ms
+
+
+def test_neighbours_share_more_or_fewer() -> None:
+    units = group(profile_of(), ONE, "disaggregated")
+    start = [UnitShape(1, 1, 1), UnitShape(1, 1, 2, cp=2), UnitShape(1, 1, 1)]
+    found = {
+        (shapes[1].tp, shapes[1].cp, shapes[1].pp) for shapes in neighbours(units, ONE, start, 1)
+    }
+    assert {(1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 2, 1)} <= found
+    assert all((tp, cp) in units[1].widths for tp, cp, _ in found)
+
+
+def layout_with(cp: int) -> Layout:
+    units = group(profile_of(), replace(ONE, most_cp=cp), "disaggregated")
+    best = search(units, ONE).best[0]
+    return layout_of(units, ONE, best, "disaggregated")
+
+
+@pytest.mark.parametrize(("gain", "first"), [(2 * CP_GAIN, "shared"), (CP_GAIN / 2, "alone")])
+def test_tokens_are_shared_where_that_gains_more_than_prices_are_worth(
+    gain: float, first: str
+) -> None:
+    shared, alone = Ranked(layout_with(8), 1.0), Ranked(layout_with(1), 1.0 / (1.0 - gain))
+    slow = Ranked(layout_with(2), 2.0)
+    ranked = chosen_first([shared, alone, slow])
+    assert ranked[0] is (shared if first == "shared" else alone)
+    assert {id(one) for one in ranked} == {id(shared), id(alone), id(slow)}
+    assert chosen_first([shared, slow]) == [shared, slow]
+
+
+def test_a_plan_says_what_sharing_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "SEQUENCES", 4)  # else 256 batches of one
+    profile = profile_of()
+    plan = solve_for(profile, ONE)
+    llm = plan.plan.units[1]
+    assert llm.cp > 1
+    said = sharing_sentence(plan, profile, ONE)
+    assert said is not None and f"llm over {llm.cp} ranks" in said and "% longer" in said
+    found = sensitivity(profile, ONE, plan.plan, silent)
+    assert found is not None
+    (alone,) = [one for one in found.changes if one.what == "CP 1 everywhere"]
+    assert alone.speedup is not None and alone.speedup < 1
+    assert all(move.cp_then == 1 for move in alone.units)
+    for move in found.now.units:
+        tp, dp, pp = move.shape_then
+        assert move.gpus_then == tp * move.cp_then * dp * pp
+
+
+def test_a_plan_for_long_sequences_says_why_they_are_not_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(predict, "SEQUENCES", 64)
+    many = replace(ONE, batch=64, gpus=4)
+    short, long, old = profile_of(), profile_of(length=32_768), profile_of(None, 32_768)
+    plan = solve_for(long, many)
+    assert not any(unit.cp > 1 for unit in plan.plan.units)
+    assert sharing_sentence(plan, short, many) is None
+    said = sharing_sentence(plan, long, many)
+    assert said is not None and "32,768 tokens are not shared (CP)" in said and "% longer" in said
+    assert "does not know of heads" in (sharing_sentence(plan, old, many) or "")
