@@ -17,6 +17,7 @@ from benchmarks import (
     checkpoints,
     colocation,
     common,
+    context,
     data_wait,
     decode,
     efficiency,
@@ -108,6 +109,20 @@ def test_levelling_by_images_is_never_worse_than_by_sequences():
         assert (
             1 <= row["images (disttrain)"] <= row["sequences levelled"] <= row["sequences in order"]
         )
+
+
+@pytest.mark.slow
+def test_ranks_of_a_cp_group_work_and_keep_their_share():
+    load, kept = context.measure(small=True).values()
+    assert {row["CP"] for row in load} == {2, 4, 8}
+    for row in load:
+        ours = row["way"] == "disttrain"
+        assert (row["at worst"] <= 1.05) is ours
+        assert 1 <= row["block"] <= row["attention"] <= row["at worst"]
+    alone, eight, less = kept
+    assert (alone["CP"], eight["CP"]) == (1, 8) and less["kept GiB"] >= 7
+    for row in (alone, eight):
+        assert row["kept GiB"] == pytest.approx(row["planned"], rel=0.03)
 
 
 def test_ordering_levels_what_shares_a_unit():
