@@ -44,6 +44,25 @@ def film(
     return buffer.getvalue()
 
 
+def trimmed(data: bytes, frames: int) -> bytes:
+    """An MP4 without its first frames, by an edit list: what others need of them stays in it."""
+    buffer = io.BytesIO()
+    options = {"use_editlist": "1", "avoid_negative_ts": "disabled"}
+    with (
+        av.open(io.BytesIO(data)) as source,
+        av.open(buffer, "w", format="mp4", container_options=options) as made,
+    ):
+        video = source.streams.video[0]
+        stream = made.add_stream_from_template(video)
+        for packet in source.demux(video):
+            if packet.dts is None:
+                continue
+            cut = int(frames / video.average_rate / packet.time_base)
+            packet.pts, packet.dts, packet.stream = packet.pts - cut, packet.dts - cut, stream
+            made.mux(packet)
+    return buffer.getvalue()
+
+
 def sound_only() -> bytes:
     """An MP4 of sound."""
     buffer = io.BytesIO()

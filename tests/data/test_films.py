@@ -20,6 +20,8 @@ from disttrain_cli.data.packing import pack
 from disttrain_cli.data.preparing import Preparer, Request
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
+from disttrain_cli.data.sources.chats import FILM, MARK
+from disttrain_cli.data.sources.samples import Turn
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.outputs.conversations import held_out_questions
@@ -101,6 +103,29 @@ def test_ids_labels_and_positions_are_those_of_transformers(tmp_path: Path, fami
             assert torch.equal(torch.from_numpy(positions[:, own]), expected[:, 0])
             seen += int((talk.ids == VIDEO).sum())
     assert seen == index.tokens[index.frames > 0].sum() > 0
+
+
+def test_a_template_that_writes_images_before_videos_is_not_taken_for_another(
+    tmp_path: Path,
+) -> None:
+    write_folder(tmp_path / "given", "qwen3_vl")
+    template = tmp_path / "given" / "chat_template.jinja"
+    kinds = [
+        f"{{% for part in message.content if part.type == '{kind}' %}}{mark}{{% endfor %}}"
+        for kind, mark in (("image", "<|image_pad|>"), ("video", "<|video_pad|>"))
+    ]
+    texts = "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    template.write_text(
+        "{% for message in messages %}{{ message.role }}: "
+        + "".join([*kinds, texts])
+        + "</s>{% endfor %}"
+    )
+    tokenizer = read_tokenizer(video_run(tmp_path, "qwen3_vl"))
+    assert tokenizer.chat is not None
+    answer = Turn("assistant", ["Noise."], [])
+    tokenizer.chat.written([Turn("user", [f"{MARK}{FILM}What?"], []), answer])
+    with pytest.raises(ValueError, match="images and videos in another order"):
+        tokenizer.chat.written([Turn("user", [f"{FILM}{MARK}What?"], []), answer])
 
 
 @pytest.mark.parametrize("family", RULES)

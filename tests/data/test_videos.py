@@ -13,7 +13,7 @@ import pytest
 
 from disttrain_cli.data import videos
 from disttrain_cli.data.videos import VideoHeader, decode_frames, read_video_header
-from tests.data.films import all_frames, film, sound_only
+from tests.data.films import all_frames, film, sound_only, trimmed
 
 FORMS = {
     "h264": ("libx264", "mp4"),
@@ -71,6 +71,14 @@ def test_frames_without_times_are_counted() -> None:
         expected = all_frames(data)
         for number, frame in found:
             assert (frame.to_ndarray(format="rgb24") == expected[number]).all()
+
+
+def test_a_trimmed_film_has_the_frames_that_are_shown() -> None:
+    data = trimmed(film(40, every=10), 7)
+    expected = all_frames(data)
+    assert header_of(data).frames == len(expected) == 33
+    for number, pixels in decode_frames(data, [0, 5, 32]):
+        assert (pixels == expected[number]).all()
 
 
 def test_what_is_cut_off_or_no_video_is_named() -> None:

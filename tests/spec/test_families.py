@@ -185,6 +185,9 @@ PINPOINTS = [[32, 64], [64, 32], [64, 64]]
         ("config", {"vision_feature_select_strategy": "both"}, "vision_feature_select_strategy"),
         ("preprocessor", {"image_grid_pinpoints": [[32, 64]]}, "image_grid_pinpoints"),
         ("preprocessor", {"do_resize": False}, "do_resize"),
+        ("processor", {"patch_size": 4}, "patch_size"),
+        ("processor", {"num_image_tokens": 5}, "num_image_tokens"),
+        ("processor", {"vision_feature_select_strategy": "x"}, "vision_feature_select_strategy"),
     ],
 )
 @pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
@@ -193,6 +196,7 @@ def test_what_is_not_computed_of_joined_tiles_is_refused_by_name(
 ):
     folder = joined_tiles(tmp_path, family)
     assert describe(run_of(folder)).image.newlines == 4  # a tile's rows
+    (folder / "processor_config.json").write_text("{}")
     rewritten(folder, f"{file}{'' if file == 'config' else '_config'}.json", **fields)
     with pytest.raises(SpecError) as refused:
         describe(run_of(folder))

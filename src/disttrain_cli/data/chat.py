@@ -151,6 +151,10 @@ class Chat:
                 raise ValueError(
                     f"the chat template writes {placeholder} {count} times for {marks} {what}"
                 )
+        marks_of = {own: mark for mark, own in self._placeholders.items()}
+        found = re.findall("|".join(map(re.escape, marks_of)), text)
+        if [marks_of[own] for own in found] != MARKS.findall(said):
+            raise ValueError("the chat template writes images and videos in another order")
         spans = spans if self._template.marks else self._answers(messages, text)
         spans = _trained(turns, spans)
         around = around or [ALONE] * len(MARKS.findall(said))

@@ -201,10 +201,20 @@ def _header(container: Any) -> VideoHeader:
         )
     if not 0 < rate <= MOST_FPS:
         raise ValueError(f"{rate:g} frames per second, up to {MOST_FPS} are read")
-    frames = stream.frames or sum(bool(packet.size) for packet in container.demux(stream))
+    frames = _frames(container, stream)
     if not 1 <= frames <= MOST_FRAMES:
         raise ValueError(f"a video of {frames} frames, 1 to {MOST_FRAMES} are read")
     return VideoHeader(width, height, frames, rate)
+
+
+def _frames(container: Any, stream: Any) -> int:
+    """Frames that are shown. A trimmed MP4 or QuickTime file has some before the cut that are there
+    for others alone; its index says which."""
+    if not stream.frames:
+        return sum(bool(one.size) and not one.is_discard for one in container.demux(stream))
+    if container.format.name == "avi":
+        return int(stream.frames)
+    return sum(not entry.is_discard for entry in stream.index_entries)
 
 
 def _video(container: Any) -> Any:

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disttrain_cli.spec.families.family import Family, Fields, Module, feature_layer, only
-from disttrain_cli.spec.families.processors import cropped_or_stretched, refused
+from disttrain_cli.spec.families.processors import (
+    AGAIN,
+    NESTED,
+    cropped_or_stretched,
+    refused,
+)
 from disttrain_cli.spec.families.tilings import joined
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.image_processor import ImageProcessor
@@ -57,7 +62,22 @@ def _joins(defaults: _Defaults, path: Path, config: Fields) -> dict[str, dict[st
     only(path, config, "vision_feature_select_strategy", usual, {strategy: strategy})
     only(path, config, "projector_hidden_act", "gelu", {"gelu": "gelu"})
     only(path, config, "multimodal_projector_bias", True, {True: True})
+    _check_placeholders(path.parent / NESTED, config["vision_config"], strategy)
     return {"vision": {"feature_layer": feature_layer(path, config, defaults.layer)}}
+
+
+def _check_placeholders(path: Path, tower: Fields, strategy: str) -> None:
+    """SpecError where the processor would write placeholders for other rows than the tower's."""
+    said = parse_json(path, "processor configuration", AGAIN) if path.exists() else {}
+    side, patch = (tower.get(field) for field in ("image_size", "patch_size"))
+    expected = {
+        "patch_size": patch,
+        "vision_feature_select_strategy": strategy,
+        "num_image_tokens": (side // patch) ** 2 if side and patch else None,
+    }
+    for field, value in expected.items() if isinstance(said, dict) else ():
+        if value is not None and said.get(field) not in (value, None):
+            raise refused(path, field, said[field], f"{value}, the tower's")
 
 
 def _processor(path: Path, fields: Fields) -> ImageProcessor:
