@@ -125,14 +125,14 @@ def profile(
         )
     opened = open_run(run)
     not_over(out, opened.path, opened.dir.index)
-    from disttrain_cli.data.tokenizer import endless_answers
+    from disttrain_cli.data.tokenizer import doubtful_template
     from disttrain_cli.models.adapters import check_adapters
     from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
 
     adapters = check_adapters(opened, opened.file.model.order)
-    for sentence in starting_weights(opened) + adapters + endless_answers(opened):
+    for sentence in starting_weights(opened) + adapters + doubtful_template(opened):
         note(sentence)
     if reindex:
         _reindex(opened, progress)

@@ -17,12 +17,13 @@ from disttrain_cli.data.index import Index, build_index, read_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
-from disttrain_cli.data.tokenizer import ByteTokenizer, Tokenizer, endless_answers, read_tokenizer
+from disttrain_cli.data.tokenizer import ByteTokenizer, Tokenizer, doubtful_template, read_tokenizer
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.index import IMAGE
 from disttrain_cli.spec.runfile import Run
 from tests.data.chat_folders import write_folder
 from tests.data.dataset import INPUTS, encoded, make_run, write_tar
+from tests.whole_models import run_of, write_llava
 
 PICTURES = [encoded(20 + 4 * number, 30, shade=40 * number) for number in range(3)]
 ANSWERS = ["A cat.", "A mat, and on it a cat."]
@@ -211,11 +212,17 @@ def test_an_index_of_before_templates_is_used_where_nothing_is_a_conversation(
 def test_templates_that_end_no_answer_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tokens", "vision")
     run = make_run(tmp_path, [{"path": "chats"}], tokenizer=str(folder))
-    assert endless_answers(run) == []
+    assert doubtful_template(run) == []
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role | upper + ': ' + m.content + ' ' }}{% endfor %}"
     )
-    assert "ends answers with no special token" in endless_answers(run)[0]
+    assert "ends answers with no special token" in doubtful_template(run)[0]
+
+
+def test_a_whole_model_without_a_template_is_named(tmp_path: Path) -> None:
+    write_llava(tmp_path / "llava")
+    (tmp_path / "llava" / "chat_template.jinja").unlink(missing_ok=True)
+    assert "has no chat template" in doubtful_template(run_of(tmp_path / "llava"))[0]
 
 
 def test_what_cannot_be_written_is_skipped_and_named(tmp_path: Path) -> None:

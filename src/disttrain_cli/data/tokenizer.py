@@ -182,14 +182,19 @@ def read_tokenizer(run: Run) -> Tokenizer:
     return FolderTokenizer(_fetched(name, folder))
 
 
-def endless_answers(run: Run) -> list[str]:
-    """A sentence where the chat template ends answers with no special token (LLaVA 1.5's): nothing
-    then teaches a model to stop.
+def doubtful_template(run: Run) -> list[str]:
+    """A sentence where a whole model's folder has no chat template, or where that ends answers with
+    no special token (LLaVA 1.5's): nothing then teaches a model to stop.
 
     Raises:
         SpecError: the tokenizer cannot be read.
     """
     chat = read_tokenizer(run).chat if run.file.data.sources else None
+    if chat is None and run.file.data.sources and run.published is not None:
+        return [
+            f"{run.file.data.tokenizer} has no chat template (chat_template.jinja): conversations"
+            " are written as USER: … ASSISTANT: …"
+        ]
     if chat is None or chat.end is not None:
         return []
     return [
