@@ -42,6 +42,7 @@ LLM_BILLIONS = {
     "tiny-qwen3-vl": 0.00078,
     "tiny-llava": 0.0009,
     "tiny-internvl": 0.00083,
+    "tiny-smolvlm": 0.00078,
 }
 
 #: Where the preset that is rehearsed is smaller.
