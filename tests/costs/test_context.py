@@ -7,8 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.context import exchanged_bytes, exchanged_ms, kept_bytes, misfit
+from disttrain_cli.costs.context import (
+    exchanged_bytes,
+    exchanged_ms,
+    fits_nodes,
+    kept_bytes,
+    misfit,
+)
 from disttrain_cli.costs.layout import reduce_s, stages_of
+from disttrain_cli.costs.links import all_to_all_s, exchange_s
 from disttrain_cli.costs.memory import communicators, layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
@@ -26,6 +33,21 @@ def with_heads(heads: Heads | None, sequence_length: int = LENGTH) -> Profile:
 
 
 PROFILE = with_heads(Heads(8, 4, 16))
+EYE = Heads(4, 4, 8)
+
+
+def with_eye(profile: Profile) -> Profile:
+    """The same, whose encoder has attention in its blocks, too."""
+    eye = profile.modules["image_encoder"]
+    costs = {
+        kind: cost.model_copy(update={"heads": EYE if kind == "block" else None})
+        for kind, cost in eye.costs.items()
+    }
+    modules = profile.modules | {"image_encoder": eye.model_copy(update={"costs": costs})}
+    return profile.model_copy(update={"modules": modules})
+
+
+WITH_EYE = with_eye(PROFILE)
 
 
 def shared(cp: int, **how: Any) -> Layout:
@@ -65,8 +87,8 @@ def test_copies_around_exchanges_take_what_the_optimizer_says_of_memory() -> Non
     for cp, again in ((1, 0), (2, 1), (8, 2)):
         llm = shared(cp).units[1]
         for before, after in zip(
-            exchanged_ms(PROFILE, block, llm, "trained"),
-            exchanged_ms(slow, block, llm, "trained"),
+            exchanged_ms(PROFILE, "llm", block, llm, "trained"),
+            exchanged_ms(slow, "llm", block, llm, "trained"),
             strict=True,
         ):
             numbers = 3 * 8 + 2 * 2 * 4 * again if again else 0
@@ -145,7 +167,14 @@ def test_communicators() -> None:
         (PROFILE, ["llm"], 2, 2, None),
         (PROFILE, ["image_encoder", "llm"], 2, 1, None),
         (PROFILE, ["image_encoder", "llm"], 1, 2, "image_encoder"),
-        (PROFILE, ["image_generator"], 1, 2, "the LLM alone"),
+        (PROFILE, ["image_generator"], 1, 2, "of texts and images read alone"),
+        (synthetic.with_audio(PROFILE), ["audio_encoder"], 1, 2, "it holds audio_encoder"),
+        (WITH_EYE, ["image_encoder"], 1, 4, None),
+        (WITH_EYE, ["image_encoder"], 2, 2, None),
+        (WITH_EYE, ["image_encoder", "llm"], 1, 4, None),
+        (WITH_EYE, ["image_encoder"], 1, 8, "CP 8 must divide the 4 heads of image_encoder"),
+        (WITH_EYE, ["image_encoder"], 1, 3, "CP 3 must divide the 4 heads of image_encoder"),
+        (PROFILE, ["image_encoder"], 1, 2, "image_encoder could share its rows"),
         (PROFILE, ["llm"], 1, 16, "CP 16 must divide the 8 heads"),
         (PROFILE, ["llm"], 4, 4, "the 2 heads on each of 4 TP ranks"),
         (with_heads(Heads(12, 4, 16), sequence_length=240), ["llm"], 1, 6, "4 of keys and values"),
@@ -159,3 +188,84 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     said = misfit(profile, modules, tp, cp)
     assert (said is None) if why is None else (said is not None and why in said)
+
+
+def test_an_encoder_has_its_share_of_the_work_and_two_exchanges_of_its_rows() -> None:
+    alone, four = (stages_of(WITH_EYE, eye(cp))[0].costs[0] for cp in (1, 4))
+    link = WITH_EYE.links
+    blocks = WITH_EYE.modules["image_encoder"].layers.count("block")
+    row_bytes = 2 / 4 * (4 + 4) * 8 * {"fp32": 4, "bf16": 2}[WITH_EYE.precision]
+    row_ms = 1e3 * row_bytes * 3 / 4 / (link.all_gather_gbps * 1e9 / 8)
+    latency_ms = 2e-3 * link.all_gather_us
+    for whole, part in zip(alone.parts_ms[:2], four.parts_ms[:2], strict=True):
+        more = blocks * np.array([latency_ms, 0.0, row_ms, 0.0])
+        assert part == pytest.approx(np.array([whole[0], *whole[1:] / 4]) + more)
+    # what it keeps is a share of the work, and attention's result again
+    kept = [layout_memory(WITH_EYE, eye(cp), 4.0)[0].activations_gib for cp in (1, 4)]
+    assert kept[0] / 4 < kept[1] < kept[0] / 2
+
+
+def test_a_group_does_not_keep_a_fused_tensor_whole() -> None:
+    cost = WITH_EYE.modules["image_encoder"].costs["block"]
+    fused = cost.model_copy(update={"fused_heads": True})
+    width = 4 * 8 * {"fp32": 4, "bf16": 2}[WITH_EYE.precision]
+    unit = eye(4).units[0]
+    kept = [kept_bytes(WITH_EYE, one, unit, "trained") for one in (cost, fused)]
+    assert kept == [width, -width]
+    assert kept_bytes(WITH_EYE, fused, eye(1).units[0], "trained") == 0.0
+    assert "fused_heads" not in cost.model_dump()
+
+
+def eye(cp: int) -> Layout:
+    """The encoder on CP groups."""
+    given = layout(4)
+    encoder, *rest = given.units
+    encoder = encoder.model_copy(update={"cp": cp, "gpus": encoder.gpus * cp})
+    used = encoder.gpus + sum(unit.gpus for unit in rest)
+    return given.model_copy(update={"units": [encoder, *rest], "gpus_used": used})
+
+
+def test_exchanges_between_nodes_take_the_network_at_the_rate_of_a_rank() -> None:
+    between = PROFILE.links.model_copy(update={"all_gather_gbps": 8.0, "all_gather_us": 30.0})
+    links = PROFILE.links.model_copy(
+        update={
+            "inter_node": between,
+            "gpus_per_node": 2,
+            "all_gather_gbps": 80.0,
+            "all_gather_us": 5.0,
+        }
+    )
+    assert exchange_s(links, 1e9, 2, 2) == all_to_all_s(links, 1e9, 2)
+    assert exchange_s(links, 1e9, 8, 2) == pytest.approx(30e-6 + 6 / 8)  # 1 Gbyte/s
+    fast = links.model_copy(update={"all_gather_gbps": 0.08})  # then the link inside is the slower
+    assert exchange_s(fast, 1e9, 8, 2) > 12.0
+    profile = PROFILE.model_copy(update={"links": links})
+    sent = []
+    for plan in (shared(2), shared(4)):
+        rows = traffic_of(profile, plan, stages_of(profile, plan), 2)
+        sent += [row for row in rows if row.kind == "context_parallel"]
+    assert [row.inside_a_node for row in sent] == [True, False]
+    assert sent[1].rank_s > 4 * sent[0].rank_s
+    inside = links.model_copy(update={"gpus_per_node": 4})
+    forward = [
+        stages_of(one, shared(4))[1].costs[0].forward_ms[1]
+        for one in (profile.model_copy(update={"links": inside}), profile)
+    ]
+    assert forward[1] > forward[0]
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "node", "fits"),
+    [
+        (2, 4, 8, True),
+        (4, 4, 8, True),
+        (1, 32, 8, True),
+        (8, 2, 8, True),
+        (2, 3, 8, False),
+        (16, 2, 8, False),
+        (3, 8, 8, False),
+        (2, 6, 8, False),
+    ],
+)
+def test_replicas_are_parts_of_nodes_or_whole_ones(tp: int, cp: int, node: int, fits: bool) -> None:
+    assert fits_nodes(tp, cp, node) == fits

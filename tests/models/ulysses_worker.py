@@ -13,10 +13,10 @@ from torch import Tensor
 
 from disttrain_cli.models.attention import Segments, attend
 from disttrain_cli.models.group import Group
-from disttrain_cli.models.ulysses import to_heads, to_tokens
 from disttrain_cli.runtime.launching.process import joined
 
-CP, LENGTHS, WIDTH = 4, [3, 17, 1, 11], 8
+#: Together 29 rows: three ranks have eight, the last one five.
+CP, LENGTHS, WIDTH = 4, [3, 14, 1, 11], 8
 #: Heads of queries, of keys and values, and how many tokens a row sees.
 CASES = {
     "as many heads": (8, 8, None),
@@ -44,12 +44,13 @@ def ranks(payload: dict[str, Any]) -> None:
 def difference(group: Group, query: int, key: int, window: int | None) -> float:
     """Of what attention makes of the own rows, and of their gradients."""
     whole = [rows(heads, seed) for seed, heads in enumerate((query, key, key))]
-    within, weight = Segments(LENGTHS, torch.device("cpu")), rows(query, 9).detach()
+    within, shared = (Segments(LENGTHS, torch.device("cpu"), cp) for cp in (None, group))
+    weight = rows(query, 9).detach()
     expected = attend(*whole, within, causal=True, window=window)
     gradients = torch.autograd.grad((expected * weight).sum(), whole)
     mine = group.local_rows(sum(LENGTHS))
     own = [tensor.detach()[mine].requires_grad_() for tensor in whole]
-    made = to_tokens(attend(*to_heads(*own, group), within, causal=True, window=window), group)
+    made = attend(*own, shared, causal=True, window=window)
     found = torch.autograd.grad((made * weight[mine]).sum(), own)
     pairs = [(expected, made), *zip(gradients, found, strict=True)]
     return max(float((one[mine] - other).abs().max()) for one, other in pairs)

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from disttrain_cli.errors import MismatchError, SpecError
-from disttrain_cli.planning.check import check, check_device, check_memory, not_run, refuse_not_run
+from disttrain_cli.planning.check import (
+    _check_ranks,
+    check,
+    check_device,
+    check_memory,
+    not_run,
+    refuse_not_run,
+)
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import Heads, Profile
@@ -244,10 +251,21 @@ def test_cp_of_the_llm_runs(made: Made) -> None:
     check(*with_cp(made, "llm", cp=2))
 
 
+def test_cp_groups_may_lie_on_several_nodes(made: Made) -> None:
+    plan, run, profile = with_cp(made, "llm", cp=2)
+    run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"gpus_per_node": 1})})
+    nodes = {"gpus_per_node": 1, "inter_node": profile.links}
+    known = profile.model_copy(update={"links": profile.links.model_copy(update=nodes)})
+    _check_ranks(plan, run, known)
+    with pytest.raises(SpecError) as caught:
+        _check_ranks(plan, run, profile)
+    assert "does not know the size of a node" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("module", "degrees", "named"),
     [
-        ("image_encoder", {"cp": 2}, ["image_encoder cannot have CP 2", "the LLM alone"]),
+        ("image_encoder", {"cp": 2}, ["image_encoder cannot have CP 2", "could share its rows"]),
         ("llm", {"cp": 3}, ["llm cannot have CP 3", "must divide the sequence length, 256"]),
         ("llm", {"cp": 4}, ["CP 4 of unit llm does not fit evenly into a node"]),
         ("llm", {"cp": 5}, ["The plan needs more ranks", "llm 1 × CP 5 × 1 × 1"]),
@@ -265,7 +283,7 @@ def test_a_wrong_cp_is_refused_by_name(
 def test_cp_needs_a_profile_that_knows_of_heads(made: Made) -> None:
     plan, run, _ = with_cp(made, "llm", cp=2)
     fingerprints = plan.fingerprints.model_copy(update={"profile": fingerprint(made[2])})
-    with pytest.raises(SpecError, match="does not know of heads"):
+    with pytest.raises(SpecError, match="does not know of its heads"):
         check(plan.model_copy(update={"fingerprints": fingerprints}), run, made[2])
 
 

@@ -77,7 +77,7 @@ def test_what_fits_only_shared_is_found_and_what_cannot_be_is_named() -> None:
     assert not search(group(profile, alone, "disaggregated"), alone).best
     old = heavy(profile_of(None, length=32_768))
     why = infeasible(old, tight, "disaggregated").why
-    assert "cannot be shared (CP): the profile, made before there was CP" in why
+    assert "cannot be shared (CP): the profile, made before llm could" in why
     assert "CP" not in infeasible(heavy(profile_of(None)), tight, "disaggregated").why
 
 
@@ -153,4 +153,4 @@ def test_a_plan_for_long_sequences_says_why_they_are_not_shared(
     assert sharing_sentence(plan, short, many) is None
     said = sharing_sentence(plan, long, many)
     assert said is not None and "32,768 tokens are not shared (CP)" in said and "% longer" in said
-    assert "does not know of heads" in (sharing_sentence(plan, old, many) or "")
+    assert "does not know of its heads" in (sharing_sentence(plan, old, many) or "")

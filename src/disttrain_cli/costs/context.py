@@ -1,10 +1,11 @@
 """Context parallelism in numbers: which degrees a unit may have, and what it costs.
 
-A CP group divides the work of a replica evenly: each of its C ranks has 1/C of the tokens, and in
-attention 1/C of the heads (`models.ulysses`), whatever the documents. So a rank's time and memory
-are those of a C-th of the work. What comes on top is counted here: two exchanges per attention and
-direction with the copies around them, what attention made by heads beside the same by tokens, and
-keys and values that several ranks have alike.
+A CP group divides the work of a replica evenly: each of its C ranks has 1/C of the rows (an LLM's
+tokens, an encoder's patches), and in attention 1/C of the heads (`models.ulysses`), whatever the
+documents and images. So a rank's time and memory are those of a C-th of the work. What comes on top
+is counted here: two exchanges per attention and direction with the copies around them, what
+attention made by heads beside the same by rows, and keys and values that several ranks have alike.
+Where queries, keys and values are views of one tensor, a group keeps less: no rank has all of it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
-from disttrain_cli.costs.links import all_to_all_s, ring_bytes
+from disttrain_cli.costs.links import exchange_s, ring_bytes
 from disttrain_cli.spec.plan import UnitPlan, UnitShape
 from disttrain_cli.spec.profile import Heads, LayerCost, Polynomial, Profile, combine
+from disttrain_cli.spec.work import Work
 
 #: Of a number that is exchanged.
 VALUE_BYTES = {"bf16": 2.0, "fp32": 4.0}
@@ -26,50 +28,68 @@ def misfit(profile: Profile, modules: Sequence[str], tp: int, cp: int) -> str | 
     inputs = profile.inputs
     if cp == 1:
         return None
-    if others := [name for name in modules if name != inputs.llm]:
-        return f"it holds {', '.join(others)}; CP groups share the tokens of the LLM alone"
-    if inputs.sequence_length % (tp * cp):
+    if others := [name for name in modules if inputs.item(name) not in ("sequence", "image")]:
+        return f"it holds {', '.join(others)}; CP groups share rows of texts and images read alone"
+    if inputs.llm in modules and inputs.sequence_length % (tp * cp):
         return (
             f"TP × CP = {tp} × {cp} = {tp * cp} must divide the sequence length,"
             f" {inputs.sequence_length}"
         )
-    known = [cost.heads for cost in profile.modules[inputs.llm].costs.values() if cost.heads]
-    if not known:
-        return "the profile, made before there was CP, does not know of heads: disttrain profile"
-    for heads in known:
-        query, key = heads.query // tp, heads.key // tp
-        if query % cp or (key % cp and cp % key):
-            each = f" on each of {tp} TP ranks" if tp > 1 else ""
+    for name in modules:
+        known = [cost.heads for cost in profile.modules[name].costs.values() if cost.heads]
+        if not known:
             return (
-                f"CP {cp} must divide the {query} heads{each}, and divide or be divided by the"
-                + (f" {key} of keys and values")
+                f"the profile, made before {name} could share its rows, does not know of its heads:"
+                " disttrain profile"
             )
+        for heads in known:
+            query, key = heads.query // tp, heads.key // tp
+            if query % cp or (key % cp and cp % key):
+                each = f" on each of {tp} TP ranks" if tp > 1 else ""
+                return (
+                    f"CP {cp} must divide the {query} heads{each} of {name}, and divide or be"
+                    f" divided by the {key} of keys and values"
+                )
     return None
 
 
+def fits_nodes(tp: int, cp: int, gpus_per_node: int) -> bool:
+    """Whether the TP × CP ranks of a replica are an even part of a node, or whole nodes with TP
+    groups inside each."""
+    width = tp * cp
+    return gpus_per_node % width == 0 or (width % gpus_per_node == 0 and gpus_per_node % tp == 0)
+
+
 def exchanged_ms(
-    profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
+    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
 ) -> tuple[Polynomial, Polynomial]:
-    """Times that exchanges, inside a node, and the copies around them add to a layer's forward and
-    to its backward, by the work of a replica."""
+    """Times that exchanges, inside a node or between some, and the copies around them add to a
+    layer of a module in its forward and in its backward, by the work of a replica."""
     if unit.cp == 1 or cost.heads is None:
         return Polynomial(), Polynomial()
-    own_tokens = profile.inputs.sequence_length / unit.cp
-    latency_s = all_to_all_s(profile.links, 0.0, unit.cp)
-    bytes_s = all_to_all_s(
-        profile.links, own_tokens * _row_bytes(profile, cost.heads, unit), unit.cp
+    own_bytes, moved_bytes = (
+        of_row(profile, cost.heads, unit) / unit.cp for of_row in (_row_bytes, _moved_bytes)
     )
-    copied_s = moved_s(
-        profile.device, profile.precision, own_tokens * _moved_bytes(profile, cost.heads, unit)
+    links, per_node = profile.links, ranks_per_node(profile, unit)
+    latency_s = exchange_s(links, 0.0, unit.cp, per_node)
+    each = _rows_of(profile, name)
+    per_item, per_token = (
+        1e3
+        * (
+            exchange_s(links, own_bytes * rows, unit.cp, per_node)
+            - latency_s
+            + moved_s(profile.device, profile.precision, moved_bytes * rows)
+        )
+        for rows in (each.items, each.tokens)
     )
-    once = Polynomial(base=2e3 * latency_s, per_item=1e3 * (bytes_s - latency_s + copied_s))
+    once = Polynomial(base=2e3 * latency_s, per_item=per_item, per_token=per_token)
     return once, combine((_backwards(unit, does), once))
 
 
 def exchanged_bytes(
     profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
 ) -> float:
-    """Bytes per own token that leave a rank in a layer's forward and backward."""
+    """Bytes per own row that leave a rank in a layer's forward and backward."""
     if unit.cp == 1 or cost.heads is None:
         return 0.0
     passes = 1.0 + _backwards(unit, does)
@@ -79,23 +99,43 @@ def exchanged_bytes(
 def kept_bytes(
     profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
 ) -> float:
-    """Bytes per own token that a rank keeps of a layer beyond its share of what it would keep
+    """Bytes per own row that a rank keeps of a layer beyond its share of what it would keep
     alone."""
     if unit.cp == 1 or cost.heads is None or does == "still":
         return 0.0
     query, key = _widths(profile, cost.heads, unit)
-    return query * (does == "trained") + 2.0 * key * (_again(cost.heads, unit) - 1)
+    shared = query * (does == "trained") + 2.0 * key * (_again(cost.heads, unit) - 1)
+    return shared - (query + key) * cost.fused_heads
+
+
+def ranks_per_node(profile: Profile, unit: UnitPlan | UnitShape) -> int:
+    """Of a CP group of a unit, the ranks in each node."""
+    node = profile.links.gpus_per_node
+    return unit.cp if node is None else min(unit.cp, node // unit.tp)
+
+
+def rows(profile: Profile, name: str, work: Work) -> float:
+    """Rows of so much work of a module."""
+    each = _rows_of(profile, name)
+    return each.items * work.items + each.tokens * work.tokens
+
+
+def _rows_of(profile: Profile, name: str) -> Work:
+    """Rows per item and per token of a module's work: of an LLM all tokens of its sequences, padded
+    ones too; of an encoder without class tokens."""
+    llm = name == profile.inputs.llm
+    return Work(items=profile.inputs.sequence_length) if llm else Work(tokens=1.0)
 
 
 def _row_bytes(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> float:
-    """Bytes per own token of a rank's two exchanges, before and after attention."""
+    """Bytes per own row of a rank's two exchanges, before and after attention."""
     query, key = _widths(profile, heads, unit)
     return 2.0 * query + 2.0 * key * _again(heads, unit)
 
 
 def _moved_bytes(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> float:
-    """Bytes per own token that copies around a rank's two exchanges read and write: queries, keys
-    and values are put together, and laid out by rank; attention's result goes back by token
+    """Bytes per own row that copies around a rank's two exchanges read and write: queries, keys and
+    values are put together, and laid out by rank; attention's result goes back by row
     (`models.ulysses`)."""
     query, key = _widths(profile, heads, unit)
     together = query + 2.0 * key * _again(heads, unit)
@@ -103,7 +143,7 @@ def _moved_bytes(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> 
 
 
 def _widths(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> tuple[float, float]:
-    """Bytes of a token's queries and of its keys on a rank."""
+    """Bytes of a row's queries and of its keys on a rank."""
     number_bytes = VALUE_BYTES[profile.precision] * heads.width
     return heads.query // unit.tp * number_bytes, heads.key // unit.tp * number_bytes
 

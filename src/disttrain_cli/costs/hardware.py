@@ -252,7 +252,11 @@ def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:
         links.network_p2p_us,
         links.network_collective_us,
     )
-    return LinkProfile(**inside.model_dump(), inter_node=between if cluster.nodes > 1 else None)
+    if cluster.nodes == 1:
+        return LinkProfile(**inside.model_dump())
+    return LinkProfile(
+        **inside.model_dump(), inter_node=between, gpus_per_node=cluster.gpus_per_node
+    )
 
 
 def _times(gbps: float, p2p_us: float, collective_us: float) -> LinkTimes:

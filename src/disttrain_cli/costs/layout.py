@@ -167,7 +167,7 @@ def _costs(
             )
             one = np.array([_sum(polynomials) for polynomials in parts])
             one[:3, 1:] /= stage.cp
-            for row, exchanged in enumerate(exchanged_ms(profile, layer, stage.unit, does)):
+            for row, exchanged in enumerate(exchanged_ms(profile, name, layer, stage.unit, does)):
                 one[row] += _sum([exchanged])
             rows += kinds.count((name, kind, does)) * one
         rows[1] -= rows[2]

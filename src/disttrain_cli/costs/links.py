@@ -62,6 +62,20 @@ def all_to_all_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     )
 
 
+def exchange_s(links: LinkProfile, size_bytes: float, ranks: int, per_node: int) -> float:
+    """The same where `per_node` of the ranks lie in each node. What leaves a node takes the network
+    of its ranks' own devices, as all of them send at once, and the rest the links inside meanwhile.
+    """
+    between = links.inter_node
+    if ranks <= per_node or between is None:
+        return all_to_all_s(links, size_bytes, ranks)
+    part_bytes, latency_us = size_bytes / ranks, max(links.all_gather_us, between.all_gather_us)
+    return latency_us * 1e-6 + max(
+        part_bytes * (per_node - 1) / (links.all_gather_gbps * GIGABIT_BYTES),
+        part_bytes * (ranks - per_node) / (between.all_gather_gbps * GIGABIT_BYTES),
+    )
+
+
 #: By operation, its time as a function of links, bytes of the whole, and ranks.
 COLLECTIVES = {
     "all_reduce": all_reduce_s,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.context import kept_bytes
+from disttrain_cli.costs.context import kept_bytes, rows
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan, UnitShape
@@ -397,7 +397,8 @@ def kept_share(
     share = _shared(
         activation_terms(profile, modules, shape.tp, trained, shape.checkpointing), shape.cp
     )
-    return share if shape.checkpointing else share + _kept_twice(profile, modules, shape, trained)
+    more = _inputs_of_others if shape.checkpointing else _kept_twice
+    return share + more(profile, modules, shape, trained)
 
 
 def working_share(
@@ -422,16 +423,41 @@ def _kept_twice(
     profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
 ) -> Floats:
     """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
-    each = [
-        kept_bytes(profile, profile.modules[name].costs[kind], shape, does)
+    return np.array(
+        [
+            own_rows(profile, name, shape)
+            * kept_bytes(profile, profile.modules[name].costs[kind], shape, does)
+            for name in modules
+            for kind, does in zip(
+                profile.modules[name].layers, backwards(profile, trained)[name], strict=True
+            )
+        ]
+    ).T
+
+
+def _inputs_of_others(
+    profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
+) -> Floats:
+    """[4, L] bytes of a slot's inputs that a rank of a CP group was given for the others: encoders
+    are given whole images. They stay where activations are recomputed."""
+    given = _terms(
+        profile, modules, trained, lambda cost, does: [cost.tp[str(shape.tp)].batch_bytes]
+    )
+    encodes = [
+        profile.modules[name].kind == "encoder"
         for name in modules
-        for kind, does in zip(
-            profile.modules[name].layers, backwards(profile, trained)[name], strict=True
-        )
+        for _ in profile.modules[name].layers
     ]
-    terms = np.zeros((4, len(each)))
-    terms[1] = profile.inputs.sequence_length / shape.cp * np.array(each)
-    return terms
+    return given * encodes * (1.0 - 1.0 / shape.cp)
+
+
+def own_rows(profile: Profile, name: str, shape: UnitShape) -> Floats:
+    """[4] rows of a module on a rank of a CP group, by the terms of `activation_terms`."""
+    module = profile.modules[name]
+    mean = module.work_per_sequence
+    item = mean.scaled(1.0 / mean.items) if mean.items else Work()
+    works = (module.max_work_per_sequence, mean, item)
+    return np.array([0.0, *(rows(profile, name, work) / shape.cp for work in works)])
 
 
 def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:

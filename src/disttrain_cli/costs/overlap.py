@@ -154,7 +154,7 @@ def _layers(
     for name, kind, does in dict.fromkeys(stage.held):
         module = profile.modules[name]
         shard, work = shard_of(module, kind, stage.tp), module.work_per_sequence.scaled(sequences)
-        exchanged = exchanged_ms(profile, module.costs[kind], stage.unit, does)
+        exchanged = exchanged_ms(profile, name, module.costs[kind], stage.unit, does)
         forward = forward_parts(shard, stage.unit.tp_overlap)
         if stage.weight_delay is None:
             last = backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap)

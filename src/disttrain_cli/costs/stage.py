@@ -96,7 +96,7 @@ def unit_times(
                 forward_parts(shard, overlap),
                 backward_parts(shard, does, checkpointing, overlap),
             )
-            exchanged = exchanged_ms(profile, module.costs[kind], shape, does)
+            exchanged = exchanged_ms(profile, name, module.costs[kind], shape, does)
             times = [
                 time
                 for parts, sent in zip(passes, exchanged, strict=True)

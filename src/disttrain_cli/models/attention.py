@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from disttrain_cli.models.group import Group
+from disttrain_cli.models.group import Group, padded
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.torch_versions import varlen_attn
-from disttrain_cli.models.ulysses import to_heads, to_tokens
+from disttrain_cli.models.ulysses import to_heads, to_rows
 
 PACKED = "packed"
 
@@ -57,7 +57,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Ker
 
 class Segments:
     """Consecutive rows that attend each other, of all rows of a slot; `cp` is the group that shares
-    these rows, if any."""
+    these rows, if any: `attend` is given and gives those of this rank."""
 
     def __init__(
         self, lengths: Sequence[int], device: torch.device, cp: Group | None = None
@@ -144,9 +144,29 @@ def attend(
         window: and of those to the last `window`, itself among them.
     """
     rows = _Rows(query_RHD, key_RGD, value_RGD)
+    if (cp := within.cp) is not None:
+        rows = _Rows(*to_heads(*rows, sum(within.lengths), cp))
+    made = _attended_rows(rows, within, to, scale, causal, window)
+    return made if cp is None else to_rows(made, len(query_RHD), cp)
+
+
+def not_empty(attention: Callable[[Tensor], Tensor], own_RD: Tensor) -> Tensor:
+    """What a library's attention makes of own rows [R, D], of which it wants at least one: where a
+    CP group has fewer rows than ranks some have none, and give one that nobody reads."""
+    return attention(own_RD) if len(own_RD) else attention(padded(own_RD, 1))[:0]
+
+
+def _attended_rows(
+    rows: _Rows,
+    within: Segments,
+    to: Segments | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
     if window is not None and window >= within.longest:
         window = None
-    kernel = kernel_for(query_RHD.device, query_RHD.dtype, query_RHD.shape[-1])
+    kernel = kernel_for(rows.query.device, rows.query.dtype, rows.query.shape[-1])
     if kernel == "varlen":
         return _varlen(rows, within, to or within, scale, causal, window)
     if to is not None:
@@ -271,11 +291,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """As transformers' layers call it, with heads before rows: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
-    rows, cp = (
-        _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))),
-        attention_mask.cp,
-    )
-    rows = rows if cp is None else _Rows(*to_heads(*rows, cp))
+    rows = _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)))
     made = attend(
         rows.query,
         rows.key,
@@ -285,7 +301,6 @@ def _attend(
         causal=module.is_causal,
         window=sliding_window,
     )
-    made = made if cp is None else to_tokens(made, cp)
     return made.unflatten(0, (len(query), -1)), None
 
 

@@ -1,22 +1,30 @@
-"""Context parallelism: which tokens of a replica's sequences a rank works on, and how the rows of
-items meet them.
+"""Context parallelism: which rows of a replica's sequences and items a rank works on, and how those
+of items meet the tokens.
 
-Every rank of a CP group holds the weights of its TP rank and an equal run of a slot's tokens, so
-that whatever is done token by token is divided without a message; for attention the group
-exchanges tokens for heads (`ulysses`). Rows of other items (what encoders left, what a generator is
-conditioned on) are divided evenly over the group, wherever their tokens are (`division.Place`).
+Every rank of a CP group holds the weights of its TP rank and an equal run of a slot's tokens, or of
+the rows of its images, so that whatever is done row by row is divided without a message; for
+attention the group exchanges rows for heads (`ulysses`), and where rows are merged or change their
+order, rows (`regrouped`). What encoders left and what a generator is conditioned on is divided
+evenly over the group, wherever its tokens are (`division.Place`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import Function
 
-from disttrain_cli.models.group import Group
+from disttrain_cli.models.division import own_rows
+from disttrain_cli.models.group import Group, padded
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Items
 from disttrain_cli.models.parallel import gather, reduce
+
+Ints = NDArray[np.int64]
 
 
 def own_part(
@@ -32,12 +40,25 @@ def own_part(
     assert rows is not None
     if shared is None:
         return rows if group is None else rows[group.local_rows(len(rows))], given_RD, None
-    mine = slice(0, shared.tokens) if group is None else group.local_rows(shared.tokens)
-    whole_RD = gather(given_RD, mine.stop - mine.start, cp)
-    first, stop = np.searchsorted(shared.numbers, (mine.start, mine.stop)).tolist()
-    numbers = to_device(torch.from_numpy(shared.numbers[first:stop] - mine.start), rows.device)
-    own = slice(first, stop)
-    return rows[own], whole_RD.index_select(0, numbers), None if shares is None else shares[own]
+    runs = 1 if cp is None else cp.size
+    tp, tp_rank = (1, 0) if group is None else (group.size, group.rank)
+    run, number = np.divmod(shared.numbers, max(1, -(-shared.tokens // runs)))
+    most = own_rows(own_rows(shared.tokens, runs, 0)[1], tp, 0)[1]  # rows of any rank
+    bounds = np.array(
+        [
+            own_rows(stop - start, tp, tp_rank)
+            for start, stop in (own_rows(shared.tokens, runs, rank) for rank in range(runs))
+        ]
+    )
+    first, stop = bounds[run].T
+    mine = np.flatnonzero((number >= first) & (number < stop))
+    whole_RD = gather(padded(given_RD, most), runs * most, cp)
+    own, there = (_index(each, rows) for each in (mine, (run * most + number - first)[mine]))
+    return (
+        rows.index_select(0, own),
+        whole_RD.index_select(0, there),
+        None if shares is None else shares.index_select(0, own),
+    )
 
 
 def assembled(own_RD: Tensor, items: Items, cp: Group | None) -> Tensor:
@@ -45,6 +66,50 @@ def assembled(own_RD: Tensor, items: Items, cp: Group | None) -> Tensor:
     has the gradients of all, of which each rank takes its own."""
     if items.shared is None:
         return own_RD
-    numbers = to_device(items.shared.numbers.tolist(), own_RD.device, torch.int64)
+    numbers = _index(items.shared.numbers, own_RD)
     whole_RD = own_RD.new_zeros(items.shared.tokens, *own_RD.shape[1:])
     return reduce(whole_RD.index_copy(0, numbers, own_RD), cp)
+
+
+def bounds_of(rows: int, cp: Group) -> Ints:
+    """[C + 1] where the rows of each rank begin, and the last ones end."""
+    return np.array([0, *(cp.rows_of(rows, rank).stop for rank in range(cp.size))])
+
+
+def regrouped(own_RD: Tensor, source: Ints, given: Ints, taken: Ints, cp: Group) -> Tensor:
+    """Own rows of a tensor → own rows of another one, whose row i is row `source[i]` of it.
+
+    Args:
+        source: no row twice; some may be left out.
+        given, taken: where the rows of each rank begin in the two, and the last ones end
+            (`bounds_of`).
+    """
+    owner = np.searchsorted(given, source, "right") - 1
+    taker = np.searchsorted(taken, np.arange(len(source)), "right") - 1
+    if (owner == taker).all() and len(source) == given[-1] and (np.diff(source) == 1).all():
+        return own_RD  # all ranks see that nothing has to move
+    mine, to_give = taker == cp.rank, owner == cp.rank
+    order = np.argsort(owner[mine], kind="stable")
+    given_RD = own_RD.index_select(0, _index(source[to_give] - given[cp.rank], own_RD))
+    counts = [
+        np.bincount(ranks, minlength=cp.size).tolist() for ranks in (taker[to_give], owner[mine])
+    ]
+    taken_RD = _Exchange.apply(given_RD, counts[0], counts[1], cp)
+    return taken_RD.index_select(0, _index(np.argsort(order), own_RD))
+
+
+def _index(numbers: Ints, like: Tensor) -> Tensor:
+    return to_device(torch.from_numpy(numbers), like.device)
+
+
+class _Exchange(Function):
+    """So many rows to each rank, and so many from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, give: list[int], take: list[int], cp: Group) -> Tensor:
+        ctx.give, ctx.take, ctx.cp = give, take, cp
+        return cp.exchanged(rows, give, take)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return ctx.cp.exchanged(gradient, ctx.take, ctx.give), None, None, None

@@ -99,12 +99,12 @@ class Place:
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """(start, stop) of the rows of a split state tensor that the rank holds: those of its TP
-        rank, divided over the CP ranks in the same way."""
-        start, stop = own_rows(rows, self.tp, self.tp_rank)
-        first, last = own_rows(stop - start, self.cp, self.cp_rank)
+        group, divided over the TP ranks in the same way."""
+        start, stop = self.of_group(rows)
+        first, last = own_rows(stop - start, self.tp, self.tp_rank)
         return start + first, start + last
 
-    def own_tokens(self, tokens: int) -> tuple[int, int]:
-        """(start, stop) of the tokens of a replica's sequences that the rank and its TP group work
-        on."""
-        return own_rows(tokens, self.cp, self.cp_rank)
+    def of_group(self, rows: int) -> tuple[int, int]:
+        """(start, stop) of the rows of a tensor, or the tokens of a replica's sequences, that the
+        rank and its TP group work on."""
+        return own_rows(rows, self.cp, self.cp_rank)

@@ -70,7 +70,7 @@ class OfAdapter(SeededDropout):
     have several rows that the layer does not count, as in a U-Net, [N, …, D]."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training or self.rows is None:
+        if not self.training or self.rows is None or not len(self.rows):
             return hidden
         rows_RD = hidden.reshape(-1, hidden.shape[-1])
         if len(rows_RD) > len(self.rows):

@@ -58,6 +58,14 @@ class Group:
         if self.ranks is not None:
             dist.all_to_all_single(taken, given, group=self.ranks)
 
+    def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
+        """Give every rank so many rows, in order, and take so many from each, as a new tensor."""
+        sent = rows.to(self.wire(rows)).contiguous()
+        taken = sent.new_empty(sum(take), *sent.shape[1:])
+        if self.ranks is not None:
+            dist.all_to_all_single(taken, sent, take, give, group=self.ranks)
+        return taken.to(rows.device)
+
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Replace a tensor by its sum (or maximum) over the ranks."""
         if self.ranks is not None:
@@ -136,7 +144,7 @@ def reduce_scattered(partial: Tensor, group: Group) -> Tensor:
     """Own rows of the sum over the group, as a new tensor."""
     rows, wire = len(partial), group.wire(partial)
     local = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
-    group.reduce_scatter(local, _padded(partial, len(local) * group.size).to(wire))
+    group.reduce_scatter(local, padded(partial, len(local) * group.size).to(wire))
     mine = group.local_rows(rows)
     return local[: mine.stop - mine.start].to(partial.device)
 
@@ -144,10 +152,11 @@ def reduce_scattered(partial: Tensor, group: Group) -> Tensor:
 def _to_gather(local: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
     most, wire = -(-rows // group.size), group.wire(local)
     whole = local.new_empty(group.size * most, *local.shape[1:], device=wire)
-    return whole, _padded(local, most).to(wire)
+    return whole, padded(local, most).to(wire)
 
 
-def _padded(tensor: Tensor, rows: int) -> Tensor:
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    """So many rows, zeros behind those that there are."""
     if len(tensor) == rows:
         return tensor.contiguous()
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])

@@ -24,7 +24,7 @@ from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, copy, reduce
 from disttrain_cli.models.projectors import Joint, projector
-from disttrain_cli.models.towers import ImageLayer, count, images_of
+from disttrain_cli.models.towers import ImageLayer, images_of
 
 #: Deviation of a new projector's weights: that of published towers is 1e-10.
 PROJECTOR_STD = 0.02
@@ -61,12 +61,14 @@ class Block(ImageLayer):
             TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
         )
         self.layer = with_own_norms(InternVLVisionLayer(config))
+        heads = config.num_attention_heads
+        self.exchanged = (heads, heads, config.hidden_size // heads)
         self.starts = dict.fromkeys(("lambda_1", "lambda_2"), config.layer_scale_init_value)
         self.published = {"layer": f"encoder.layer.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden = self.layer, state["image_hidden"]
-        rows = count(batch.of("image").grids, extra=1)
+        rows = self.rows(batch)
         attended = across(
             partial(self._attention, batch), layer.layernorm_before(hidden), rows, self.group
         )
@@ -85,7 +87,7 @@ class Block(ImageLayer):
         query, key, value = (
             rows.unflatten(-1, (-1, attention.head_dim)) for rows in (query, key, value)
         )
-        made = attend(query, key, value, images_of(batch, 1, normed_RD))
+        made = attend(query, key, value, images_of(batch, 1, normed_RD, self.cp))
         projected: Tensor = attention.projection_layer(made.flatten(1))
         return projected
 

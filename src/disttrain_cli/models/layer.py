@@ -182,6 +182,8 @@ class PipelineLayer(nn.Module):
     row_by_row: bool = False
     # heads of its attention that a CP group may share: of queries, of keys and values, their width
     exchanged: tuple[int, int, int] | None = None
+    # whether these are views of one tensor, which stays whole for the values where nobody shares it
+    fused_heads: bool = False
     group: Group | None = None  # its TP group, if it shares its computation with others
     cp: Group | None = None  # its CP group, if it shares its tokens with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
@@ -202,6 +204,10 @@ class PipelineLayer(nn.Module):
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         """Whether the replica has nothing for this layer in this slot."""
         raise NotImplementedError
+
+    def of_group(self, rows: int) -> slice:
+        """Of so many rows of its items those that this rank's TP group works on."""
+        return slice(0, rows) if self.cp is None else self.cp.local_rows(rows)
 
     def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
         """Seeds of its items, if the batch has them, and how many rows each has, on all ranks of a

@@ -40,7 +40,9 @@ def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Grou
     """
     if group is None:
         return f(own_RD).flatten(0, -2)
-    if group.overlap and rows:
+    if not rows:  # of a CP group, those of another rank
+        return scatter(f(own_RD).flatten(0, -2), group)
+    if group.overlap:
         with crossing(own_RD, rows, group) as whole_RD:
             return f(whole_RD).flatten(0, -2)
     whole_RD = gather(own_RD, rows, group)

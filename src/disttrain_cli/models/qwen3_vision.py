@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from disttrain_cli.models import qwen_vision
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec, features_name
 from disttrain_cli.models.parallel import across
 from disttrain_cli.models.qwen_vision import MERGED, Projector, QwenLayer
-from disttrain_cli.models.towers import EMBEDS, count, positions
+from disttrain_cli.models.towers import EMBEDS, positions
 
 
 class Embed(qwen_vision.Embed):
@@ -38,7 +39,17 @@ class Embed(qwen_vision.Embed):
         self.published = {name: name for name in ("patch_embed", "pos_embed")}
 
     def placed(self, raster_NPD: Tensor, rows: int, columns: int) -> Tensor:
-        return raster_NPD + positions(self.pos_embed.weight, rows, columns, "bilinear")
+        return raster_NPD + self._learned(rows, columns)
+
+    @property
+    def table(self) -> Callable[[int, int], Tensor]:
+        return lambda rows, columns: self._learned(rows, columns).index_select(
+            0, to_device(self.layout(rows, columns).order, self.pos_embed.weight.device)
+        )
+
+    def _learned(self, rows: int, columns: int) -> Tensor:
+        """Positions of the patches of a grid, in raster order."""
+        return positions(self.pos_embed.weight, rows, columns, "bilinear")
 
 
 class Block(qwen_vision.Block):
@@ -89,15 +100,14 @@ class Merger(QwenLayer):
         merger, hidden = self.merger, state["image_hidden"]
 
         def merge(rows_RD: Tensor) -> Tensor:
-            blocks = rows_RD.unflatten(0, (-1, self.merge**2)).flatten(1)
+            blocks = self.blocks(rows_RD, batch)
             # every rank norms all blocks: own rows may end inside one
             normed = merger.norm(blocks) if merger.use_postshuffle_norm else blocks
             made: Tensor = merger.linear_fc2(merger.act_fn(merger.linear_fc1(normed)))
             return made
 
-        rows = count(batch.of("image").grids, extra=0)
         own = hidden if merger.use_postshuffle_norm else merger.norm(hidden)
-        return {self.writes[0].name: across(merge, own, rows, self.group)}
+        return {self.writes[0].name: across(merge, own, self.rows(batch), self.group)}
 
 
 def makers(module: str, config: Any, *projector: int) -> list[LayerMaker]:

@@ -14,18 +14,20 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from disttrain_cli.models.attention import Segments, attend, segments_of
 from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.context_parallel import bounds_of, regrouped
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import gated_mlp, with_own_norms
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
-from disttrain_cli.models.towers import EMBEDS, ImageLayer, count, images_of, runs
+from disttrain_cli.models.towers import EMBEDS, ImageLayer, Ints, count, images_of, runs
 
 #: What a merger leaves where a projector follows.
 MERGED = "image_merged"
@@ -37,6 +39,7 @@ class Layout(NamedTuple):
     order: Tensor  # [P] positions of the patches in raster order
     tokens: Tensor  # [P / m²] positions of the merge blocks' rows, in raster order of the blocks
     windows: tuple[int, ...]  # patches of each window
+    numbers: tuple[Ints, Ints]  # the first two as the host reads them
 
 
 @lru_cache(maxsize=4096)
@@ -58,7 +61,8 @@ def layout(rows: int, columns: int, merge: int, window: int) -> Layout:
             0, (rows // merge, merge, columns // merge, merge)
         )
         order = patches.transpose(1, 2).flatten(2).flatten(0, 1)[blocks].flatten()
-        return Layout(order, torch.argsort(blocks), tuple(torch.diff(bounds).tolist()))
+        tokens, windows = torch.argsort(blocks), tuple(torch.diff(bounds).tolist())
+        return Layout(order, tokens, windows, (order.numpy(), tokens.numpy()))
 
 
 class QwenLayer(ImageLayer):
@@ -82,6 +86,16 @@ class QwenLayer(ImageLayer):
         """The layout of an image."""
         return layout(rows, columns, self.merge, self.window)
 
+    def blocks(self, rows_RD: Tensor, batch: Batch) -> Tensor:
+        """The m × m patches of each merge block side by side, [R / m², m²·D]; of a CP group a rank
+        has an even share of the blocks."""
+        merged = self.merge**2
+        if self.cp is not None:
+            rows = count(batch.of("image").grids, extra=0)
+            whole = bounds_of(rows // merged, self.cp) * merged
+            rows_RD = regrouped(rows_RD, np.arange(rows), bounds_of(rows, self.cp), whole, self.cp)
+        return rows_RD.unflatten(0, (-1, merged)).flatten(1)
+
 
 class Embed(QwenLayer):
     """Pixels [N, C, H, W], or of two frames [N, 2 · C, H, W] → a convolution of each patch, in the
@@ -103,6 +117,9 @@ class Embed(QwenLayer):
         proj = self.patch_embed.proj
         runs_NCHW, hidden = self.pixels(batch), []
         kernel = self._kernel(runs_NCHW[0].shape[1])
+        if self.cp is not None:
+            own = self.own_embedded(batch, (kernel, proj.bias), self.table, self._order)
+            return {"image_hidden": split(own, self.group)}
         for pixels in runs_NCHW:
             # [N, D, rows, columns]
             grid = functional.conv2d(pixels.to(kernel.dtype), kernel, proj.bias, kernel.shape[2:])
@@ -110,6 +127,9 @@ class Embed(QwenLayer):
             raster_NPD = self.placed(grid.flatten(2).transpose(1, 2), *grid.shape[2:])
             hidden.append(raster_NPD.index_select(1, order).flatten(0, 1))
         return {"image_hidden": split(torch.cat(hidden), self.group)}
+
+    def _order(self, rows: int, columns: int) -> Ints:
+        return self.layout(rows, columns).numbers[0]
 
     def _kernel(self, channels: int) -> Tensor:
         """[D, channels, p, p]: of an image, which is the same at every time, or of frames after
@@ -123,6 +143,11 @@ class Embed(QwenLayer):
         """Images of a grid, with what says where each patch is; rotary positions say it later."""
         return raster_NPD
 
+    @property
+    def table(self) -> Callable[[int, int], Tensor] | None:
+        """Of a grid, what that is, in the rows' order."""
+        return None
+
 
 class Block(QwenLayer):
     """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows at
@@ -130,6 +155,7 @@ class Block(QwenLayer):
 
     kind = "block"
     row_by_row = True
+    fused_heads = True
     reads = ("image_hidden",)
     division = Division(
         thirds=("attn.qkv",), column=("gate_proj", "up_proj"), row=("attn.proj", "down_proj")
@@ -141,6 +167,7 @@ class Block(QwenLayer):
         if self.window and self.all:
             self.kind = "block.global"
         self.layer, self._rotary = self.library(config)
+        self.exchanged = (config.num_heads, config.num_heads, self.layer.attn.head_dim)
         self.published = {"layer": f"blocks.{number}"}
 
     def library(self, config: Any) -> tuple[nn.Module, Callable[[], nn.Module]]:
@@ -159,11 +186,7 @@ class Block(QwenLayer):
         return gated_mlp(self.layer.mlp, normed_RD)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = (
-            self.layer,
-            state["image_hidden"],
-            count(batch.of("image").grids, extra=0),
-        )
+        layer, hidden, rows = self.layer, state["image_hidden"], self.rows(batch)
         hidden = hidden + across(
             partial(self._attention, batch), layer.norm1(hidden), rows, self.group
         )
@@ -186,7 +209,7 @@ class Block(QwenLayer):
     def _segments(self, batch: Batch, like: Tensor) -> Segments:
         """The rows of every window, or of every image."""
         if self.all:
-            return images_of(batch, 0, like)
+            return images_of(batch, 0, like, self.cp)
         return segments_of(
             batch.cache,
             f"windows of {self.window}",
@@ -196,10 +219,11 @@ class Block(QwenLayer):
                 for length in self.layout(rows, columns).windows * count
             ],
             like,
+            self.cp,
         )
 
     def _positions(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [R, head width] of each patch's row and column."""
+        """Cosines and sines [R, head width] of each own patch's row and column."""
         if "image cos" not in batch.cache:
             with torch.device("cpu"):
                 positions = [
@@ -209,7 +233,9 @@ class Block(QwenLayer):
                     for count, rows, columns in runs(batch.of("image").grids)
                     for layout in (self.layout(rows, columns),)
                 ]
-                cos, sin = self._rotary()(torch.empty(0), torch.cat(positions))
+                own = torch.cat(positions)
+                own = own[self.of_group(len(own))]
+                cos, sin = self._rotary()(torch.empty(0), own)
             batch.cache["image cos"], batch.cache["image sin"] = (
                 to_device(cos, device),
                 to_device(sin, device),
@@ -241,7 +267,9 @@ class Merger(QwenLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         def merge(normed_RD: Tensor) -> Tensor:
-            merged = self.merger.mlp(normed_RD.unflatten(0, (-1, self.merge**2)).flatten(1))
+            merged = self.merger.mlp(self.blocks(normed_RD, batch))
+            if self.cp is not None:
+                return in_raster_order(merged)
             start, parts = 0, []
             for images, rows, columns in runs(batch.of("image").grids):
                 tokens = to_device(self.layout(rows, columns).tokens, merged.device)
@@ -252,9 +280,19 @@ class Merger(QwenLayer):
                 start += images * len(tokens)
             return torch.cat(parts)
 
-        rows = count(batch.of("image").grids, extra=0)
+        def in_raster_order(own: Tensor) -> Tensor:
+            assert self.cp is not None
+            tokens, start = [], 0
+            for images, rows, columns in runs(batch.of("image").grids):
+                one = self.layout(rows, columns).numbers[1]
+                starts = start + len(one) * np.arange(images)
+                tokens.append((starts[:, None] + one).ravel())
+                start += images * len(one)
+            bounds = bounds_of(start, self.cp)
+            return regrouped(own, np.concatenate(tokens), bounds, bounds, self.cp)
+
         normed = self.merger.ln_q(state["image_hidden"])
-        return {self.writes[0].name: across(merge, normed, rows, self.group)}
+        return {self.writes[0].name: across(merge, normed, self.rows(batch), self.group)}
 
 
 class Projector(QwenLayer):
@@ -273,8 +311,8 @@ class Projector(QwenLayer):
         )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        rows = count(batch.of("image").grids, extra=0) // self.merge**2
-        return {EMBEDS: across(self.mlp, state[MERGED], rows, self.group)}
+        own = self.of_group(count(batch.of("image").grids, extra=0) // self.merge**2)
+        return {EMBEDS: across(self.mlp, state[MERGED], own.stop - own.start, self.group)}
 
 
 def makers(module: str, config: Any, *projector: int) -> list[LayerMaker]:

@@ -9,21 +9,26 @@ call (`attention`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from disttrain_cli.models.attention import Segments, segments_of
+from disttrain_cli.models.attention import Segments, not_empty, segments_of
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec, embeds_name
 from disttrain_cli.models.parallel import across, split
+
+Ints = NDArray[np.int64]
 
 #: What the only image encoder leaves for the LLM.
 EMBEDS = embeds_name("image")
@@ -55,10 +60,28 @@ def count(grids: list[tuple[int, int]], extra: int) -> int:
     return sum(rows_of(grids, extra))
 
 
-def images_of(batch: Batch, extra: int, like: Tensor) -> Segments:
+def own_runs(
+    grids: list[tuple[int, int]], extra: int, own: slice
+) -> Iterator[tuple[int, int, int, slice, slice]]:
+    """Of each run of equal grids with some of a rank's `own` rows, of all images' together: its
+    number, rows and columns, the images with own rows, and these among their rows. Where a rank has
+    none, the first run with none."""
+    start = 0
+    for number, (images, rows, columns) in enumerate(runs(grids)):
+        length = rows * columns + extra
+        first, stop = max(own.start, start) - start, min(own.stop - start, images * length)
+        if first < stop or (number == 0 and own.start == own.stop):
+            some = slice(first // length, -(-stop // length)) if first < stop else slice(0, 0)
+            before = some.start * length
+            rows_of_them = slice(first - before, stop - before) if first < stop else slice(0, 0)
+            yield number, rows, columns, some, rows_of_them
+        start += images * length
+
+
+def images_of(batch: Batch, extra: int, like: Tensor, cp: Group | None) -> Segments:
     """The rows of each image, which attend each other."""
     return segments_of(
-        batch.cache, f"images + {extra}", lambda: rows_of(batch.of("image").grids, extra), like
+        batch.cache, f"images + {extra}", lambda: rows_of(batch.of("image").grids, extra), like, cp
     )
 
 
@@ -135,6 +158,53 @@ class ImageLayer(PipelineLayer):
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return not batch.of("image").grids
 
+    def rows(self, batch: Batch) -> int:
+        """Rows of the images, with the extra ones, that this rank's TP group works on."""
+        own = self.of_group(count(batch.of("image").grids, self.extra))
+        return own.stop - own.start
+
+    def own_embedded(
+        self,
+        batch: Batch,
+        conv: tuple[Tensor, Tensor | None],
+        placed: Callable[[int, int], Tensor] | None,
+        order: Callable[[int, int], Ints] | None = None,
+    ) -> Tensor:
+        """[R, D] of the rows that a rank of a CP group works on: a convolution of their patches and
+        no others.
+
+        Args:
+            conv: its kernel [D, C, p, p] and bias.
+            placed: of a grid, what is added to the rows of an image, [P + extra, D]: the extra ones
+                are that alone.
+            order: of a grid, the patches in the rows' order, by their number in raster order; that
+                order itself if not given.
+        """
+        kernel, bias = conv
+        side, hidden = kernel.shape[-1], []
+        runs_NCHW = self.pixels(batch)
+        grids = batch.of("image").grids
+        for number, rows, columns, images, own in own_runs(
+            grids, self.extra, self.of_group(count(grids, self.extra))
+        ):
+            image, place = np.divmod(np.arange(own.start, own.stop), rows * columns + self.extra)
+            seen = np.flatnonzero(place >= self.extra)
+            patch = place[seen] - self.extra
+            patch = patch if order is None else order(rows, columns)[patch]
+            grid = runs_NCHW[number][images].unflatten(3, (columns, side))
+            grid = grid.unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)  # [n, h, w, C, p, p]
+            at, *places = (
+                to_device(torch.from_numpy(numbers), kernel.device)
+                for numbers in (seen, image[seen], patch // columns, patch % columns)
+            )
+            pixels = grid[tuple(places)].flatten(1).to(kernel.dtype)
+            made = functional.linear(pixels, kernel.flatten(1), bias)
+            if placed is not None:
+                table = placed(rows, columns).expand(images.stop - images.start, -1, -1)
+                made = table.flatten(0, 1)[own].index_add(0, at, made)
+            hidden.append(made)
+        return torch.cat(hidden)
+
     def pixels(self, batch: Batch) -> list[Tensor]:
         """[n, C, H, W] of each run of equal grids."""
         return batch.of("image").values[self.index]
@@ -153,7 +223,7 @@ class PatchEmbed(ImageLayer):
     def __init__(self, module: str, config: Any, class_token: bool) -> None:
         super().__init__()
         width, side = config.hidden_size, config.image_size // config.patch_size
-        self.name, self.module = f"{module}.embed", module
+        self.name, self.module, self.extra = f"{module}.embed", module, int(class_token)
         self.writes = (TensorSpec("image_hidden", "image", "patches", (width,), split=True),)
         self.patch_embedding = nn.Conv2d(
             config.num_channels, width, config.patch_size, config.patch_size, bias=not class_token
@@ -174,8 +244,20 @@ class PatchEmbed(ImageLayer):
         }
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        hidden = [self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)]
-        return {"image_hidden": self.pre_norm(split(torch.cat(hidden), self.group))}
+        if self.cp is None:
+            hidden = torch.cat([self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)])
+        else:
+            conv = self.patch_embedding
+            hidden = self.own_embedded(batch, (conv.weight, conv.bias), self._table)
+        return {"image_hidden": self.pre_norm(split(hidden, self.group))}
+
+    def _table(self, rows: int, columns: int) -> Tensor:
+        """What is added to the rows of an image of a grid, the class token among them."""
+        table = self.position_embedding.weight
+        if self.class_embedding is None:
+            return self.placed(table, rows, columns)
+        first = (self.class_embedding + table[0])[None]
+        return torch.cat([first, self.placed(table[1:], rows, columns)])
 
     def _embed(self, pixels: Tensor) -> Tensor:
         """[N, P + 1, D], or [N, P, D] without a class token."""
@@ -207,20 +289,20 @@ class Block(ImageLayer):
             TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
         )
         self.layer = layer
+        heads = config.num_attention_heads
+        self.exchanged = (heads, heads, config.hidden_size // heads)
         self.published = {"layer": f"encoder.layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = (
-            self.layer,
-            state["image_hidden"],
-            count(batch.of("image").grids, self.extra),
-        )
+        layer, hidden, rows = self.layer, state["image_hidden"], self.rows(batch)
+        images = images_of(batch, self.extra, hidden, self.cp)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            return layer.self_attn(
-                normed_RD[None], attention_mask=images_of(batch, self.extra, normed_RD)
-            )[0]
+            return layer.self_attn(normed_RD[None], attention_mask=images)[0].flatten(0, 1)
 
-        hidden = hidden + across(attend, layer.layer_norm1(hidden), rows, self.group)
+        def attended(normed_RD: Tensor) -> Tensor:
+            return not_empty(attend, normed_RD)
+
+        hidden = hidden + across(attended, layer.layer_norm1(hidden), rows, self.group)
         hidden = hidden + across(layer.mlp, layer.layer_norm2(hidden), rows, self.group)
         return {"image_hidden": hidden}

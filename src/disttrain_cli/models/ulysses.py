@@ -1,10 +1,11 @@
-"""Tokens for heads: how ranks that share the tokens of sequences attend over all of them
-(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+"""Rows for heads: how ranks that share the rows of sequences, images or clips attend over all of
+them (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
 
-Each rank of a CP group has an equal run of the tokens, with all heads. For attention they exchange
-these: each then has all tokens of its share of the heads, and attends as without a group.
-Documents, windows and kernels are the same, and the work is level however long the documents are.
-The exchange back is the gradient's way, too.
+Each rank of a CP group has a run of the rows (`division.own_rows`), with all heads. For attention
+they exchange these: each then has all rows of its share of the heads, and attends as without a
+group. Documents, images, windows and kernels are the same, and the work is level however long they
+are. The exchange back is the gradient's way, too. Messages have equal parts: where the last runs
+are shorter, zeros travel behind them and are dropped.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from disttrain_cli.models.group import Group
+from disttrain_cli.models.group import Group, padded
 
 
-def to_heads(query_RHD: Tensor, key_RGD: Tensor, value_RGD: Tensor, cp: Group) -> list[Tensor]:
-    """Own tokens of all heads → all tokens of own heads, in one message.
+def to_heads(
+    query_RHD: Tensor, key_RGD: Tensor, value_RGD: Tensor, rows: int, cp: Group
+) -> list[Tensor]:
+    """Own rows of all heads → all `rows` rows of own heads, in one message.
 
     Where the group has more ranks than there are heads of keys and values, several ranks have the
     same of these.
@@ -30,13 +33,13 @@ def to_heads(query_RHD: Tensor, key_RGD: Tensor, value_RGD: Tensor, cp: Group) -
     of_rank = [
         rows.unflatten(1, (cp.size, -1)) for rows in (query_RHD, key_RGD, value_RGD)
     ]  # [R, C, H / C, D]
-    made = _ToHeads.apply(torch.cat(of_rank, 2).flatten(1, 2), cp)
+    made = _ToHeads.apply(torch.cat(of_rank, 2).flatten(1, 2), rows, cp)
     return list(made.split([rows.shape[2] for rows in of_rank], 1))
 
 
-def to_tokens(made_RHD: Tensor, cp: Group) -> Tensor:
-    """All tokens of own heads → own tokens of all heads."""
-    return _ToTokens.apply(made_RHD, cp)
+def to_rows(made_RHD: Tensor, own: int, cp: Group) -> Tensor:
+    """All rows of own heads → own rows of all heads, of which the rank has `own`."""
+    return _ToRows.apply(made_RHD, own, cp)
 
 
 def _exchanged(given: Tensor, cp: Group) -> Tensor:
@@ -47,35 +50,36 @@ def _exchanged(given: Tensor, cp: Group) -> Tensor:
     return taken.to(given.device)
 
 
-def _heads(tokens_RHD: Tensor, cp: Group) -> Tensor:
-    """Own tokens of all heads → all tokens of own heads."""
-    by_rank = tokens_RHD.unflatten(1, (cp.size, -1)).transpose(0, 1)
-    return _exchanged(by_rank, cp).flatten(0, 1)
+def _heads(own_RHD: Tensor, rows: int, cp: Group) -> Tensor:
+    """Own rows of all heads → all rows of own heads."""
+    by_rank = padded(own_RHD, -(-rows // cp.size)).unflatten(1, (cp.size, -1)).transpose(0, 1)
+    return _exchanged(by_rank, cp).flatten(0, 1)[:rows]
 
 
-def _tokens(heads_RHD: Tensor, cp: Group) -> Tensor:
-    """All tokens of own heads → own tokens of all heads."""
-    by_rank = _exchanged(heads_RHD.unflatten(0, (cp.size, -1)), cp)
-    return by_rank.transpose(0, 1).flatten(1, 2)
+def _rows(heads_RHD: Tensor, own: int, cp: Group) -> Tensor:
+    """All rows of own heads → own rows of all heads."""
+    each = -(-len(heads_RHD) // cp.size)
+    by_rank = _exchanged(padded(heads_RHD, cp.size * each).unflatten(0, (cp.size, each)), cp)
+    return by_rank.transpose(0, 1).flatten(1, 2)[:own]
 
 
 class _ToHeads(Function):
     @staticmethod
-    def forward(ctx: Any, tokens_RHD: Tensor, cp: Group) -> Tensor:
-        ctx.cp = cp
-        return _heads(tokens_RHD, cp)
+    def forward(ctx: Any, own_RHD: Tensor, rows: int, cp: Group) -> Tensor:
+        ctx.own, ctx.cp = len(own_RHD), cp
+        return _heads(own_RHD, rows, cp)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _tokens(gradient, ctx.cp), None
+        return _rows(gradient, ctx.own, ctx.cp), None, None
 
 
-class _ToTokens(Function):
+class _ToRows(Function):
     @staticmethod
-    def forward(ctx: Any, heads_RHD: Tensor, cp: Group) -> Tensor:
-        ctx.cp = cp
-        return _tokens(heads_RHD, cp)
+    def forward(ctx: Any, heads_RHD: Tensor, own: int, cp: Group) -> Tensor:
+        ctx.rows, ctx.cp = len(heads_RHD), cp
+        return _rows(heads_RHD, own, cp)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _heads(gradient, ctx.cp), None
+        return _heads(gradient, ctx.rows, ctx.cp), None, None

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.attention import not_empty
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
 from disttrain_cli.models.projectors import Joint, projector
-from disttrain_cli.models.towers import ImageLayer, count, images_of, positions
+from disttrain_cli.models.towers import ImageLayer, images_of, positions
 
 
 class Embed(ImageLayer):
@@ -50,8 +51,18 @@ class Embed(ImageLayer):
         return ViTEmbeddings(config)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        hidden = [self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)]
-        return {"image_hidden": split(self.dropout(torch.cat(hidden)), self.group)}
+        if self.cp is None:
+            hidden = torch.cat([self._embed(pixels).flatten(0, 1) for pixels in self.pixels(batch)])
+        else:
+            conv = self.embeddings.patch_embeddings.projection
+            hidden = self.own_embedded(batch, (conv.weight, conv.bias), self._table)
+        return {"image_hidden": split(self.dropout(hidden), self.group)}
+
+    def _table(self, rows: int, columns: int) -> Tensor:
+        """What is added to the rows of an image of a grid, the class token among them."""
+        table_PD = self.embeddings.position_embeddings.squeeze(0)
+        first_1D = self.embeddings.cls_token.squeeze(0) + table_PD[:1]
+        return torch.cat([first_1D, positions(table_PD[1:], rows, columns)])
 
     def _embed(self, pixels: Tensor) -> Tensor:
         """[N, P + 1, D]."""
@@ -80,19 +91,20 @@ class Block(ImageLayer):
             TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
         )
         self.layer = ViTLayer(config)
+        heads = config.num_attention_heads
+        self.exchanged = (heads, heads, config.hidden_size // heads)
         seeded(self)
         self.published = {"layer": f"layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = (
-            self.layer,
-            state["image_hidden"],
-            count(batch.of("image").grids, extra=1),
-        )
+        layer, hidden, rows = self.layer, state["image_hidden"], self.rows(batch)
+        images = images_of(batch, 1, hidden, self.cp)
+
+        def attention(normed_RD: Tensor) -> Tensor:
+            return layer.attention(normed_RD[None], images)[0].flatten(0, 1)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            attended_1RD = layer.attention(normed_RD[None], images_of(batch, 1, normed_RD))[0]
-            return layer.dropout(attended_1RD.flatten(0, 1))
+            return layer.dropout(not_empty(attention, normed_RD))
 
         def feed(normed_RD: Tensor) -> Tensor:
             return layer.dropout(layer.mlp(normed_RD))

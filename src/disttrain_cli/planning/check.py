@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from disttrain_cli.costs.context import misfit
+from disttrain_cli.costs.context import fits_nodes, misfit
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, UnitPlan
@@ -243,12 +243,18 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
                 f"profiled: TP {', '.join(sorted(degrees, key=int))}",
                 EDIT,
             )
-        if run.cluster.gpus_per_node % unit.width:
+        if not fits_nodes(unit.tp, unit.cp, run.cluster.gpus_per_node):
             both = f"TP {unit.tp}" + (f" × CP {unit.cp}" if unit.cp > 1 else "")
             raise SpecError(
                 f"{both} of unit {unit.name} does not fit evenly into a node",
                 f"cluster.gpus_per_node: {run.cluster.gpus_per_node}",
                 EDIT,
+            )
+        if unit.width > run.cluster.gpus_per_node and profile.links.gpus_per_node is None:
+            raise SpecError(
+                f"CP groups of unit {unit.name} lie on several nodes",
+                "the profile, made before they could, does not know the size of a node",
+                "Profile again: disttrain profile",
             )
         if (why := misfit(profile, unit.modules, unit.tp, unit.cp)) is not None:
             raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from disttrain_cli.costs.context import exchanged_bytes
+from disttrain_cli.costs.context import exchanged_bytes, ranks_per_node, rows
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
@@ -15,7 +15,7 @@ from disttrain_cli.costs.layout import (
     reduction_of,
     replicas_link,
 )
-from disttrain_cli.costs.links import GIGABIT_BYTES, ring_bytes
+from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.spec.index import KINDS
@@ -136,24 +136,32 @@ def _context_parallel(
 ) -> list[Traffic]:
     """Messages inside the CP groups of a unit (their time is part of the layers' own)."""
     unit = of_unit[0].unit
-    tokens = layout.global_batch_size * profile.inputs.sequence_length / unit.holders
+    own = {
+        name: rows(profile, name, profile.modules[name].work_per_sequence)
+        * layout.global_batch_size
+        / unit.holders
+        for name in unit.modules
+    }
     stages = [
-        tokens
-        * sum(
-            exchanged_bytes(profile, profile.modules[name].costs[kind], unit, does)
+        sum(
+            own[name] * exchanged_bytes(profile, profile.modules[name].costs[kind], unit, does)
             for name, kind, does in stage.held
         )
         for stage in of_unit
     ]
-    rank_bytes = max(stages)
+    rank_bytes, per_node = max(stages), ranks_per_node(profile, unit)
+    exchanged = rank_bytes * unit.cp / max(1, unit.cp - 1)  # what stays on a rank among it
+    latency_s, all_s = (
+        exchange_s(profile.links, size, unit.cp, per_node) for size in (0.0, exchanged)
+    )
     return [
         Traffic(
             kind="context_parallel",
             unit=unit.name,
-            inside_a_node=True,
+            inside_a_node=per_node == unit.cp,
             job_gib=unit.tp * unit.holders * sum(stages) / GIB,
             rank_gib=rank_bytes / GIB,
-            rank_s=rank_bytes / (profile.links.all_gather_gbps * GIGABIT_BYTES),
+            rank_s=all_s - latency_s,
         )
     ]
 

@@ -57,6 +57,7 @@ class Part:
     running: dict[int, Running]  # by TP size
     hidden: dict[int, Hidden]  # by TP size at which its messages may travel behind products
     heads: Heads | None
+    fused_heads: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def known_parts(
             {tp: kinds[kind] for tp, kinds in running.items()},
             {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
             None if (heads := shards[1][kind].exchanged) is None else Heads(*heads),
+            shards[1][kind].fused_heads,
         )
         for kind in shards[1]
     }
@@ -152,6 +154,7 @@ def module_profile(
             backward_input_flops=counts.flops.backward_input,
             weight_flops=counts.flops.weights,
             heads=counts.heads,
+            fused_heads=counts.fused_heads,
         )
         for part, counts in known.items()
     }

@@ -60,7 +60,10 @@ def measure_links(device: torch.device) -> LinkProfile:
     ]
     dist.broadcast_object_list(links, src=0, device=device)
     assert links[0] is not None
-    return LinkProfile(**links[0], inter_node=None if links[1] is None else LinkTimes(**links[1]))
+    if links[1] is None:
+        return LinkProfile(**links[0])
+    per_node = len(by_host[hosts[0]])
+    return LinkProfile(**links[0], inter_node=LinkTimes(**links[1]), gpus_per_node=per_node)
 
 
 def _measure(groups: list[list[int]], device: torch.device) -> dict[str, float]:

@@ -103,12 +103,12 @@ def to_batch(
         if values is None or place.cp == 1:
             return tensor(values)
         flat = as_tensor(values).flatten(-2)
-        return tensor(flat[..., None, slice(*place.own_tokens(flat.shape[-1]))])
+        return tensor(flat[..., None, slice(*place.of_group(flat.shape[-1]))])
 
     def of_item(item: Item, arrays_of_item: ItemArrays) -> Items:
         heads, rows, own = inputs.of(item), arrays_of_item.rows, None
         if place.cp > 1:
-            own = place.own_tokens(tokens)
+            own = place.of_group(tokens)
         places = None if rows is None else Places(rows, arrays_of_item.shares)
         return Items(
             grids=[(int(rows), int(columns)) for rows, columns in arrays_of_item.grids],

@@ -54,8 +54,8 @@ class UnitPlan(Strict):
         le=MOST_GPUS,
         exclude_if=lambda given: given == 1,
         description=(
-            "Ranks that share the tokens of a replica's sequences, all with the same weights;"
-            " of a unit that holds the LLM alone."
+            "Ranks that share the tokens of a replica's sequences and the rows of its images, all"
+            " with the same weights; of a unit without generators."
         ),
     )
     dp: int = Field(1, ge=1, le=MOST_GPUS)

@@ -185,8 +185,16 @@ class LayerCost(Strict):
         None,
         exclude_if=lambda heads: heads is None,
         description=(
-            "Of an LLM's attention: heads of queries, of keys and values, and their width;"
-            " profiles made before there was CP do not know them."
+            "Of an attention whose rows ranks may share (CP): heads of queries, of keys and values,"
+            " and their width; profiles made before do not know them."
+        ),
+    )
+    fused_heads: bool = Field(
+        False,
+        exclude_if=lambda fused: not fused,
+        description=(
+            "Queries, keys and values are views of one tensor: a rank alone keeps all of it for the"
+            " values, ranks that share rows the values."
         ),
     )
 
@@ -312,6 +320,16 @@ class LinkTimes(Strict):
 
 class LinkProfile(LinkTimes):
     """Links inside a node, and between nodes."""
+
+    gpus_per_node: int | None = Field(
+        None,
+        ge=1,
+        exclude_if=lambda count: count is None,
+        description=(
+            "Ranks of a node where there are several nodes; profiles made before CP groups could"
+            " lie on several do not know it."
+        ),
+    )
 
     inter_node: LinkTimes | None = Field(
         None,

@@ -64,7 +64,7 @@ class Stage:
         return self.ranks[(replica * self.cp + cp_rank) * self.tp + tp_rank]
 
     def replica_groups(self) -> list[list[int]]:
-        """Ranks that share the work of a replica, and lie in one node."""
+        """Ranks that share the work of a replica, and lie in one node or are whole nodes."""
         return _grouped(self.ranks, self.unit.width)
 
     def tp_groups(self) -> list[list[int]]:
@@ -144,7 +144,7 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
     replica, inside a replica by CP rank, the TP ranks of each side by side, so that neighbours in a
     pipeline and the replicas of a stage lie close. Units come in pipeline order, unless their TP ×
     CP differ: those of larger ones are numbered first, so that the ranks of every replica start at
-    a multiple of their number and stay inside a node.
+    a multiple of their number and stay inside a node, or are whole nodes.
     """
     counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
     cuts = stage_cuts(counts, branch_point)

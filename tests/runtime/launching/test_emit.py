@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,15 @@ def test_ranks_fill_hosts_in_order_and_no_tp_group_is_divided(
     for stage in wanted.stages:
         for replica in range(stage.unit.dp):
             assert len({where[rank] for rank in stage.tp_groups()[replica]}) == 1
+
+
+def test_a_cp_group_larger_than_a_host_lies_on_several() -> None:
+    """Whole TP groups on each, hosts in order."""
+    graph = graph_of((2, 3))
+    unit = graph.stages[0].unit.model_copy(update={"cp": 4, "dp": 1, "gpus": 8})
+    graph = StageGraph((replace(graph.stages[0], unit=unit, ranks=tuple(range(8))),))
+    nodes = place_ranks(graph, [Host(name, 4) for name in "abc"])
+    assert [(node.host, node.ranks) for node in nodes] == [("a", range(4)), ("b", range(4, 8))]
 
 
 def test_too_few_slots_are_refused_with_both_numbers() -> None:

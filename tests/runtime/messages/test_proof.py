@@ -292,3 +292,25 @@ def test_strangers_are_named() -> None:
 def test_records_are_written_and_read() -> None:
     record = both([send(1), receive(1)], [])[0]
     assert Record.of_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_exchanges_of_unequal_parts_have_to_match() -> None:
+    """What a rank gives another is what that one takes."""
+
+    def records(taken: int) -> list[Record]:
+        parts = [((3, 1), (3, taken)), ((2, 4), (1, 4))]
+        return [
+            Record(
+                rank,
+                {"cp": (0, 1)},
+                [Operation("alltoall_base", "cp", (sum(takes), 8), "float32", -1, 1, gives, takes)],
+            )
+            for rank, (gives, takes) in enumerate(parts)
+        ]
+
+    assert faults(records(2)) == []
+    assert [Record.of_json(json.loads(json.dumps(one.to_json()))) for one in records(2)] == records(
+        2
+    )
+    (found,) = faults(records(5))
+    assert "operation 0 of rank 1" in found and "gives rank 0 2 rows, which takes 5" in found

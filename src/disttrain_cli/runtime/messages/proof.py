@@ -37,6 +37,7 @@ def faults(records: Iterable[Record]) -> list[str]:
         *_unlike_messages(by_rank),
         *_unlike_batches(by_rank),
         *_unlike_collectives(by_rank),
+        *_unlike_parts(by_rank),
     ]
     return problems + ([] if (stuck := _deadlock(by_rank)) is None else [stuck])
 
@@ -152,8 +153,36 @@ def _unlike_collectives(records: Mapping[int, Record]) -> Iterator[str]:
                     break
 
 
+def _unlike_parts(records: Mapping[int, Record]) -> Iterator[str]:
+    """The first exchange of each communicator in which a rank gives another more or fewer rows than
+    that one takes."""
+    exchanges: dict[tuple[str, int], list[Step]] = defaultdict(list)
+    members = {name: ranks for record in records.values() for name, ranks in record.members.items()}
+    for rank, record in records.items():
+        for step in enumerate(record.operations):
+            if step[1].gives:
+                exchanges[step[1].communicator, rank].append(step)
+    for name, ranks in members.items():
+        for steps in zip(*(exchanges[name, rank] for rank in ranks), strict=False):
+            unlike = (
+                (giver, taker)
+                for giver in range(len(ranks))
+                for taker in range(len(ranks))
+                if steps[giver][1].gives[taker] != steps[taker][1].takes[giver]
+            )
+            if (pair := next(unlike, None)) is not None:
+                giver, taker = pair
+                yield (
+                    f'Over "{name}", {_told(ranks[giver], steps[giver])} gives rank'
+                    f" {ranks[taker]} {steps[giver][1].gives[taker]} rows, which takes"
+                    f" {steps[taker][1].takes[giver]}"
+                )
+                break
+
+
 def _alike(one: Operation) -> tuple[object, ...]:
-    return one.kind, one.shape, one.dtype, one.peer
+    shape = one.shape[1:] if one.gives else one.shape  # each rank takes rows of its own number
+    return one.kind, shape, bool(one.gives), one.dtype, one.peer
 
 
 def _told(rank: int, step: Step | None, what: str = "collective") -> str:

@@ -16,6 +16,9 @@ from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Rec
 
 #: Dispatched names of messages.
 MESSAGES = {"send": SEND, "recv_": RECEIVE}
+#: An exchange, and which arguments are its rows from each rank and for each: none where its parts
+#: are equal.
+EXCHANGE, TAKES, GIVES = "alltoall_base_", 3, 4
 #: Dispatched names of collectives with a root, and which argument it is.
 ROOTED = {"broadcast_": 2, "reduce_": 3, "scatter_": 3, "gather_": 3}
 
@@ -89,6 +92,7 @@ class Recorder(TorchDispatchMode):
                 dtype.removeprefix("torch."),
                 ranks[peer] if peer >= 0 else -1,
                 self._number,
+                *(tuple(args[place]) if name == EXCHANGE else () for place in (GIVES, TAKES)),
             )
         )
 

@@ -19,6 +19,9 @@ class Operation:
     dtype: str
     peer: int = -1  # of a message the other rank, of a collective its root, if it has one
     batch: int = 0  # operations with one number are begun together
+    # of an exchange of unequal parts, rows for each rank of the group, and from each
+    gives: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
 
     @property
     def is_message(self) -> bool:
@@ -50,5 +53,12 @@ class Record:
         return cls(
             known["rank"],
             {name: tuple(ranks) for name, ranks in known["members"].items()},
-            [Operation(**one | {"shape": tuple(one["shape"])}) for one in known["operations"]],
+            [_operation(one) for one in known["operations"]],
         )
+
+
+def _operation(known: Mapping[str, Any]) -> Operation:
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in known.items()
+    }
+    return Operation(**fields)

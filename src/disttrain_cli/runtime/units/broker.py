@@ -8,7 +8,7 @@ that cannot block (gloo), so that the rows of a slot travel while the slot befor
 (`communicators`), and what two ranks exchange over it in a slot is one batch at both ends: NCCL
 pairs messages by their order, and leaves undefined what is grouped at one end only. Rows travel in
 canonical item order (`routes`). Of a replica's rows each rank moves its own part; tensors that its
-layers need whole are gathered on arrival, over its CP group and then over its TP group.
+layers need whole are gathered on arrival, over its TP group and then over its CP group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from disttrain_cli.costs.memory import SENT_SLOTS
 from disttrain_cli.data.slots import Slot
-from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.group import Group, wire
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.models.parallel import gather
@@ -185,8 +184,8 @@ class Broker:
 
     def _whole(self, own: Tensor, rows: int) -> Tensor:
         """All rows of own ones."""
-        start, stop = own_rows(rows, self.here.tp, self.here.tp_rank)
-        return gather(gather(own, stop - start, self.cp), rows, self.group)
+        start, stop = self.here.place.of_group(rows)
+        return gather(gather(own, stop - start, self.group), rows, self.cp)
 
     def _rows(self, slot: Slot, spec: TensorSpec) -> int:
         return local_rows(slot, spec.item, spec.rows, self.coords.unit.name, self.coords.replica)

@@ -32,14 +32,19 @@ def hosts_of(run: Run) -> list[Host]:
 
 def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
     """Fill hosts with ranks in order; a replica's ranks that would not fit on a host whole begin on
-    the next one.
+    the next one. Of a replica larger than a host that holds of its TP groups.
 
     Hosts that are not needed are left out.
 
     Raises:
-        SpecError: the hosts have too few slots, or a replica's TP × CP is larger than a host.
+        SpecError: the hosts have too few slots, or a TP group is larger than a host.
     """
-    groups = sorted(group for stage in graph.stages for group in stage.replica_groups())
+    largest = max((host.slots for host in hosts), default=0)
+    groups = sorted(
+        group
+        for stage in graph.stages
+        for group in (stage.replica_groups() if stage.unit.width <= largest else stage.tp_groups())
+    )
     counts = [0] * len(hosts)
     current = 0
     for group in groups:
