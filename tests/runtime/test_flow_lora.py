@@ -19,9 +19,11 @@ from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
-from tests.runtime.test_flow import BATCH, COUNTS, LLM, MURAL, PAINTER, RANKS, STEPS
+from tests.runtime.test_flow import BATCH, LLM, MURAL, PAINTER, RANKS, STEPS
 
 MODULES = (LLM, PAINTER, MURAL)
+#: Layers of the LLM, and of the painter with its VAE and the mural.
+COUNTS = (5, 7 + 6)
 ADAPTERS = {
     name: {"r": 2, "lora_alpha": 5, "lora_dropout": 0.3, "target_modules": "all-linear"}
     for name in (PAINTER, MURAL)
