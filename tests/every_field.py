@@ -164,6 +164,7 @@ RANGES: dict[str, Any] = {
 }
 #: What a run on one machine without other services cannot use; where it is tried.
 ELSEWHERE = {
+    "model.modules.*.buckets": "tests/runtime/test_buckets.py",
     "data.distribution": "tests/commands/test_plan.py",
     "data.sources.*.images": "tests/data/sources/test_llava.py",
     "data.tokenizer": "tests/data/test_tokenizer.py",

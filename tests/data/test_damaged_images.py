@@ -41,7 +41,10 @@ def outcome(data: bytes) -> str:
     """The reason why it is refused, or nothing; whatever decodes must have the promised shape and
     range."""
     reasons = set()
-    for decode in (lambda: decode_image(data, (6, 8), IMAGE), lambda: decode_target(data, TARGET)):
+    for decode in (
+        lambda: decode_image(data, (6, 8), IMAGE),
+        lambda: decode_target(data, TARGET, (1, 1)),
+    ):
         try:
             planes = decode()
         except ValueError as error:

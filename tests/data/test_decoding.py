@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from benchmarks.decode import noise
 from disttrain_cli.data import decoding
 from disttrain_cli.data.headers import read_header
+from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.heads import ImageInput, TargetInput
 from tests.data.dataset import INPUTS, encoded, normalised
 
@@ -27,8 +28,8 @@ def decode_image(data: bytes, grid: tuple[int, int], image: ImageInput) -> Any:
     return normalised(decoding.decode_image(data, grid, image), image)
 
 
-def decode_target(data: bytes, target: TargetInput) -> Any:
-    return normalised(decoding.decode_target(data, target), target)
+def decode_target(data: bytes, target: TargetInput, grid: tuple[int, int] = (1, 1)) -> Any:
+    return normalised(decoding.decode_target(data, target, grid), target)
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
@@ -220,7 +221,7 @@ def test_formats_are_told_by_content() -> None:
     "decode",
     [
         lambda data, out: decoding.decode_image(data, (4, 5), IMAGE, out),
-        lambda data, out: decoding.decode_target(data, TARGET, out),
+        lambda data, out: decoding.decode_target(data, TARGET, (1, 1), out),
     ],
 )
 def test_written_in_place(decode: Any) -> None:
@@ -273,3 +274,21 @@ def test_target_is_the_middle_square() -> None:
     pixels[:, 40:80] = 255
     planes = decode_target(cv2.imencode(".png", pixels)[1].tobytes(), target)
     assert planes.shape == (3, 16, 16) and planes.min() == 1 == planes.max()
+
+
+def test_target_of_a_bucket_is_the_middle_at_its_aspect_ratio() -> None:
+    """Of every size the nearest; what is cut off lies at both ends."""
+    buckets = Buckets(grids=[(4, 4), (3, 6), (6, 3)], patch_px=4, patch=2)
+    target = TargetInput(
+        module="g", size_px=16, context_tokens=1, latent_pixels=64, buckets=buckets
+    )
+    sizes = [[30, 30], [120, 40], [30, 44], [40, 60], [1, 500], [42, 30]]
+    expected = [[4, 4], [3, 6], [6, 3], [6, 3], [6, 3], [4, 4]]
+    assert target.grids(np.array(sizes)).tolist() == expected
+    pixels = np.zeros((40, 120, 3), np.uint8)
+    pixels[:, 20:100] = 255
+    planes = decode_target(cv2.imencode(".png", pixels)[1].tobytes(), target, (3, 6))
+    assert planes.shape == (3, 12, 24) and planes.min() == 1 == planes.max()
+    assert target.size(18) == 18 and target.rows("patches").of(18) == 18
+    plain = target.model_copy(update={"buckets": None})
+    assert "buckets" not in plain.model_dump() and plain.grids(np.array(sizes)).max() == 1

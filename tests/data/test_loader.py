@@ -164,7 +164,7 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
             for pixels, segment in zip(pictures, goals.tolist(), strict=True):
                 sample = int(np.searchsorted(index.segment_start, segment, side="right") - 1)
                 assert np.array_equal(
-                    pixels, decode_target(reader.file(sample, segment), INPUTS.target)
+                    pixels, decode_target(reader.file(sample, segment), INPUTS.target, (1, 1))
                 )
 
 

@@ -266,7 +266,7 @@ def test_layers_equal_diffusers_own_model(setting, kind):
         predicted = -model(noisy, timestep=1 - times / 1000, **arguments).sample
     else:
         predicted = model(noisy, timestep=times, **arguments).sample[:, : canvas.shape[0]]
-    torch.testing.assert_close(out.predict(state), predicted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.predict(state, batch), predicted, rtol=1e-5, atol=1e-5)
     goal = {
         "epsilon": noise,
         "flow": noise - clean,
@@ -487,7 +487,7 @@ def test_a_perfect_predictor_leads_to_the_image(setting, kind, monkeypatch):
         start, "start", lambda state, x, t: (seen.update(x=x, t=t), begin(state, x, t))[1]
     )
 
-    def knows(self, state):
+    def knows(self, state, batch):
         if noise.prediction == "flow":
             sigma = (seen["t"] / noise.timesteps).view(-1, 1, 1, 1)
             return (seen["x"] - clean) / sigma

@@ -55,7 +55,7 @@ def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypa
         )[1],
     )
 
-    def knows(self, state):
+    def knows(self, state, batch):
         alpha = alphas[seen["t"]].view(-1, 1, 1, 1)
         return (seen["x"] - alpha.sqrt() * clean) / (1 - alpha).sqrt()
 

@@ -45,7 +45,7 @@ def check_equal_to_diffusers(run):
     noisy = DDPMScheduler().add_noise(batch.of("target").values[0][0], noise, timesteps)
     conditioning = state["conditioning"].unflatten(0, (3, 4))
     predicted = whole(noisy, timesteps, conditioning).sample
-    assert torch.equal(layers[-1].predict(state), predicted)
+    assert torch.equal(layers[-1].predict(state, batch), predicted)
     errors = (predicted - noise).square().mean((1, 2, 3))
     torch.testing.assert_close(
         state["loss/image"], 2.0 * (errors[0] + errors[2]) / 3, rtol=1e-6, atol=0

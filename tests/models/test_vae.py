@@ -88,7 +88,7 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
         {}, DDPMScheduler().add_noise(state["latents"], noise, timesteps), timesteps
     )
     assert torch.equal(first["skip.0"], state["skip.0"])
-    errors = (out.predict(state) - noise).square().mean((1, 2, 3))
+    errors = (out.predict(state, batch) - noise).square().mean((1, 2, 3))
     torch.testing.assert_close(state["loss/image"], 2.0 * errors.mean(), rtol=1e-6, atol=0)
     state["loss/image"].backward()
     for layer in layers:

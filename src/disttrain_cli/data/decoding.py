@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from disttrain_cli.data.headers import MAX_PIXELS, ImageHeader, is_whole, read_header
 from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.data.processing import processed, tiles
-from disttrain_cli.spec.heads import ImageInput, TargetInput
+from disttrain_cli.spec.heads import Grid, ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
 
@@ -82,15 +82,17 @@ def decode_tiles(
         _planes(of_part[:height, :width], out)
 
 
-def decode_target(data: bytes, target: TargetInput, out: Bytes | None = None) -> Bytes:
-    """[C, S, S] of an image to generate: RGB, the middle square, resized; `out` as in
-    `decode_image`."""
-    side = target.size_px
-    pixels = _decoded(data, target.channels, side, side)
+def decode_target(data: bytes, target: TargetInput, grid: Grid, out: Bytes | None = None) -> Bytes:
+    """[C, H, W] of an image to generate: RGB, its middle as far as the aspect ratio allows,
+    resized; `out` as in `decode_image`."""
+    rows, columns = target.image_px(grid)
+    pixels = _decoded(data, target.channels, rows, columns)
     height, width = pixels.shape[:2]
-    square = min(height, width)
-    top, left = (height - square) // 2, (width - square) // 2
-    return _planes(_resized(pixels[top : top + square, left : left + square], side, side), out)
+    own_height = max(1, min(height, round(width * rows / columns)))
+    own_width = max(1, min(width, round(height * columns / rows)))
+    top, left = (height - own_height) // 2, (width - own_width) // 2
+    middle = pixels[top : top + own_height, left : left + own_width]
+    return _planes(_resized(middle, rows, columns), out)
 
 
 @functools.cache

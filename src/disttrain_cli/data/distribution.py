@@ -183,7 +183,7 @@ def _items(
         count = asked.get(item, 0) if heads else 0
         if not count:
             continue
-        sizes = image_sizes(form, count, spec.min_side_px) if item == "image" else None
+        sizes = None if heads[0].alike else image_sizes(form, count, spec.min_side_px)
         sizes = np.ones((count, 2), dtype=np.int64) if sizes is None else sizes
         kinds.append(np.full(count, KINDS[item], dtype=np.int64))
         grids.append(heads[0].grids(sizes))

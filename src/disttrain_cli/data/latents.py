@@ -104,6 +104,7 @@ def origin_of(run: Run, head: TargetInput) -> Origin:
         image_size=head.size_px,
         shape=head.shape,
         precision=head.cached_latents,
+        buckets=head.buckets,
     )
 
 

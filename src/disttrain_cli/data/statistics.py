@@ -57,7 +57,7 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
     images to generate and then by items of other modalities: the means are the data's to a fraction
     of what they would be of as many drawn by chance.
     """
-    sizes = sizes_of(packing)
+    sizes, target = sizes_of(packing), packing.index.inputs.target
     count = min(count, len(sizes))
     areas = {item: items.per_sequence(items.area) for item, items in sizes.items.items()}
     keys = [items for item, items in areas.items() if item in ("image", "target") or items.any()]
@@ -68,6 +68,7 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
         length_sq=sizes.length_sq.tolist(),
         images=sizes.items["image"].lists(),
         targets=sizes.items["target"].counts.tolist(),
+        target_areas=[] if target is None or target.alike else sizes.items["target"].lists(),
         clips=sizes.items["audio"].counts.tolist() if len(sizes.items["audio"].area) else [],
         others={
             item: items.lists()

@@ -35,6 +35,7 @@ from disttrain_cli.models import (
 from disttrain_cli.models.architecture import Architecture, Joined
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import decoders, encoders
+from disttrain_cli.models.configs.buckets import read_buckets
 from disttrain_cli.models.configs.checks import (
     ModuleConfig,
     read_transformer,
@@ -43,12 +44,12 @@ from disttrain_cli.models.configs.checks import (
 )
 from disttrain_cli.models.configs.generators import (
     denoised,
+    patch_of,
     read_flux,
     read_lumina2,
     read_pixart,
     read_sd3,
     read_unet,
-    tokens_of,
     with_folder,
 )
 from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, image_input
@@ -167,9 +168,10 @@ def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[
         reads_latents=module.vae is not None and not cached,
         index=joined.index,
         posterior=posterior_of(module.vae) if module.vae is not None and cached else None,
+        buckets=module.buckets,
     )
     before = (
-        [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.index)]
+        [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.index, module.buckets)]
         if module.vae is not None and not cached
         else []
     )
@@ -230,6 +232,7 @@ def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
         context_tokens=spec.context_tokens,
         latent_pixels=side**2,
         cached_latents=spec.cached_latents and run.file.train.precision,
+        buckets=module.buckets,
     )
 
 
@@ -404,6 +407,13 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
                 "this version takes at most one",
                 "Remove one of them from model.modules.",
             )
+    generators = [name for name, module in configs.items() if module.kind == "generator"]
+    if len(generators) > 1 and any(configs[name].buckets is not None for name in generators):
+        raise SpecError(
+            f"{' and '.join(generators)} learn to draw the same images, some in buckets",
+            "buckets are for a model with one generator",
+            "Take buckets away, or all generators but one.",
+        )
     llm = next(c for c in configs.values() if c.kind == "llm")
     if llm.architecture in decoders.FAMILIES:
         decoders.check_length(llm.name, llm.config, run.file.data.sequence_length)
@@ -440,13 +450,15 @@ def _read(run: Run, name: str) -> ModuleConfig:
         config, own_vae = entry.read(name, architecture, spec, fields)
     except SpecError as error:
         raise _with_vae(run, name, spec, fields, error) from None
-    noise = None
+    noise = buckets = None
     if entry.kind == "generator":
         assert spec.image_size is not None
-        tokens = tokens_of(architecture, config, denoised(own_vae, spec.image_size)[1])
-        noise = read_noise(name, architecture, spec, _scheduler(run, spec), tokens)
+        side, patch = denoised(own_vae, spec.image_size)[1], patch_of(architecture, config)
+        noise = read_noise(name, architecture, spec, _scheduler(run, spec), (side // patch) ** 2)
+        factor = spec.image_size // side
+        buckets = read_buckets(name, architecture, spec, config, factor, patch)
     return ModuleConfig(
-        name, entry.kind, architecture, config, own_vae, noise, read_lora(run, name)
+        name, entry.kind, architecture, config, own_vae, noise, read_lora(run, name), buckets
     )
 
 

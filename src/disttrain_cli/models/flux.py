@@ -11,7 +11,6 @@ drawing.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -53,8 +52,9 @@ SINGLE = Division(
 class Stream:
     """The tensors that go from block to block."""
 
-    def __init__(self, width: int, patches: int) -> None:
-        self.patches = TensorSpec("patches", "target", "one", (patches, width))
+    def __init__(self, width: int, canvas: Canvas) -> None:
+        self.canvas = canvas
+        self.patches = canvas.patches((canvas.shape[1] // FLUX_PATCH) ** 2, width)
         self.conditioning = TensorSpec("conditioning", "target", "tokens", (width,))
         self.time = TensorSpec("time_embedding", "target", "one", (width,))
 
@@ -110,6 +110,7 @@ class Block(GeneratorLayer):
         stream: Stream,
     ) -> None:
         super().__init__()
+        self.canvas, self.buckets = stream.canvas, stream.canvas.buckets
         self.name, self.module, self.kind = f"{module}.{kind}.{number}", module, kind
         self.context_tokens, self.axes = context_tokens, tuple(config["axes_dims_rope"])
         self.division = DIVISION if kind == "double" else SINGLE
@@ -119,13 +120,12 @@ class Block(GeneratorLayer):
         self.block = with_own_norms(with_own_attention(copy.deepcopy(block)))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        patches = state["patches"]
-        side = math.isqrt(patches.shape[1])
+        patches, grid = state["patches"], self.canvas.grid(batch, FLUX_PATCH)
         conditioning, patches = self.block(
             hidden_states=patches,
             encoder_hidden_states=state["conditioning"].unflatten(0, (-1, self.context_tokens)),
             temb=state["time_embedding"],
-            image_rotary_emb=turns(self.context_tokens, (side, side), self.axes, False, patches),
+            image_rotary_emb=turns(self.context_tokens, grid, self.axes, False, patches),
         )
         return {"patches": patches, "conditioning": conditioning.flatten(0, 1)}
 
@@ -138,10 +138,10 @@ class Out(Finish):
         self.published = {name: name for name in ("norm_out", "proj_out")}
         self.norm_out, self.proj_out = copy.deepcopy(whole.norm_out), copy.deepcopy(whole.proj_out)
 
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
+    def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         packed_NPV = self.proj_out(self.norm_out(state["patches"], state["time_embedding"]))
-        side = self.canvas.shape[1] // FLUX_PATCH
-        image = packed_NPV.transpose(1, 2).unflatten(2, (side, side))
+        grid = self.canvas.grid(batch, FLUX_PATCH)
+        image = packed_NPV.transpose(1, 2).unflatten(2, grid)
         return functional.pixel_shuffle(image, FLUX_PATCH).float()
 
 
@@ -160,7 +160,7 @@ def makers(
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(whole_model, module, "flux", config))
-    stream = Stream(whole().inner_dim, (canvas.shape[1] // FLUX_PATCH) ** 2)
+    stream = Stream(whole().inner_dim, canvas)
     construct: list[Callable[[], PipelineLayer]] = [
         partial(
             Projector,

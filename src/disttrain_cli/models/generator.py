@@ -7,31 +7,46 @@ or device; the last layer draws them again instead of receiving them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.by_size import by_size
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.parallel import once
 from disttrain_cli.models.posterior import Posterior
+from disttrain_cli.spec.buckets import Buckets
 
 
 @dataclass(frozen=True)
 class Canvas:
     """What is denoised."""
 
-    shape: tuple[int, int, int]  # channels, height, width: of the image, or of a VAE's latents
+    # channels, height, width: of the image, or of a VAE's latents; of those that are drawn
+    shape: tuple[int, int, int]
     noise: Noise
     image_size: int  # pixels
     # a VAE's layer before the generator leaves them; else they are in the batch
     reads_latents: bool
     index: int = 0  # of the generator among the model's
     posterior: Posterior | None = None  # where the batch has a VAE's moments of them
+    buckets: Buckets | None = None  # sizes that are trained, where they differ
+
+    def grid(self, batch: Batch, patch: int) -> tuple[int, int]:
+        """Rows and columns of patches of a batch's images, which are of one size."""
+        if self.buckets is not None:
+            return batch.of("target").grids[0]
+        return self.shape[1] // patch, self.shape[2] // patch
+
+    def patches(self, count: int, width: int) -> TensorSpec:
+        """The state tensor of patches [P, D] of an image, or of each patch where sizes differ."""
+        if self.buckets is not None:
+            return TensorSpec("patches", "target", "patches", (width,))
+        return TensorSpec("patches", "target", "one", (count, width))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -46,7 +61,10 @@ class Canvas:
     def clean(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         """Images or latents without noise [N, C, H, W]; no gradients flow into them."""
         if self.reads_latents:
-            return state["latents"].detach()
+            clean = state["latents"].detach()
+            if self.buckets is None:
+                return clean
+            return from_patches(clean, self.buckets.patch, batch.of("target").grids[0])
         if self.posterior is None:
             return targets_of(batch, self.index)
         name = f"latents/{self.index}"
@@ -58,7 +76,10 @@ class Canvas:
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Timesteps and noise of the batch's targets."""
-        return draw_noise(batch, self.shape, self.noise, self.index)
+        height, width = self.shape[1:]
+        if self.buckets is not None:
+            height, width = self.buckets.denoised(batch.of("target").grids[0])
+        return draw_noise(batch, (self.shape[0], height, width), self.noise, self.index)
 
 
 def targets_field(index: int) -> str:
@@ -74,7 +95,17 @@ def targets_of(batch: Batch, index: int) -> Tensor:
 
 
 class GeneratorLayer(PipelineLayer):
-    """A layer whose items are the images to be generated."""
+    """A layer whose items are the images to be generated.
+
+    With `buckets` it runs once for the images of each size (`by_size`).
+    """
+
+    buckets: Buckets | None = None
+
+    def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        if self.buckets is None or self.is_empty(state, batch):
+            return super().forward(state, batch)
+        return by_size(self, state, batch)
 
     def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
         """Of an image to be generated one row, whatever a tensor has of it."""
@@ -132,6 +163,7 @@ class Start(GeneratorLayer):
     def __init__(self, module: str, canvas: Canvas) -> None:
         super().__init__()
         self.name, self.module, self.canvas = f"{module}.in", module, canvas
+        self.buckets = canvas.buckets
         self.reads, self.needs = canvas.reads, (canvas.needs,)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -165,6 +197,7 @@ class Finish(GeneratorLayer):
     def __init__(self, module: str, canvas: Canvas, weight: float, reads: tuple[str, ...]) -> None:
         super().__init__()
         self.name, self.module, self.canvas, self.weight = f"{module}.out", module, canvas, weight
+        self.buckets = canvas.buckets
         self.loss = f"image/{module}" if canvas.index else "image"
         sees_clean = canvas.noise.goal_needs_clean
         self.reads = (*reads, *(canvas.reads if sees_clean else ()))
@@ -176,21 +209,22 @@ class Finish(GeneratorLayer):
         noise, (timesteps, drawn) = self.canvas.noise, self.canvas.draw(batch)
         clean = self.canvas.clean(state, batch) if noise.goal_needs_clean else None
         error_N = (
-            (self.predict(state) - noise.goal(clean, drawn, timesteps)).square().mean(dim=(1, 2, 3))
+            (self.predict(state, batch) - noise.goal(clean, drawn, timesteps))
+            .square()
+            .mean(dim=(1, 2, 3))
         )
         loss = self.weight * (weights * error_N).sum() / batch.targets
         return {f"{LOSS_PREFIX}{self.loss}": once(loss, self.group)}
 
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
-        """The prediction [N, C, H, W], float32."""
+    def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The prediction [N, C, H, W], float32, of images of one size."""
         raise NotImplementedError
 
 
-def from_patches(pixels_NPV: Tensor, patch: int) -> Tensor:
+def from_patches(pixels_NPV: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
     """Images [N, C, H, W] of the values of their square patches in raster order, each [patch,
-    patch, C]."""
-    side = math.isqrt(pixels_NPV.shape[1])
-    image = pixels_NPV.unflatten(2, (patch, patch, -1)).unflatten(1, (side, side))
+    patch, C]; `grid`: their rows and columns."""
+    image = pixels_NPV.unflatten(2, (patch, patch, -1)).unflatten(1, grid)
     return image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 

@@ -111,7 +111,10 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch, with what was made of them so far."""
-        made = [vars(value) for value in self.cache.values() if isinstance(value, Segments)]
+        made: list[Any] = [
+            vars(value) for value in self.cache.values() if isinstance(value, Segments)
+        ]
+        made += [value.tensors() for value in self.cache.values() if isinstance(value, Batch)]
         items = [vars(fields) for fields in self.items.values()]
         return [
             value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)

@@ -48,10 +48,10 @@ PATHS = {"context": "context_refiner", "noise": "noise_refiner", "block": "layer
 class Stream:
     """The tensors that go from block to block."""
 
-    def __init__(self, whole: Any) -> None:
-        config = whole.config
+    def __init__(self, whole: Any, canvas: Canvas) -> None:
+        config, self.canvas = whole.config, canvas
         width, patches = config.hidden_size, (config.sample_size // config.patch_size) ** 2
-        self.patches = TensorSpec("patches", "target", "one", (patches, width))
+        self.patches = canvas.patches(patches, width)
         self.conditioning = TensorSpec("conditioning", "target", "tokens", (width,))
         time = whole.time_caption_embed.timestep_embedder.linear_2.out_features
         self.time = TensorSpec("time_embedding", "target", "one", (time,))
@@ -121,7 +121,9 @@ class Block(GeneratorLayer):
         )
         config = whole.config
         self.context_tokens, self.axes = context_tokens, tuple(config.axes_dim_rope)
-        self.grid = (config.sample_size // config.patch_size,) * 2
+        self.canvas, self.buckets, self.patch = stream.canvas, None, config.patch_size
+        if kind != "context":
+            self.buckets = stream.canvas.buckets
         block = copy.deepcopy(whole.get_submodule(self.published["block"]))
         block.feed_forward = FeedForward(block.feed_forward)
         self.block: Any = with_own_norms(with_own_attention(block))
@@ -130,15 +132,14 @@ class Block(GeneratorLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         context, streams = self.context_tokens, list[Tensor]()
-        cosines_sines = turns(context, self.grid, self.axes, True, state[self.reads[0]])
+        grid = (0, 0) if self.kind == "context" else self.canvas.grid(batch, self.patch)
+        cosines_sines = turns(context, grid, self.axes, True, state[self.reads[0]])
         if self.kind != "noise":
             streams.append(state["conditioning"].unflatten(0, (-1, context)))
         else:
             cosines_sines = tuple(one[context:] for one in cosines_sines)
         if self.kind != "context":
             streams.append(state["patches"])
-        else:
-            cosines_sines = tuple(one[:context] for one in cosines_sines)
         rows = streams[0] if len(streams) == 1 else torch.cat(streams, dim=1)
         made = self.block(rows, None, cosines_sines, state.get("time_embedding"))
         if self.kind == "noise":
@@ -157,9 +158,9 @@ class Out(Finish):
         self.patch = whole.config.patch_size
         self.norm_out = copy.deepcopy(whole.norm_out)
 
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
+    def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         made = self.norm_out(state["patches"], state["time_embedding"])
-        return -from_patches(made, self.patch).float()
+        return -from_patches(made, self.patch, self.canvas.grid(batch, self.patch)).float()
 
 
 def makers(
@@ -178,7 +179,7 @@ def makers(
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(whole_model, module, "lumina2", config))
-    stream = Stream(whole())
+    stream = Stream(whole(), canvas)
     counts = {
         "context": config["num_refiner_layers"],
         "noise": config["num_refiner_layers"],

@@ -159,13 +159,14 @@ class Out(Finish):
         self.norm_out, self.proj_out = copy.deepcopy(whole.norm_out), copy.deepcopy(whole.proj_out)
         self.scale_shift_table = nn.Parameter(torch.empty_like(whole.scale_shift_table))
 
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
+    def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         shift, scale = (self.scale_shift_table[None] + state["time_embedding"][:, None]).chunk(
             2, dim=1
         )
         pixels = self.proj_out(self.norm_out(state["patches"]) * (1 + scale) + shift)
         # the other half, if there is one, is a variance
-        return from_patches(pixels, self.patch)[:, : self.canvas.shape[0]].float()
+        grid = self.canvas.grid(batch, self.patch)
+        return from_patches(pixels, self.patch, grid)[:, : self.canvas.shape[0]].float()
 
 
 def makers(

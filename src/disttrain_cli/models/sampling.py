@@ -4,13 +4,14 @@ by step."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disttrain_cli.models.generator import Finish, Start
+from disttrain_cli.models.generator import Canvas, Finish, Start
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.vae import VaeDecoder
 from disttrain_cli.spec.inputs import ModelInputs
@@ -47,6 +48,7 @@ def generate(
     assert isinstance(start, Start) and isinstance(out, Finish)
 
     canvas, device = start.canvas, state["conditioning"].device
+    batch = _squares(batch, canvas)
     draws = [
         torch.randn(
             canvas.shape,
@@ -60,8 +62,17 @@ def generate(
     for time in scheduler.timesteps:
         features = {**state, **start.start(state, sample, time.to(device).expand(count))}
         for layer in inner:
-            features.update(layer(features, batch))
-        sample = scheduler.step(out.predict(features), time, sample).prev_sample
+            features.update(layer.compute(features, batch))
+        sample = scheduler.step(out.predict(features, batch), time, sample).prev_sample
     pixels = sample if decoder is None else decoder.decode(sample)
     pixels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).cpu().numpy()
+
+
+def _squares(batch: Batch, canvas: Canvas) -> Batch:
+    """The batch whose targets are all to be drawn at one size."""
+    if canvas.buckets is None:
+        return batch
+    side = canvas.shape[1] // canvas.buckets.patch
+    targets = replace(batch.of("target"), grids=[(side, side)] * len(batch.of("target")), values={})
+    return replace(batch, items={**batch.items, "target": targets}, cache={})

@@ -68,10 +68,16 @@ class Patches(nn.Module):
 
     def forward(self, latents_NCHW: Tensor) -> Tensor:
         """Patches [N, P, D]."""
-        first = (self.most - self.side) // 2
-        middle = slice(first, first + self.side)
-        grid = self.pos_embed.unflatten(1, (self.most, self.most))[:, middle, middle]
-        return self.proj(latents_NCHW).flatten(2).transpose(1, 2) + grid.flatten(1, 2)
+        patches_NDHW = self.proj(latents_NCHW)
+        if patches_NDHW.is_meta:  # where sizes are probed for which there are no positions
+            return patches_NDHW.flatten(2).transpose(1, 2)
+        rows, columns = map(self._middle, patches_NDHW.shape[2:])
+        grid = self.pos_embed.unflatten(1, (self.most, self.most))[:, rows, columns]
+        return patches_NDHW.flatten(2).transpose(1, 2) + grid.flatten(1, 2)
+
+    def _middle(self, patches: int) -> slice:
+        first = (self.most - patches) // 2
+        return slice(first, first + patches)
 
 
 class In(Start):
@@ -112,6 +118,7 @@ class Block(GeneratorLayer):
         self, module: str, number: int, block: Any, context_tokens: int, stream: Stream
     ) -> None:
         super().__init__()
+        self.buckets = stream.buckets
         self.name, self.module, self.context_tokens = (
             f"{module}.block.{number}",
             module,
@@ -146,17 +153,18 @@ class Out(Finish):
         self.patch = whole.pos_embed.patch_size
         self.norm_out, self.proj_out = copy.deepcopy(whole.norm_out), copy.deepcopy(whole.proj_out)
 
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
+    def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         patches = self.norm_out(state["patches"], state["time_embedding"])
-        return from_patches(self.proj_out(patches), self.patch).float()
+        grid = self.canvas.grid(batch, self.patch)
+        return from_patches(self.proj_out(patches), self.patch, grid).float()
 
 
 class Stream:
     """The tensors that go from block to block."""
 
-    def __init__(self, whole: Any) -> None:
-        width = whole.inner_dim
-        self.patches = TensorSpec("patches", "target", "one", (whole.pos_embed.height**2, width))
+    def __init__(self, whole: Any, canvas: Canvas) -> None:
+        width, self.buckets = whole.inner_dim, canvas.buckets
+        self.patches = canvas.patches(whole.pos_embed.height**2, width)
         self.conditioning = TensorSpec("conditioning", "target", "tokens", (width,))
         self.time = TensorSpec("time_embedding", "target", "one", (width,))
 
@@ -176,7 +184,7 @@ def makers(
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(whole_model, module, "sd3", config))
-    stream = Stream(whole())
+    stream = Stream(whole(), canvas)
     construct: list[Callable[[], PipelineLayer]] = [
         partial(
             Projector,

@@ -121,7 +121,7 @@ class Out(Finish):
             unet, "conv_norm_out", "conv_act", "conv_out"
         )
 
-    def predict(self, state: dict[str, Tensor]) -> Tensor:
+    def predict(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         sample = state["sample"]
         if self.conv_norm_out is not None:
             sample = self.conv_act(self.conv_norm_out(sample))

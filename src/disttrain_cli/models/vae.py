@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import latent_side, whole_model
-from disttrain_cli.models.generator import targets_field, targets_of
+from disttrain_cli.models.generator import GeneratorLayer, targets_field, targets_of, to_patches
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.posterior import posterior_of
+from disttrain_cli.spec.buckets import Buckets
 
 #: Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB
 #: in bf16.
 PIXELS = 1 << 20
 
 
-class VaeEncoder(PipelineLayer):
+class VaeEncoder(GeneratorLayer):
     """Encoder and quant_conv of an AutoencoderKL, without gradients."""
 
     kind = "vae_encoder"
@@ -32,26 +33,35 @@ class VaeEncoder(PipelineLayer):
     weights_of = "vae"
 
     def __init__(
-        self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int, index: int
+        self,
+        module: str,
+        config: dict[str, Any],
+        whole: nn.Module,
+        image_size: int,
+        index: int,
+        buckets: Buckets | None = None,
     ) -> None:
         super().__init__()
         self.name, self.module, self.index = f"{module}.vae_encoder", module, index
         self.needs = (targets_field(index),)
         self.published = {name: name for name in ("encoder", "quant_conv")}
         side = latent_side(config, image_size)
-        shape = (config["latent_channels"], side, side)
-        self.writes = (TensorSpec("latents", "target", "one", shape),)
+        channels, self.buckets = config["latent_channels"], buckets
+        self.writes = (TensorSpec("latents", "target", "one", (channels, side, side)),)
+        if buckets is not None:
+            of_patch = (channels * buckets.patch**2,)
+            self.writes = (TensorSpec("latents", "target", "patches", of_patch),)
         self.posterior = posterior_of(config)
         self.encoder = with_own_attention(copy.deepcopy(whole.encoder))
         self.quant_conv = copy.deepcopy(whole.quant_conv)
         self.requires_grad_(False)
 
-    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        return not batch.of("target").grids
-
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         moments = self.moments(targets_of(batch, self.index))
-        return {"latents": self.posterior.sample(moments, batch, self.index)}
+        latents = self.posterior.sample(moments, batch, self.index)
+        if self.buckets is not None:
+            latents = to_patches(latents, self.buckets.patch)
+        return {"latents": latents}
 
     @torch.no_grad()
     def moments(self, pixels_NCHW: Tensor) -> Tensor:
@@ -106,16 +116,21 @@ def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
 
 
 def encoder_maker(
-    module: str, config: dict[str, Any], image_size: int, index: int = 0
+    module: str,
+    config: dict[str, Any],
+    image_size: int,
+    index: int = 0,
+    buckets: Buckets | None = None,
 ) -> LayerMaker:
     """The VAE's encoder, a generator's first layer; weights start as diffusers starts them.
 
     Args:
         index: of the generator among the model's.
+        buckets: sizes of the images, where they are not all squares of `image_size`.
 
     Raises:
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(whole_model, module, "AutoencoderKL", config, "vae"))
     whole()
-    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, index), None)
+    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, index, buckets), None)

@@ -65,6 +65,7 @@ def with_data(profile: Profile, run: Run, sample: SizeSample) -> Profile:
     from disttrain_cli.models.graph import layer_table
     from disttrain_cli.profiling.rows import cut_bytes
 
+    sample = sample.sized_as(profile.data.sample)
     sizes, table = sizes_of_sample(sample), layer_table(run)
     work = sizes.work(profile.inputs)
     mean = {name: Work(*rows.mean(axis=0).tolist()) for name, rows in work.items()}

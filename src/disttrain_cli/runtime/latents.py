@@ -49,7 +49,6 @@ from disttrain_cli.spec.whole import write_whole
 PARTIAL = ".partial"
 #: Images that are decoded ahead of the encoder, for each core.
 AHEAD = 4
-EVERY_GRID = (1, 1)  # images to generate are all alike
 
 Bytes = NDArray[np.uint8]
 
@@ -188,13 +187,27 @@ def _append(
         file.truncate(there * image_bytes)
         yield there, []
         for some in _batches(pixels(segments[there:])):
-            rows = encode(np.stack([one for one, _ in some]))
+            rows = _encoded([one for one, _ in some], encode)
             for row, (_, broken) in zip(rows, some, strict=True):
-                file.write(bytes([MARK]) * image_bytes if broken else row.tobytes())
+                row = bytes([MARK]) * image_bytes if broken else row.ljust(image_bytes, b"\0")
+                file.write(row)
             file.flush()
             os.fsync(file.fileno())
             yield len(some), [one for _, found in some for one in found]
     unfinished.replace(path)
+
+
+def _encoded(images: list[Bytes], encode: Callable[[Bytes], NDArray[Any]]) -> list[bytes]:
+    """The moments of each image; those of one size are encoded together."""
+    of_sizes: dict[tuple[int, ...], list[int]] = {}
+    for number, image in enumerate(images):
+        of_sizes.setdefault(image.shape, []).append(number)
+    rows = [b""] * len(images)
+    for numbers in of_sizes.values():
+        moments = encode(np.stack([images[number] for number in numbers]))
+        for number, row in zip(numbers, moments, strict=True):
+            rows[number] = row.tobytes()
+    return rows
 
 
 def _batches(images: Iterator[tuple[Bytes, list[Broken]]]) -> Iterator[Any]:
@@ -207,13 +220,14 @@ def _batches(images: Iterator[tuple[Bytes, list[Broken]]]) -> Iterator[Any]:
 def _decoded(
     run: Run, index: Index, head: TargetInput, threads: ThreadPoolExecutor, segments: list[int]
 ) -> Iterator[tuple[Bytes, list[Broken]]]:
-    """Pixels of images [3, S, S], in their order; black where one cannot be decoded."""
+    """Pixels of images [3, H, W], in their order; black where one cannot be decoded."""
     reader, modality = ShardReader(index, read_tokenizer(run)), MODALITIES[head.item]
 
     def decode(segment: int) -> tuple[Bytes, list[Broken]]:
         sample = int(np.searchsorted(index.segment_start, segment, side="right")) - 1
-        out = modality.blank(head, EVERY_GRID)
-        into = partial(modality.decode, head=head, grid=EVERY_GRID, out=out)
+        rows, columns = index.grids[segment].tolist()
+        out = modality.blank(head, (rows, columns))
+        into = partial(modality.decode, head=head, grid=(rows, columns), out=out)
         return out, try_decoding(run, index, reader, sample, segment, into)
 
     waiting: deque[Future[tuple[Bytes, list[Broken]]]] = deque()
@@ -226,7 +240,7 @@ def _decoded(
 
 
 def _encoder(run: Run, number: int, head: TargetInput) -> Callable[[Bytes], NDArray[Any]]:
-    """Pixels [N, 3, S, S] → moments [N, *head.shape], as they lie in the file."""
+    """Pixels [N, 3, H, W] → moments [N, 2 · channels, …], as they lie in the file."""
     cuda = run.file.cluster.device != "cpu" and torch.cuda.is_available()
     device, dtype = use_cuda(0) if cuda else torch.device("cpu"), message_dtype(run.file.train)
     config = read_configs(run)[head.module].vae

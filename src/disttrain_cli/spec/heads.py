@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, WithJsonSchema, model_validator
 
 from disttrain_cli.spec import joined_tiles
+from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.cutting import ALONE, Cut, Written
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import ImageProcessor
@@ -69,11 +70,13 @@ class Head(Strict):
     kind: ClassVar[int]
     #: As users are told of several items.
     what: ClassVar[str]
-    #: All items of a module have one size.
-    alike: ClassVar[bool] = True
-
     item: str
     module: str
+
+    @property
+    def alike(self) -> bool:
+        """Whether all items of the module have one size."""
+        return True
 
     @property
     def affine(self) -> Affine | None:
@@ -150,7 +153,6 @@ class ImageInput(Head):
 
     kind: ClassVar[int] = 1
     what: ClassVar[str] = "images to read"
-    alike: ClassVar[bool] = False
 
     item: Literal["image"] = "image"
     patch_px: int = Field(ge=1, description="Side of a patch in pixels.")
@@ -201,6 +203,10 @@ class ImageInput(Head):
         if min(self.std) <= 0:
             raise ValueError("std must be positive")
         return self
+
+    @property
+    def alike(self) -> bool:
+        return False
 
     @property
     def affine(self) -> Affine:
@@ -449,12 +455,44 @@ class TargetInput(Head):
         False,
         description="In which precision latents come in the place of the image's pixels; or false.",
     )
+    buckets: Annotated[
+        Buckets | None,
+        WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]}),
+    ] = Field(
+        None,
+        exclude_if=lambda given: given is None,  # so that fingerprints without one stay
+        description=(
+            "Sizes of the images, where they are not all squares; a grid is then patches, and"
+            " size_px that of the images which are drawn."
+        ),
+    )
+
+    @property
+    def alike(self) -> bool:
+        return self.buckets is None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of what the data brings for one image."""
+        """Channels, height and width of what the data brings for one image; for the largest where
+        they differ."""
+        if self.buckets is not None:
+            return self.shape_of(self.buckets.largest)
         side = math.isqrt(self.latent_pixels) if self.cached_latents else self.size_px
         return self.channels, side, side
+
+    def image_px(self, grid: Grid) -> tuple[int, int]:
+        """Height and width of an image of this grid."""
+        return (self.size_px,) * 2 if self.buckets is None else self.buckets.image_px(grid)
+
+    def grids(self, sizes: Any) -> Any:
+        return super().grids(sizes) if self.buckets is None else self.buckets.nearest(sizes)
+
+    def grid_of(self, rows: int, columns: int) -> Grid:
+        return (1, 1) if self.buckets is None else (rows, columns)
+
+    @property
+    def largest(self) -> Grid:
+        return (1, 1) if self.buckets is None else self.buckets.largest
 
     @property
     def pixels(self) -> TargetInput:
@@ -466,14 +504,19 @@ class TargetInput(Head):
         """By which bytes become what the generator draws: -1..1; None of latents."""
         return None if self.cached_latents else ((1 / 127.5, 1.0),) * self.channels
 
-    def shape_of(self, grid: Grid) -> tuple[int, ...]:
+    def shape_of(self, grid: Grid) -> tuple[int, int, int]:
         """Channels, height and width of what the data brings."""
-        return self.shape
+        if self.buckets is None:
+            return self.shape
+        bucket = self.buckets
+        sides = bucket.denoised(grid) if self.cached_latents else bucket.image_px(grid)
+        return self.channels, *sides
 
     def size(self, area: Any) -> Any:
-        """Latent pixels."""
-        return area * self.latent_pixels
+        """Latent pixels; patches where sizes differ."""
+        return area * self.latent_pixels if self.buckets is None else area
 
     def rows(self, column: str) -> Rows:
-        """ "tokens", which condition it; "one"."""
-        return {"tokens": Rows(self.context_tokens), "one": Rows(1)}[column]
+        """ "tokens", which condition it; "one"; "patches", where sizes differ."""
+        known = {"tokens": Rows(self.context_tokens), "one": Rows(1), "patches": Rows(0, 1)}
+        return known[column]

@@ -4,7 +4,8 @@
 `latents.json` (`Latents`) says what they were made of and names a flat file for each shard of the
 index. That holds, for the shard's images in the order of the index, the mean and the log-variance
 of their latents as the encoder leaves them: [images, 2 · channels, height, width], little-endian
-float32, or bfloat16 of a run in that precision. An image that cannot be decoded is all ones, bit
+float32, or bfloat16 of a run in that precision; of images in buckets with zeros after those that
+are smaller than the largest. An image that cannot be decoded is all ones, bit
 by bit (`MARK`). A file's name follows from all that its bytes depend on.
 """
 
@@ -15,6 +16,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.files import Strict
 
 DESCRIPTION = "latents.json"
@@ -31,6 +33,11 @@ class Origin(Strict):
     image_size: int = Field(description="Side of an image in pixels.")
     shape: tuple[int, int, int] = Field(description="Of an image: 2 · channels, height, width.")
     precision: Literal["fp32", "bf16"]
+    buckets: Buckets | None = Field(
+        None,
+        exclude_if=lambda buckets: buckets is None,
+        description="Sizes of the images, where they differ; shape is the largest one's.",
+    )
 
     @property
     def image_bytes(self) -> int:

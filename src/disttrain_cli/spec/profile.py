@@ -364,6 +364,11 @@ class SizeSample(Strict):
     length_sq: list[int] = Field(description="Σ length² over the samples of each sequence.")
     images: list[list[int]] = Field(description="Patches of each image read, by sequence.")
     targets: list[int] = Field(description="Images to generate, by sequence.")
+    target_areas: list[list[int]] = Field(
+        default_factory=list,
+        exclude_if=lambda areas: not areas,
+        description="Patches of each of them, by sequence; empty where all have one size.",
+    )
     clips: list[int] = Field(
         default_factory=list, description="Audio clips, by sequence; empty where there are none."
     )
@@ -375,10 +380,21 @@ class SizeSample(Strict):
         """Areas of the items of a modality (`spec.heads.Head`), by sequence."""
         if item == "image":
             return self.images
+        if item == "target" and self.target_areas:
+            return self.target_areas
         counts = {"target": self.targets, "audio": self.clips or [0] * len(self.tokens)}
         if item in counts:
             return [[1] * count for count in counts[item]]
         return self.others.get(item, [[]] * len(self.tokens))
+
+    def sized_as(self, known: SizeSample) -> SizeSample:
+        """The same where images to generate were only counted: all have the mean area of known
+        ones."""
+        areas = [area for of_sequence in known.target_areas for area in of_sequence]
+        if not areas:
+            return self
+        mean = round(sum(areas) / len(areas))
+        return self.model_copy(update={"target_areas": [[mean] * count for count in self.targets]})
 
     @model_validator(mode="after")
     def _equal(self) -> SizeSample:
@@ -386,6 +402,8 @@ class SizeSample(Strict):
             raise ValueError(
                 "tokens, length_sq, images and targets must have one entry per sequence"
             )
+        if self.target_areas and [len(areas) for areas in self.target_areas] != self.targets:
+            raise ValueError("target_areas must have as many as targets, by sequence")
         if len(self.clips) not in (0, len(self.tokens)):
             raise ValueError("clips must have one entry per sequence, or none at all")
         return self

@@ -307,7 +307,9 @@ def check_equal(run, layers, models, projectors, batch):
             **more,
         ).sample
     )
-    torch.testing.assert_close(layers["image_generator.out"].predict(state), made[:, :4], **close)
+    torch.testing.assert_close(
+        layers["image_generator.out"].predict(state, batch), made[:, :4], **close
+    )
 
 
 def test_averages_bf16_files_beside_and_an_older_checkpoint(tmp_path):

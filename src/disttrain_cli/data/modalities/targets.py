@@ -1,4 +1,4 @@
-"""Images that a generator learns to draw: RGB bytes of the middle square, or latents."""
+"""Images that a generator learns to draw: RGB bytes of their middle, or latents."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ DTYPES = {False: "u1", "fp32": "<f4", "bf16": "<u2"}
 
 
 class Targets:
-    """[C, S, S]; `TargetInput.affine` normalises bytes. Of latents the files are those of
+    """[C, H, W]; `TargetInput.affine` normalises bytes. Of latents the files are those of
     `data.latents`; bf16, which NumPy does not know, as 16 bits."""
 
     media = IMAGE_FILES
 
     def blank(self, head: Head, grid: Grid) -> NDArray[Any]:
         assert isinstance(head, TargetInput)
-        return np.zeros(head.shape, DTYPES[head.cached_latents])
+        return np.zeros(head.shape_of(grid), DTYPES[head.cached_latents])
 
     def decode(self, data: bytes, head: Head, grid: Grid, out: NDArray[Any]) -> None:
         assert isinstance(head, TargetInput)
         if head.cached_latents:
-            out[:] = np.frombuffer(data, out.dtype).reshape(out.shape)
+            out[:] = np.frombuffer(data, out.dtype, out.size).reshape(out.shape)
         else:
-            decode_target(data, head, out)
+            decode_target(data, head, grid, out)
 
     def check(self, data: bytes, head: Head, grid: Grid) -> None:
         assert isinstance(head, TargetInput)
-        decode_target(data, head.pixels)
+        decode_target(data, head.pixels, grid)
 
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
         assert isinstance(head, TargetInput)
-        return partial(decode_target, smooth_jpeg(head.size_px), head)
+        return partial(decode_target, smooth_jpeg(max(head.image_px(grid))), head, grid)

@@ -13,6 +13,7 @@ from typing import Any
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.lora import Lora
 from disttrain_cli.models.noise import Noise
+from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.runfile.model import ModuleSpec
 
 
@@ -28,6 +29,7 @@ class ModuleConfig:
     vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
     noise: Noise | None = None  # how the generator's images become noise
     lora: Lora | None = None  # its adapters
+    buckets: Buckets | None = None  # sizes of a generator's images, where they differ
 
 
 def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:

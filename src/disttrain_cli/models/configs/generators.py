@@ -101,11 +101,10 @@ def denoised(vae: dict[str, Any] | None, image_size: int) -> tuple[int, int]:
     )
 
 
-def tokens_of(architecture: str, config: Any, side: int) -> int:
-    """Patches of what is denoised; its pixels where a generator has no patches."""
+def patch_of(architecture: str, config: Any) -> int:
+    """Side of a patch in what is denoised; 1 where a generator has no patches."""
     own = config.get("patch_size") if isinstance(config, dict) else None
-    patch = FLUX_PATCH if architecture == "flux" else own or 1
-    return int((side // patch) ** 2)
+    return int(FLUX_PATCH if architecture == "flux" else own or 1)
 
 
 def read_unet(

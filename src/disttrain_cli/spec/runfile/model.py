@@ -15,6 +15,7 @@ Kind = Literal["encoder", "llm", "generator"]
 Projector = Literal["mlp", "norm_mlp", "linear", "none"]
 PROJECTORS = "projectors"
 UNIT_NAME = r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$"
+BucketSide = Annotated[int, Field(ge=8, le=4096)]
 MONOLITH = "model"  # the unit that holds every module
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
 
@@ -150,6 +151,17 @@ class ModuleSpec(Strict):
     image_size: int | None = Field(
         None, ge=8, le=4096, description="Generators: side of a generated image in pixels."
     )
+    buckets: list[tuple[BucketSide, BucketSide]] | None = Field(
+        None,
+        exclude_if=lambda buckets: buckets is None,
+        min_length=1,
+        description=(
+            "Generators (sd3, flux, lumina2): sizes [width, height] in pixels that images are"
+            " trained at, of about equal area, in the place of squares of image_size: each image at"
+            " the size of the nearest aspect ratio, resized and cropped at its ends. Images are"
+            " drawn at image_size still."
+        ),
+    )
     context_tokens: int = Field(
         8,
         ge=1,
@@ -205,7 +217,7 @@ class ModuleSpec(Strict):
             raise ValueError("feature_layer belongs to image encoders")
         if self.projector != "mlp" and self.kind != "encoder":
             raise ValueError(f"projector: {self.projector} belongs to encoders")
-        for field in ("vae", "vae_folder", "noise"):
+        for field in ("vae", "vae_folder", "noise", "buckets"):
             if getattr(self, field) is not None and self.kind != "generator":
                 raise ValueError(f"{field} belongs to generators")
         if self.cached_latents and self.vae is None and self.vae_folder is None:
