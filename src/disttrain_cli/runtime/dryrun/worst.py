@@ -23,7 +23,7 @@ from disttrain_cli.data.slots import (
     no_items,
     slot_items,
 )
-from disttrain_cli.spec.heads import Head
+from disttrain_cli.spec.heads import Head, TargetInput
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
@@ -162,6 +162,11 @@ class _Items:
         work = self._worst if self.inside else self._mix(unit)
         images = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
         blocks = math.ceil(work.tokens / head.size(math.prod(head.grid_of(1, 1))) - WHOLE)
+        if isinstance(head, TargetInput) and head.buckets is not None:  # no other sizes exist
+            each = math.ceil(blocks / max(1, images))
+            fitting = [grid for grid in head.buckets.grids if math.prod(grid) >= each]
+            grid = min(fitting or [head.buckets.largest], key=math.prod)
+            return np.tile(np.array(grid), (int(self.counts.sum()), 1))
         least, more = divmod(max(blocks, images), max(1, images))
         of_first = [
             head.grid_of(*_near_square(least + (number < more))) for number in range(max(1, images))
