@@ -108,7 +108,7 @@ def test_a_flow_with_adapters_equals_pefts_from_their_folder(
             return of_flux(one, config, noisy, times, arguments)
         return one(noisy, timestep=times, **arguments).sample
 
-    found, expected = layers[-1].predict(state), predicted(model)
+    found, expected = layers[-1].predict(state, batch), predicted(model)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
     assert (expected - predicted(plain)).abs().max() > 1e-2
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(found)
