@@ -81,7 +81,7 @@ def loads(pairs: Floats, cp: int) -> dict[str, tuple[Floats, Floats]]:
     """By way of dividing, (tokens, pairs of tokens times share of the heads) of every CP rank."""
     tokens = np.array(
         [
-            np.subtract(*Place(cp=cp, cp_rank=rank).own_tokens(len(pairs))[::-1])
+            np.subtract(*Place(cp=cp, cp_rank=rank).of_group(len(pairs))[::-1])
             for rank in range(cp)
         ]
     )
