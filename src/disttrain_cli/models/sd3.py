@@ -69,10 +69,12 @@ class Patches(nn.Module):
     def forward(self, latents_NCHW: Tensor) -> Tensor:
         """Patches [N, P, D]."""
         patches_NDHW = self.proj(latents_NCHW)
+        depth, rows, columns = patches_NDHW.shape[1:]
         if patches_NDHW.is_meta:  # where sizes are probed for which there are no positions
-            return patches_NDHW.flatten(2).transpose(1, 2)
-        rows, columns = map(self._middle, patches_NDHW.shape[2:])
-        grid = self.pos_embed.unflatten(1, (self.most, self.most))[:, rows, columns]
+            grid = self.pos_embed.new_empty(1, columns, rows, depth).transpose(1, 2)
+        else:
+            whole = self.pos_embed.unflatten(1, (self.most, self.most))
+            grid = whole[:, self._middle(rows), self._middle(columns)]
         return patches_NDHW.flatten(2).transpose(1, 2) + grid.flatten(1, 2)
 
     def _middle(self, patches: int) -> slice:
