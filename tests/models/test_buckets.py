@@ -15,7 +15,7 @@ from disttrain_cli.models.sampling import generate
 from tests.batches import changed
 from tests.models.test_generators import GENERATORS, NAME, library_model, through
 
-KINDS = ("sd3.5", "sd3, pixels", "flux", "flux, pixels", "lumina2", "lumina2, pixels")
+KINDS = ("sd3.5", "sd3, pixels", "flux", "lumina2", "lumina2, pixels")
 BUCKETS = [[16, 16], [24, 12], [12, 24]]
 #: Rows and columns of patches of 4 pixels.
 GRIDS = [(4, 4), (3, 6), (6, 3), (3, 6), (4, 4)]
@@ -41,8 +41,6 @@ def setting(make_run):
     """The generator's layers, a batch of images of several sizes, the state at the entry."""
 
     def make(kind, grids=GRIDS, **fields):
-        if kind == "flux, pixels":
-            fields |= {"buckets": [[8, 8], [12, 6], [6, 12]], "image_size": 8}
         run = run_of(make_run, kind, **fields)
         table, inputs = layer_table(run), describe(run)
         start = next(i for i, info in enumerate(table) if info.module == NAME)
