@@ -80,10 +80,7 @@ def pairs_before(packing: Packing, sequence: int) -> Floats:
 def loads(pairs: Floats, cp: int) -> dict[str, tuple[Floats, Floats]]:
     """By way of dividing, (tokens, pairs of tokens times share of the heads) of every CP rank."""
     tokens = np.array(
-        [
-            np.subtract(*Place(cp=cp, cp_rank=rank).of_group(len(pairs))[::-1])
-            for rank in range(cp)
-        ]
+        [np.subtract(*Place(cp=cp, cp_rank=rank).of_group(len(pairs))[::-1]) for rank in range(cp)]
     )
     heads = np.full(cp, (HEADS // cp) / HEADS)
     chunks = pairs.reshape(2 * cp, -1).sum(axis=1)
