@@ -434,7 +434,12 @@ def test_verdicts_are_judged_by_cause_and_place(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_clean_rehearsal_has_no_straggler():
-    assert only(verdicts.measure(only="clean 1"))[0]["verdict"] == "none"
+    """Where this host was too busy to rehearse (the verdict `unknown`), it is rehearsed again."""
+    for seed in range(3):
+        verdict = only(verdicts.measure(only="clean 1", seed=seed))[0]["verdict"]
+        if verdict != "unknown":
+            break
+    assert verdict == "none"
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ class Synthetic:
     gap_ms: float = 0.0
     transfer_ms: float = 0.3
     late_ms: float = 0.0  # what every third slot's transfers take more
+    emulated: bool = False  # that is a rehearsal, whose host is late with these messages
     load_replica: int | None = None  # the only one of the LLM whose data take `load_ms`
     gap_rank: int | None = None  # the only one with `gap_ms`
     skew: float = 0.0  # spread of work over replicas
@@ -169,9 +170,8 @@ def _step(
                 max((done[kind, slot, source] for source in sources), default=0),
             )
             if sources:
-                arrived = max(now, ready) + int(
-                    (spec.transfer_ms + spec.late_ms * (slot % 3 == 0)) * MS
-                )
+                late = int(spec.late_ms * (slot % 3 == 0) * MS)
+                arrived = max(now, ready) + int(spec.transfer_ms * MS) + late
                 now = emit(
                     rank,
                     "receive_activation" if kind == "forward" else "receive_gradient",
@@ -179,6 +179,7 @@ def _step(
                     arrived - now,
                     slot,
                 )
+                truth.rows[-1]["late_ns"] = late * spec.emulated
             if kind == "forward" and stage == 0:
                 waits = spec.load_replica is None or (unit, replica) == ("llm", spec.load_replica)
                 now = emit(rank, "load", now, int(spec.load_ms * waits * MS), slot)

@@ -9,7 +9,7 @@ from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.losses import split_losses
-from disttrain_cli.analysis.result.verdicts import Evidence
+from disttrain_cli.analysis.result.verdicts import Evidence, Place
 from tests.analysis import synthetic
 
 PLACES = {
@@ -62,6 +62,21 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert crowded > 1  # six ranks on two cores
     both = [sum(found.stragglers.lost_s.values()) for found in (on_cores, on_devices)]
     assert both[0] == pytest.approx(both[1], rel=0.05)
+
+
+def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
+    late = {"late_ms": 40.0, "emulated": True}
+    synthetic.write(tmp_path / "busy", synthetic.Synthetic(**late))
+    synthetic.write(tmp_path / "fault", synthetic.Synthetic(**late, slow_rank={3: 3.0}))
+    synthetic.write(tmp_path / "in time", synthetic.Synthetic())
+    busy, fault, in_time = (analyze([tmp_path / name]) for name in ("busy", "fault", "in time"))
+    assert (busy.verdict.cause, busy.verdict.place) == ("unknown", Place(host="host-a"))
+    assert "too busy to rehearse" in busy.verdict.headline
+    assert "rehearse.time_scale" in busy.verdict.advice
+    assert busy.verdict.lost_s == pytest.approx(busy.job.iteration_s - in_time.job.iteration_s)
+    assert abs(busy.stragglers.lost_s["unexplained"]) < 1e-6
+    assert (fault.verdict.cause, fault.verdict.place.rank) == ("worker", 3)
+    assert "Also: Host host-a was too busy to rehearse" in fault.verdict.headline
 
 
 def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):

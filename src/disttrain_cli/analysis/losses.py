@@ -160,7 +160,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         data_wait=_by_replica(graph, recorded.load),
         links=graph.links((heard - usual).clip(0.0)),
         gap={
-            int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps)
+            int(r): float((recorded.gap - graph.late)[graph.rank == r].sum()) / len(graph.steps)
             for r in np.unique(graph.rank)
         },
         crowded=graph.crowded,

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 AGAIN = "disttrain analyze"
+AGAIN_REHEARSED = "disttrain train --rehearse"
 LEVEL = "disttrain train"  # with train.ordering or preprocess changed in the run file
 REMEASURE = "disttrain profile && disttrain plan"
 SLOWEST_TRANSFERS = (

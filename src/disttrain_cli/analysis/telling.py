@@ -11,6 +11,7 @@ from disttrain_cli.analysis.confidence import known
 from disttrain_cli.analysis.losses import Losses
 from disttrain_cli.analysis.next_commands import (
     AGAIN,
+    AGAIN_REHEARSED,
     HOST_GAPS,
     LEVEL,
     REMEASURE,
@@ -352,7 +353,23 @@ def _update(record: Record, finding: Finding) -> Told:
     )
 
 
-def _unheard(record: Record, finding: Finding) -> Told:
+def _unknown(record: Record, finding: Finding) -> Told:
+    emulating = next((place for place in finding.places if place.host is not None), None)
+    return _unheard(finding) if emulating is None else _busy(emulating)
+
+
+def _busy(place: Place) -> Told:
+    return Told(
+        place,
+        f"Host {place.host} was too busy to rehearse in time",
+        [],
+        "Messages came later than the emulated links say because this host was late: end what else"
+        " runs there, or raise rehearse.time_scale, and rehearse again.",
+        AGAIN_REHEARSED,
+    )
+
+
+def _unheard(finding: Finding) -> Told:
     whole = {(one.unit, one.stage) for one in finding.places if one.replica is None}
     names = [f"{unit} stage {stage}" for unit, stage in sorted(whole)] + [
         f"{one.unit} stage {one.stage} replica {one.replica}"
@@ -453,5 +470,5 @@ _DETAILS: Mapping[str, Callable[[Record, Finding], Told]] = {
     "communication": _communication,
     "data": _data,
     "host": _host,
-    "unknown": _unheard,
+    "unknown": _unknown,
 }

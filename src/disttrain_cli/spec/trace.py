@@ -57,7 +57,8 @@ OPERATIONS = (
 # Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the
 # unit; tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items
 # for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
-# -1 for several or none.
+# -1 for several or none; late_ns is the part of a rehearsal's `receive_*` in which its message was
+# late because the host was, not the emulated link.
 TRACE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -79,6 +80,7 @@ TRACE_COLUMNS: dict[str, str] = {
     "sum_length_sq": "int64",
     "bytes": "int64",
     "peer": "int32",
+    "late_ns": "int64",
 }
 
 STEP_COLUMNS: dict[str, str] = {
@@ -147,6 +149,7 @@ LATER_COLUMNS = frozenset(
         "generator_losses",
         "clips",
         "cp_rank",
+        "late_ns",
     }
 )
 

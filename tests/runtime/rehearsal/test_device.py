@@ -50,6 +50,19 @@ def test_inputs_that_come_later_are_waited_for(clock: Clock) -> None:
     assert clock.now_s == pytest.approx(103.0) and device.free_s == pytest.approx(104.0)
 
 
+def test_what_a_late_host_delays_is_told_from_what_it_does_not(clock: Clock) -> None:
+    device = Device(time_scale=0.5)
+    device.begin(clock.now_s)
+    device.run(2.0)  # until 101
+    device.arrive(100.5, late_s=0.3)
+    assert device.delayed_s == 0.0
+    device.arrive(102.0, late_s=1.0)
+    device.arrive(102.5)
+    assert (device.next_s, device.delayed_s) == (103.0, pytest.approx(1.0))
+    device.run(2.0)
+    assert (device.next_s, device.delayed_s) == (104.0, 0.0)
+
+
 def test_a_host_that_is_behind_is_counted_and_does_not_delay_its_own_device(clock: Clock) -> None:
     device = Device(time_scale=1.0)
     device.begin(clock.now_s)

@@ -240,7 +240,8 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
         {"runs": alike},
     )
     connection.execute(
-        "CREATE VIEW recorded AS SELECT s.* REPLACE (coalesce(cp_rank, 0) AS cp_rank) FROM segments"
+        "CREATE VIEW recorded AS SELECT s.* REPLACE (coalesce(cp_rank, 0) AS cp_rank,"
+        " coalesce(late_ns, 0) AS late_ns) FROM segments"
         " s" + (" JOIN kept USING (step, run)" if len(coords) > 1 else "")
     )
     connection.execute(

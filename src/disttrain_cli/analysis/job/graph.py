@@ -60,6 +60,7 @@ def build_graph(database: Database) -> Graph | None:
             "load_s",
             "received_s",
             "received_from_s",
+            "late_s",
             "handover_s",
             "gap_s",
             *_MESSAGES,
@@ -88,6 +89,7 @@ def build_graph(database: Database) -> Graph | None:
             transfer[index] = np.maximum(0.0, until - ready)
         else:
             transfer[index] = table["received_s"][index]
+    late = np.minimum(table["late_s"], transfer)
     unheard, lost = _unheard(database.stages, columns, table["received_peer"])
     kept = steps[whole]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
@@ -108,13 +110,14 @@ def build_graph(database: Database) -> Graph | None:
         predicted=table["predicted_s"],
         recorded=Delays(
             table["duration_s"],
-            transfer,
+            transfer - late,
             table["handover_s"],
             table["load_s"],
-            np.zeros_like(end) if lockstep else table["gap_s"],
+            late if lockstep else late + table["gap_s"],
             np.array([by_step[int(s)]["update_s"] for s in kept]),
         ),
         window=window,
+        late=late,
         devices={
             row["unit"]: row["devices_per_rank"]
             for row in database.sql("SELECT unit, devices_per_rank FROM units")

@@ -53,7 +53,17 @@ _WINDOWS = {
 #: Of a rank, the same in all of its rows.
 PLACE = ("unit", "stage", "replica", "tp_rank", "cp_rank", "host")
 #: Of a bar, in its arguments.
-AMOUNTS = ("slot", "module", "tokens", "images", "sequences", "sum_length_sq", "bytes", "peer")
+AMOUNTS = (
+    "slot",
+    "module",
+    "tokens",
+    "images",
+    "sequences",
+    "sum_length_sq",
+    "bytes",
+    "peer",
+    "late_ns",
+)
 
 
 class _Args(msgspec.Struct, gc=False):
@@ -66,6 +76,7 @@ class _Args(msgspec.Struct, gc=False):
     sum_length_sq: int | None = None
     bytes: int | None = None
     peer: int | None = None
+    late_ns: int = 0
     gib: float | None = msgspec.field(name="GiB", default=None)
 
 

@@ -13,7 +13,7 @@ summed AS (
     SELECT *, start_ns::HUGEINT * 16 + row_number() OVER (
         PARTITION BY step, rank, start_ns ORDER BY end_ns, list_position(['forward', 'backward', 'weights'], operation)) - 1 AS place FROM summed
 ), others AS (
-    SELECT o.step, o.rank, o.slot, o.operation, o.start_ns, o.end_ns, o.bytes, o.peer
+    SELECT o.step, o.rank, o.slot, o.operation, o.start_ns, o.end_ns, o.bytes, o.peer, o.late_ns
     FROM operations o JOIN chosen USING (step)
     WHERE o.operation NOT IN ('forward', 'backward', 'weights', 'evaluation', 'checkpoint')
 ), preceding AS (
@@ -22,6 +22,7 @@ summed AS (
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation = 'load'), 0) AS load_ns,
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation LIKE 'receive%'), 0) AS received_ns,
            min(o.start_ns) FILTER (o.operation LIKE 'receive%') AS received_from_ns,
+           sum(o.late_ns) AS late_ns,
            sum(o.bytes) FILTER (o.operation LIKE 'receive%') AS received_bytes,
            any_value(o.peer) FILTER (o.operation LIKE 'receive%') AS received_peer
     FROM others o ASOF JOIN passes p ON o.step = p.step AND o.rank = p.rank AND o.end_ns::HUGEINT * 16 <= p.place
@@ -35,6 +36,7 @@ SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth,
        (p.start_ns - c.start_ns) / 1e9 AS start_s, (p.end_ns - p.start_ns) / 1e9 AS duration_s,
        coalesce(q.load_ns, 0) / 1e9 AS load_s, coalesce(q.received_ns, 0) / 1e9 AS received_s,
        (coalesce(q.received_from_ns, p.start_ns) - c.start_ns) / 1e9 AS received_from_s,
+       coalesce(q.late_ns, 0) / 1e9 AS late_s,
        coalesce(q.covered_ns - q.load_ns - q.received_ns, 0) / 1e9 AS handover_s,
        greatest(0, p.start_ns - coalesce(lag(p.end_ns) OVER (PARTITION BY p.step, p.rank ORDER BY p.place), c.start_ns)
                    - coalesce(q.covered_ns, 0)) / 1e9 AS gap_s,

@@ -4,8 +4,8 @@ inputs are there.
 As with a GPU, the host starts an operation when the device can begin it, and then does its own work
 (Python, messages, traces) while the device computes: it delays nothing unless it takes longer than
 the operation. What the host sends carries the time at which the device will have finished; whoever
-receives it waits until then. By how much the host is behind is counted. Traces show the device's
-time, as those of a GPU do.
+receives it waits until then, or until it has really come. By how much the host is behind is
+counted, and what of it delays the device. Traces show the device's time, as those of a GPU do.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Device:
     began_s: float = 0.0  # when the step began
     free_s: float = 0.0  # when the last operation ends
     ready_s: float = 0.0  # when the inputs of the next one are there
+    due_s: float = 0.0  # when they would be, were no host late
     stepping: bool = False
     # by how much the host missed the start of each operation
     late_s: list[float] = field(default_factory=list)
@@ -29,7 +30,7 @@ class Device:
     def begin(self, at_s: float) -> None:
         """Start a step with a device that is idle until then."""
         self.began_s = self.free_s = at_s
-        self.ready_s, self.stepping = 0.0, True
+        self.ready_s, self.due_s, self.stepping = 0.0, 0.0, True
 
     def end(self) -> None:
         """End the step when the device has; until the next one only the host's time counts."""
@@ -46,9 +47,16 @@ class Device:
         """Where the device stands in a step; the host's time between steps."""
         return self.next_s if self.stepping else time.monotonic()
 
-    def arrive(self, at_s: float) -> None:
-        """An input of the next operation is there at a time."""
-        self.ready_s = max(self.ready_s, at_s)
+    @property
+    def delayed_s(self) -> float:
+        """By how much late hosts put off the next operation, in seconds of the cluster."""
+        return (self.next_s - max(self.free_s, self.due_s)) / self.time_scale
+
+    def arrive(self, at_s: float, late_s: float = 0.0) -> None:
+        """An input of the next operation is there at a time, or so much later because its host is
+        late."""
+        self.ready_s = max(self.ready_s, at_s + late_s)
+        self.due_s = max(self.due_s, at_s)
 
     def run(self, seconds: float) -> None:
         """One operation of so many of the cluster's seconds; returns when it begins."""
@@ -60,7 +68,8 @@ class Device:
     def enqueue(self, seconds: float) -> None:
         """The same for what the host gives the device ahead of time, as at the end of a step;
         returns at once."""
-        self.free_s, self.ready_s = self.next_s + seconds * self.time_scale, 0.0
+        self.free_s = self.next_s + seconds * self.time_scale
+        self.ready_s = self.due_s = 0.0
 
 
 def sleep_until(at_s: float) -> None:

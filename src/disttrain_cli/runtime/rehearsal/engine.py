@@ -30,10 +30,11 @@ class NodeTracer(Tracer):
 
     Args:
         ranks: by process, the rank that it stands for; -1 where there are several.
+        device: what the process emulates.
     """
 
-    def __init__(self, tracers: list[Tracer], ranks: Mapping[int, int]) -> None:
-        self.tracers, self.now, self.ranks = tracers, tracers[0].now, ranks
+    def __init__(self, tracers: list[Tracer], ranks: Mapping[int, int], device: Device) -> None:
+        self.tracers, self.now, self.ranks, self._emulated = tracers, tracers[0].now, ranks, device
 
     @property
     def step(self) -> int:
@@ -50,6 +51,8 @@ class NodeTracer(Tracer):
         end = self.mark() if end is None else end
         if "peer" in amounts:
             amounts["peer"] = self.ranks.get(amounts["peer"], -1)
+        if operation.startswith("receive"):
+            amounts["late_ns"] = round(1e9 * self._emulated.delayed_s)
         for tracer in self.tracers:
             tracer.record(operation, start, end, **amounts)
 

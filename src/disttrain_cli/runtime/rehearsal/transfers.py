@@ -54,7 +54,8 @@ class EmulatedBroker(Broker):
             arrival_s = (
                 max(float(stamp) for _, stamp in stamps) + self.transfer_s * self.clock.time_scale
             )
-            self.clock.arrive(arrival_s + max(0.0, time.monotonic() - max(called_s, arrival_s)))
+            late_s = max(0.0, time.monotonic() - max(called_s, arrival_s))
+            self.clock.arrive(arrival_s, late_s)
         return tensors, self._full_bytes(slot, self.receives), peer
 
     def _peers(self, slot: Slot, specs: Sequence[TensorSpec]) -> list[int]:

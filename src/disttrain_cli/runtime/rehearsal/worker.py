@@ -106,6 +106,7 @@ def main(payload: dict[str, Any]) -> None:
                 for replica in feeder.replicas
             ],
             ranks_of(graph, whole, shares),
+            clock,
         )
         stack.callback(tracer.close)
         links = brokers(graph, coords, table, message_dtype(run.file.train), device)

@@ -41,6 +41,7 @@ _NOTHING = {
     "sum_length_sq": 0,
     "bytes": 0,
     "peer": -1,
+    "late_ns": 0,
 }
 
 

@@ -251,6 +251,7 @@ def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delay
         predicted=graph.predicted[nodes],
         expected=graph.expected[nodes],
         unheard=graph.unheard[nodes],
+        late=graph.late[nodes],
         recorded=_at(graph.recorded, nodes),
     )
     return shorter, replace(_at(delays, nodes), compute=compute)

@@ -48,6 +48,7 @@ def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> li
         *_unheard(graph),
         *_data(graph),
         *_hosts(graph, why, where),
+        *_emulation(graph, where),
     ]
 
 
@@ -189,7 +190,7 @@ def _data(graph: Graph) -> Iterator[Suspect]:
 
 def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """No moments between passes, and passes that take what their rank's usually do."""
-    recorded = graph.recorded
+    recorded, gap = graph.recorded, graph.recorded.gap - graph.late
     late = (recorded.transfer - graph.without_delays().transfer).clip(0.0) * (
         graph.crowded > CROWDED
     )
@@ -203,7 +204,7 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
         def mended(state: State) -> State:
             state = _scaled(state, np.where(mask, steady, 1.0), np.zeros_like(steady))
             state = _with(state, TRANSFER, state[TRANSFER] - np.where(mask, late, 0.0))
-            return _with(state, GAP, np.where(mask, 0.0, state[GAP]))
+            return _with(state, GAP, state[GAP] - np.where(mask, gap, 0.0))
 
         return mended
 
@@ -211,6 +212,17 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
         "host",
         graph.rank,
         where,
-        recorded.gap + late + (recorded.compute - why.ranked).clip(0.0),
+        gap + late + (recorded.compute - why.ranked).clip(0.0),
         mend,
     )
+
+
+def _emulation(graph: Graph, where: Mapping[int, Place]) -> Iterator[Suspect]:
+    """A rehearsal's host that was in time: what it was late tells nothing of the plan."""
+    if graph.late.any():
+        yield Suspect(
+            "unknown",
+            Place(host=next(iter(where.values())).host),
+            lambda state: _with(state, GAP, state[GAP] - graph.late),
+            most_s(graph, graph.late),
+        )
