@@ -245,6 +245,7 @@ def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int, overlap: bool
         gpus_used=sum(u.gpus for u in units),
         zero_stage=0 if run.file.train.zero_stage == 0 else 1,
         overlap=overlap,
+        trained=run.file.model.trained,
         units=units,
     )
     layout.check_slots("llm")

@@ -17,12 +17,12 @@ from disttrain_cli.data.sample_audio import TONES_HZ, tones
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
 from tests.runtime.equivalence_worker import reference
 from tests.runtime.factory import MODEL, plan_of, unit
+from tests.runtime.layouts import train
 
 STEPS = 2
 EYE, EAR, LLM = "image_encoder", "audio_encoder", "llm"
@@ -153,21 +153,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (name, run, units) for run in (seeing, hearing) for name, units in _layouts(run).items()
     ]
     cases.append(("frozen 1+1-2", frozen, _layouts(frozen)["1+1-2"]))
-    payload = {
-        "cases": [
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan_of(run, units, 1).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-            for name, run, units in cases
-        ]
-    }
-    launch(4, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
+    plans = [(name, run, plan_of(run, units, 1)) for name, run, units in cases]
+    out = train(plans, STEPS, folder)
     references = {id(run): reference(run, STEPS) for run in (seeing, hearing, frozen)}
-    return {name: (folder / "out" / name, references[id(run)]) for name, run, _ in cases}
+    return {name: (out / name, references[id(run)]) for name, run, _ in cases}
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from disttrain_cli.data import sample_data
 from disttrain_cli.data.index import build_index
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.latents import make_latents
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.index import TARGET
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
@@ -23,6 +22,7 @@ from disttrain_cli.spec.runfile import Run, read_run
 from tests.commands.test_train import call
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.layouts import train
 
 RANKS, STEPS, BATCH = 4, 3, 4
 LLM, PAINTER = "llm", "painter"
@@ -87,19 +87,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = []
     for name, (units, zero_stage, cached) in LAYOUTS.items():
         run = written(folder / name, folder / "data", cached, name="sizes", zero_stage=zero_stage)
-        cases.append(
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan_of(run, units, 1, False).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-        )
-    worker = "tests.runtime.equivalence_worker:ranks"
-    launch(RANKS, worker, {"cases": cases}, folder / "logs", timeout_s=900)
+        cases.append((name, run, plan_of(run, units, 1)))
+    out = train(cases, STEPS, folder)
     alone = written(folder / "alone", folder / "data", name="sizes")
-    return {"out": folder / "out", "reference": reference(alone, STEPS)[:2]}
+    return {"out": out, "reference": reference(alone, STEPS)[:2]}
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ import yaml
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe
-from disttrain_cli.runtime.launching.launch import launch
-from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
-from tests.runtime.equivalence_worker import check_equals, recorded, reference
-from tests.runtime.factory import LORA, plan_of, unit, write_run
+from tests.runtime.factory import LORA, unit, write_run
+from tests.runtime.layouts import Case, Models
 from tests.runtime.test_family_equivalence import FAMILIES
 
 STEPS, RANKS, BATCH = 2, 8, 12
@@ -35,17 +33,16 @@ def _alone(name: str, layers: int, **how: Any) -> UnitPlan:
     return unit({EYE: "e", PAINTER: "g"}[name], [name], [layers]).model_copy(update=how)
 
 
-#: By name: model, units on up to eight ranks, sequences of a microbatch, what is trained, ZeRO
-#: stage, whether messages go as over NCCL.
-CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] = {
-    "cp2": ("text", [shared([5], 2)], 1, None, 0, False),
-    "cp4 dp2": ("text", [shared([5], 4, 2)], 1, None, 1, False),
-    "tp2 cp2 pp2": ("text", [shared([2, 3], 2, 1, 2)], 2, None, 0, True),
-    "tp2 cp2 dp2, tied, windows": ("windows", [shared([5], 2, 2, 2)], 1, None, 1, False),
-    "cp2 pp2, tied": ("windows", [shared([2, 3], 2, weight_delay=[0, 1])], 2, None, 0, True),
-    "tp2 cp2, adapters": ("adapters", [shared([5], 2, 1, 2)], 3, None, 0, False),
-    "cp8": ("text", [shared([5], 8)], 2, None, 1, False),
-    "everything, cp2 pp2": (
+#: On up to eight ranks.
+CASES = {
+    "cp2": Case("text", [shared([5], 2)], 1, None, 0, False),
+    "cp4 dp2": Case("text", [shared([5], 4, 2)], 1, None, 1, False),
+    "tp2 cp2 pp2": Case("text", [shared([2, 3], 2, 1, 2)], 2, None, 0, True),
+    "tp2 cp2 dp2, tied, windows": Case("windows", [shared([5], 2, 2, 2)], 1, None, 1, False),
+    "cp2 pp2, tied": Case("windows", [shared([2, 3], 2, weight_delay=[0, 1])], 2, None, 0, True),
+    "tp2 cp2, adapters": Case("adapters", [shared([5], 2, 1, 2)], 3, None, 0, False),
+    "cp8": Case("text", [shared([5], 8)], 2, None, 1, False),
+    "everything, cp2 pp2": Case(
         "all",
         [_alone(EYE, 4), shared([2, 3], 2), _alone(PAINTER, 8)],
         1,
@@ -53,7 +50,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
         0,
         True,
     ),
-    "everything, cp4": (
+    "everything, cp4": Case(
         "all",
         [
             unit("e", [EYE], [4], 2),
@@ -65,7 +62,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
         1,
         False,
     ),
-    "everything, tp2 cp2 overlapped": (
+    "everything, tp2 cp2 overlapped": Case(
         "all",
         [
             unit("e", [EYE], [4], 1, 2),
@@ -77,7 +74,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
         0,
         True,
     ),
-    "llm frozen": (
+    "llm frozen": Case(
         "all",
         [unit("e", [EYE], [1, 3]), shared([2, 3], 2), unit("g", [PAINTER], [8], 2)],
         1,
@@ -85,7 +82,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
         0,
         False,
     ),
-    "features over cuts": (
+    "features over cuts": Case(
         "qwen3_vl",
         [unit("e", [EYE], [3, 4]), shared([2, 3], 2, weight_delay=[1, 0])],
         1,
@@ -93,7 +90,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
         0,
         True,
     ),
-    "features, tp2 cp2": (
+    "features, tp2 cp2": Case(
         "qwen3_vl",
         [unit("e", [EYE], [7], 4), shared([5], 2, tp=2)],
         1,
@@ -101,7 +98,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
         1,
         False,
     ),
-    "llm alone trains, windows": (
+    "llm alone trains, windows": Case(
         "qwen2_5_vl",
         [unit("e", [EYE], [5], 2), shared([2, 3], 2, 1)],
         1,
@@ -112,7 +109,8 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None, int, bool]] =
 }
 
 
-def _run(folder: Path, data: Path, model: str, trained: list[str] | None, zero: int) -> Run:
+def _run(folder: Path, data: Path, case: Case) -> Run:
+    model = case.model
     modules = (EYE, LLM) if model in FAMILIES else (EYE, LLM, PAINTER) if model == "all" else (LLM,)
     run = write_run(
         folder,
@@ -120,13 +118,13 @@ def _run(folder: Path, data: Path, model: str, trained: list[str] | None, zero: 
         name=folder.name,
         modules=modules,
         global_batch_size=BATCH,
-        zero_stage=zero,
+        zero_stage=case.zero_stage,
         steps=STEPS,
     )
     content = yaml.safe_load(run.path.read_text())
     content["cluster"]["gpus_per_node"] = RANKS
     content["data"]["sequence_length"] = 512
-    content["model"]["trained"] = trained
+    content["model"]["trained"] = case.trained
     llm = content["model"]["modules"][LLM]
     if model == "windows":
         llm["architecture"] = "mistral"
@@ -144,47 +142,13 @@ def _run(folder: Path, data: Path, model: str, trained: list[str] | None, zero: 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Ranks train every layout, those of one number of ranks in the same processes; every model is
-    trained alone once too."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("cp")
     write_sample_data(folder / "data")
-    payloads: dict[int, list[Any]] = {}
-    models: dict[Any, Any] = {}
-    for number, (name, (model, units, microbatch, trained, zero, ordered)) in enumerate(
-        CASES.items()
-    ):
-        run = _run(folder / f"run-{number}", folder / "data", model, trained, zero)
-        plan = plan_of(run, units, microbatch)
-        plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
-        payloads.setdefault(plan.plan.gpus_used, []).append(
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan.model_dump(mode="json"),
-                "steps": STEPS,
-                "in order": ordered,
-                "out": str(folder / "out" / name),
-            }
-        )
-        if (model, str(trained)) not in models:
-            alone = _run(folder / f"alone-{number}", folder / "data", model, trained, 0)
-            models[model, str(trained)] = reference(alone, STEPS)[:2]
-    for ranks, cases in payloads.items():
-        launch(
-            ranks,
-            "tests.runtime.equivalence_worker:ranks",
-            {"cases": cases},
-            folder / "logs" / str(ranks),
-            timeout_s=900,
-        )
-    return {"out": folder / "out", "models": models}
+    return Models(CASES, lambda at, case: _run(at, folder / "data", case), STEPS, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
-    model, _, _, trained, _, ordered = CASES[name]
-    check_equals(runs["out"] / name, *runs["models"][model, str(trained)])
-    if ordered:
-        assert faults(recorded(runs["out"] / name)) == []
+def test_layout_equals_single_process(models: Models, name: str) -> None:
+    models.check(name)

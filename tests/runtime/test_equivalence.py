@@ -22,13 +22,13 @@ from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import damaged, encoded, image, interleaved, text, write_tar
 from tests.runtime.equivalence_worker import SLOTWISE, orders_of, reference
 from tests.runtime.factory import LORA, plan_of, unit, write_run
+from tests.runtime.layouts import train
 
 STEPS = 3
 POLICIES = ("paper", "best")  # beside none, which the others use
@@ -168,19 +168,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("overlap-tied-zero1-later-apart", tied_zero, later_units, m),
         ("overlap-tied-bf16-later-apart", tied_bf16, later_units, m),
     ]
-    payload = {
-        "cases": [
-            {
-                "name": name,
-                "run": str(each.path.resolve()),
-                "plan": plan_of(each, units, m, name.startswith("overlap")).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-            for name, each, units, m in cases
-        ]
-    }
-    launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
+    plans = [
+        (name, each, plan_of(each, units, m, name.startswith("overlap")))
+        for name, each, units, m in cases
+    ]
+    train(plans, STEPS, folder)
     history, parameters, orders = reference(run, STEPS)
     tied_history, tied_parameters, _ = reference(tied, STEPS)
     layouts = {

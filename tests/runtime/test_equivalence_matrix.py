@@ -18,13 +18,13 @@ import yaml
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.data.dataset import interleaved, text, write_tar
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.layouts import train
 
 RANKS, STEPS, BATCH, SEED = 8, 3, 12, 36
 LAUNCHES, DRAWN, TIED = 3, 26, 8
@@ -200,31 +200,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     write_tar(folder / "data" / "interleaved" / "text.tar", texts)
     written: dict[Any, Run] = {}
-    payloads = []
+    cases = []
     for name, case in CASES.items():
         key = (*case.model, case.zero_stage, case.ordering)
         if key not in written:
             written[key] = _run(folder / f"run-{len(written)}", folder / "data", case)
         plan = plan_of(written[key], list(case.units), case.microbatch, case.overlap)
-        trained = None if case.trained is None else list(case.trained)
-        plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
-        payloads.append(
-            {
-                "name": name,
-                "run": str(written[key].path.resolve()),
-                "plan": plan.model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-        )
+        cases.append((name, written[key], plan))
     for first in range(LAUNCHES):
-        launch(
-            RANKS,
-            "tests.runtime.equivalence_worker:ranks",
-            {"cases": payloads[first::LAUNCHES]},
-            folder / "logs" / str(first),
-            timeout_s=1200,
-        )
+        train(cases[first::LAUNCHES], STEPS, folder, timeout_s=1200)
     models = {
         case.model: replace(case, zero_stage=0, ordering="none", overlap=False)
         for case in CASES.values()

@@ -18,17 +18,16 @@ import yaml
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table, live_tensors
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.data.test_parts import write_json
 from tests.models.test_towers import INTERNVIT_6B, TOWERS
-from tests.runtime.equivalence_worker import check_equals, reference
-from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.factory import unit, write_run
+from tests.runtime.layouts import Case, Models
 from tests.runtime.test_whole_conversations import SMALL
 from tests.whole_models import write_tiled
 
-STEPS, RANKS = 2, 6
+STEPS = 2
 EYE, TILES, LLM = "image_encoder", "vision", "llm"  # a folder's encoder is `vision`
 TOWER = {
     "hidden_size": 32,
@@ -83,7 +82,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 WHOLE = ("smolvlm", "llava_onevision")  # folders
 
 
-def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None) -> Run:
+def _run(folder: Path, data: Path, case: Case) -> Run:
+    family = case.model
     run = write_run(
         folder, data, name=folder.name, modules=(EYE, LLM), global_batch_size=12, steps=STEPS
     )
@@ -98,7 +98,7 @@ def _run(folder: Path, data: Path, family: str, trained: list[str] | None = None
     else:
         tower, text = FAMILIES[family]
         modules = {EYE: {"kind": "encoder"} | tower, LLM: {"kind": "llm"} | text}
-        content["model"] |= {"modules": modules, "trained": trained}
+        content["model"] |= {"modules": modules, "trained": case.trained}
     run.path.write_text(yaml.safe_dump(content, sort_keys=False))
     run = read_run(run.path)
     build_index(run, describe(run))
@@ -109,19 +109,20 @@ def _with(one: UnitPlan, **how: Any) -> UnitPlan:
     return one.model_copy(update=how)
 
 
-#: By name: family, units on six ranks, sequences of a microbatch, what is trained. Qwen3's tower is
-#: embed, block, deepstack, block, deepstack, block, merger; the LLM embed, two blocks that read
-#: features, block, head.
-CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
-    "4-2": ("qwen3_vl", [unit("e", [EYE], [7], 4), unit("l", [LLM], [5], 2)], 1, None),
-    "pp3-pp3": ("qwen3_vl", [unit("e", [EYE], [2, 2, 3]), unit("l", [LLM], [1, 1, 3])], 2, None),
-    "tp2-pp2dp2": (
+#: On six ranks. Qwen3's tower is embed, block, deepstack, block, deepstack, block, merger; the LLM
+#: embed, two blocks that read features, block, head.
+CASES = {
+    "4-2": Case("qwen3_vl", [unit("e", [EYE], [7], 4), unit("l", [LLM], [5], 2)], 1, None),
+    "pp3-pp3": Case(
+        "qwen3_vl", [unit("e", [EYE], [2, 2, 3]), unit("l", [LLM], [1, 1, 3])], 2, None
+    ),
+    "tp2-pp2dp2": Case(
         "qwen3_vl",
         [unit("e", [EYE], [7], 1, 2), unit("l", [LLM], [2, 3], 2)],
         1,
         None,
     ),
-    "pp2-tp2pp2": (
+    "pp2-tp2pp2": Case(
         "qwen3_vl",
         [
             _with(unit("e", [EYE], [3, 4]), checkpointing=True),
@@ -130,7 +131,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
         2,
         None,
     ),
-    "3-tp2 later, recomputed": (
+    "3-tp2 later, recomputed": Case(
         "qwen3_vl",
         [
             _with(unit("e", [EYE], [7], 4), weight_delay=[1]),
@@ -139,39 +140,39 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
         1,
         None,
     ),
-    "monolithic pp6": ("qwen3_vl", [unit("all", [EYE, LLM], [2, 2, 3, 1, 1, 3])], 2, None),
-    "monolithic tp2 pp3 later": (
+    "monolithic pp6": Case("qwen3_vl", [unit("all", [EYE, LLM], [2, 2, 3, 1, 1, 3])], 2, None),
+    "monolithic tp2 pp3 later": Case(
         "qwen3_vl",
         [_with(unit("all", [EYE, LLM], [4, 5, 3], 1, 2), weight_delay=[0, 1, 1])],
         1,
         None,
     ),
-    "monolithic pp2 dp3": ("qwen3_vl", [unit("all", [EYE, LLM], [5, 7], 3)], 2, None),
-    "llm alone trains": (
+    "monolithic pp2 dp3": Case("qwen3_vl", [unit("all", [EYE, LLM], [5, 7], 3)], 2, None),
+    "llm alone trains": Case(
         "qwen3_vl",
         [unit("e", [EYE], [4, 3], 2), unit("l", [LLM], [2, 3])],
         1,
         [LLM],
     ),
-    "tower alone trains": (
+    "tower alone trains": Case(
         "qwen3_vl",
         [unit("e", [EYE], [3, 4]), unit("l", [LLM], [2, 3], 2)],
         1,
         [EYE],
     ),
-    "qwen2.5 pp2-tp2dp2": (
+    "qwen2.5 pp2-tp2dp2": Case(
         "qwen2_5_vl",
         [unit("e", [EYE], [2, 3]), unit("l", [LLM], [5], 2, 2)],
         1,
         None,
     ),
-    "internvl tp2dp2-pp2": (
+    "internvl tp2dp2-pp2": Case(
         "internvl",
         [unit("e", [EYE], [4], 2, 2), unit("l", [LLM], [2, 3])],
         2,
         None,
     ),
-    "internvl pp2 overlapped-tp2dp2": (
+    "internvl pp2 overlapped-tp2dp2": Case(
         "internvl",
         [
             _with(unit("e", [EYE], [3, 1]), checkpointing=True),
@@ -180,7 +181,7 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
         1,
         None,
     ),
-    "internvl monolithic tp2 pp3 later": (
+    "internvl monolithic tp2 pp3 later": Case(
         "internvl",
         [
             _with(
@@ -192,32 +193,34 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
         1,
         None,
     ),
-    "smolvlm tp2-pp2dp2": (
+    "smolvlm tp2-pp2dp2": Case(
         "smolvlm",
         [unit("e", [TILES], [5], 1, 2), unit("l", [LLM], [2, 2], 2)],
         1,
         None,
     ),
-    "smolvlm dp4-tp2": (
+    "smolvlm dp4-tp2": Case(
         "smolvlm",
         [unit("e", [TILES], [5], 4), unit("l", [LLM], [4], 1, 2)],
         2,
         None,
     ),
-    "smolvlm monolithic pp3 dp2": ("smolvlm", [unit("all", [TILES, LLM], [3, 3, 3], 2)], 2, None),
-    "onevision tp2-pp2tp2": (
+    "smolvlm monolithic pp3 dp2": Case(
+        "smolvlm", [unit("all", [TILES, LLM], [3, 3, 3], 2)], 2, None
+    ),
+    "onevision tp2-pp2tp2": Case(
         "llava_onevision",
         [unit("e", [TILES], [5], 1, 2), unit("l", [LLM], [2, 2], 1, 2)],
         1,
         None,
     ),
-    "onevision 2-tp2cp2": (
+    "onevision 2-tp2cp2": Case(
         "llava_onevision",
         [unit("e", [TILES], [5], 2), _with(unit("l", [LLM], [4], 1, 2), cp=2, gpus=4)],
         1,
         None,
     ),
-    "onevision pp2-dp4": (
+    "onevision pp2-dp4": Case(
         "llava_onevision",
         [_with(unit("e", [TILES], [4, 1]), checkpointing=True), unit("l", [LLM], [4], 4)],
         1,
@@ -227,46 +230,21 @@ CASES: dict[str, tuple[str, list[UnitPlan], int, list[str] | None]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Six ranks train every layout in the same processes; every model is trained alone once too."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("families")
     write_sample_data(folder / "data")
-    made, payloads, models = {}, [], dict[tuple[str, str], tuple[Any, Any]]()
-    for number, (name, (family, units, microbatch, trained)) in enumerate(CASES.items()):
-        run = made[name] = _run(folder / f"run-{number}", folder / "data", family, trained)
-        plan = plan_of(run, units, microbatch)
-        plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
-        payloads.append(
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan.model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-        )
-        if (family, str(trained)) not in models:
-            models[family, str(trained)] = reference(run, STEPS)[:2]
-    launch(
-        RANKS,
-        "tests.runtime.equivalence_worker:ranks",
-        {"cases": payloads},
-        folder / "logs",
-        timeout_s=900,
-    )
-    return {"out": folder / "out", "models": models}
+    return Models(CASES, lambda at, case: _run(at, folder / "data", case), STEPS, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
-    family, _, _, trained = CASES[name]
-    check_equals(runs["out"] / name, *runs["models"][family, str(trained)])
+def test_layout_equals_single_process(models: Models, name: str) -> None:
+    models.check(name)
 
 
 def test_features_cross_every_cut_until_their_block(tmp_path: Path) -> None:
     write_sample_data(tmp_path / "data")
-    table = layer_table(_run(tmp_path / "run", tmp_path / "data", "qwen3_vl"))
+    table = layer_table(_run(tmp_path / "run", tmp_path / "data", CASES["4-2"]))
     crossing = [[spec.name for spec in live_tensors(table, cut)] for cut in range(len(table))]
     first, second = "image_features.0", "image_features.1"
     assert [names.count(first) for names in crossing] == [0] * 3 + [1] * 6 + [0] * 3

@@ -13,13 +13,13 @@ from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import is_adapter
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
-from tests.runtime.test_flow import BATCH, LLM, MURAL, PAINTER, RANKS, STEPS
+from tests.runtime.layouts import train
+from tests.runtime.test_flow import BATCH, LLM, MURAL, PAINTER, STEPS
 
 MODULES = (LLM, PAINTER, MURAL)
 #: Layers of the LLM, and of the painter with its VAE and the mural.
@@ -66,24 +66,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = []
     for name, (units, zero_stage) in LAYOUTS.items():
         run = written(folder / name, folder / "data", zero_stage=zero_stage)
-        cases.append(
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan_of(run, units, 1).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-        )
-    launch(
-        RANKS,
-        "tests.runtime.equivalence_worker:ranks",
-        {"cases": cases},
-        folder / "logs",
-        timeout_s=900,
-    )
+        cases.append((name, run, plan_of(run, units, 1)))
     alone = written(folder / "alone", folder / "data")
-    return {"out": folder / "out", "run": alone, "reference": reference(alone, STEPS)[:2]}
+    out = train(cases, STEPS, folder)
+    return {"out": out, "run": alone, "reference": reference(alone, STEPS)[:2]}
 
 
 @pytest.mark.slow

@@ -28,7 +28,6 @@ from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.feeding import message_dtype, to_batch
 from disttrain_cli.runtime.latents import Made, make_latents
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.launching.starts import alone
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import silent
@@ -37,6 +36,7 @@ from tests.data.dataset import damaged, encoded, image, interleaved, text, write
 from tests.data.serving.services import address, content, pulling, remote, serving
 from tests.runtime.equivalence_worker import reference
 from tests.runtime.factory import REFINER, plan_of, unit, write_run
+from tests.runtime.layouts import train
 
 FIRST, SECOND = "image_generator", "refiner"
 VAE = REFINER["vae"] | {"shift_factor": 0.1}
@@ -463,31 +463,17 @@ def test_several_ranks_train_alike_with_and_without_the_option(
             unit(FIRST, [FIRST], [first - 2, 2]),
             unit(SECOND, [SECOND], [second], tp=2),
         ]
-        cases.append(
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan_of(run, units, 1).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(tmp_path / "out" / name),
-            }
-        )
-    launch(
-        6,
-        "tests.runtime.equivalence_worker:ranks",
-        {"cases": cases},
-        tmp_path / "logs",
-        timeout_s=300,
-    )
+        cases.append((name, run, plan_of(run, units, 1)))
+    out = train(cases, STEPS, tmp_path)
     for precision, tolerance in (("", 1e-6), (" bf16", 0.01)):
         history, found = (
-            json.loads((tmp_path / "out" / f"{name}{precision}" / "history.json").read_text())
+            json.loads((out / f"{name}{precision}" / "history.json").read_text())
             for name in ("plain", "cached")
         )
         close(found, history, tolerance)
         expected, weights = (
             checkpoint.read_tensors(
-                checkpoint_folder.latest(tmp_path / "out" / f"{name}{precision}" / "checkpoints")
+                checkpoint_folder.latest(out / f"{name}{precision}" / "checkpoints")
             )
             for name in ("plain", "cached")
         )

@@ -13,11 +13,11 @@ from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import is_adapter
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import LORA, MODEL, plan_of, unit, write_run
+from tests.runtime.layouts import train
 
 RANKS, STEPS, BATCH = 4, 3, 4
 ENCODER, LLM, GENERATOR = EVERYTHING = tuple(MODEL["modules"])
@@ -81,27 +81,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             global_batch_size=BATCH,
         )
         build_index(run, describe(run), silent)
-        cases.append(
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan_of(run, units, 1, beside).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-        )
-    launch(
-        RANKS,
-        "tests.runtime.equivalence_worker:ranks",
-        {"cases": cases},
-        folder / "logs",
-        timeout_s=600,
-    )
+        cases.append((name, run, plan_of(run, units, 1, beside)))
+    out = train(cases, STEPS, folder)
     alone = write_run(
         folder / "tp4", folder / "data", name="tp4", lora=LORA, global_batch_size=BATCH
     )
     return {
-        "out": folder / "out",
+        "out": out,
         "run": alone,
         "data": folder / "data",
         "reference": reference(alone, STEPS)[:2],

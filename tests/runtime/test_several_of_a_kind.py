@@ -19,7 +19,6 @@ from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
-from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.runtime.messages.records import SEND
 from disttrain_cli.spec.plan import UnitPlan
@@ -27,6 +26,7 @@ from disttrain_cli.spec.runfile import Run, read_run
 from tests.runtime.equivalence_worker import recorded, reference
 from tests.runtime.factory import REFINER, plan_of, unit
 from tests.runtime.factory import write_run as write_one
+from tests.runtime.layouts import train
 
 STEPS = 2
 EYE, LLM, FIRST, SECOND, OTHER_EYE = (
@@ -194,30 +194,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("zero 1-2-1+2", zero, _layouts(zero)["1-2-1+2"]),
         (BF16, bf16, _layouts(bf16)["1-2-1+2"]),
     ]
-    payload = {
-        "cases": [
-            {
-                "name": name,
-                "run": str(run.path.resolve()),
-                "plan": plan_of(run, units, 1).model_dump(mode="json"),
-                "steps": STEPS,
-                "out": str(folder / "out" / name),
-            }
-            for name, run, units in cases
-        ]
+    plans = [(name, run, plan_of(run, units, 1)) for name, run, units in cases]
+    ordered = {
+        f"{name} in order": (run, plan_of(run, units, 1, overlap=True))
+        for name, run, units in cases
+        if name in (*IN_ORDER, BF16)
     }
-    payload["cases"] += [
-        case
-        | {"name": f"{case['name']} in order", "out": f"{case['out']} in order", "in order": True}
-        | {"plan": case["plan"] | {"plan": case["plan"]["plan"] | {"overlap": True}}}
-        for case in payload["cases"]
-        if case["name"] in (*IN_ORDER, BF16)
-    ]
-    launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
+    plans += [(name, *case) for name, case in ordered.items()]
+    out = train(plans, STEPS, folder, in_order=ordered)
     references = {id(run): reference(run, STEPS) for run in (every, alone, frozen, seeing, one_eye)}
     references[id(zero)] = references[id(every)]
     return {
-        f"{name}{how}": (folder / "out" / f"{name}{how}", references.get(id(run)))
+        f"{name}{how}": (out / f"{name}{how}", references.get(id(run)))
         for name, run, _ in cases
         for how in ("", " in order")
     }

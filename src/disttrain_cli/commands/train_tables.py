@@ -48,12 +48,17 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
         if gaps > 0
         else steps
     )
+    losses = [
+        name
+        for name in (shown[0]["losses"] if shown else ())
+        if any(step["losses"][name] is not None for step in shown)
+    ]
     console.table(
         "Steps",
         [
             "step",
             "loss",
-            *(shown[0]["losses"] if shown else ()),
+            *losses,
             "grad norm",
             "s per step",
             "sequences/s",
@@ -64,7 +69,7 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
             [
                 step["step"],
                 f"{step['loss']:.4f}",
-                *(_number(value, ".4f") for value in step["losses"].values()),
+                *(_number(step["losses"][name], ".4f") for name in losses),
                 _number(step["grad_norm"], ".3g"),
                 f"{step['iteration_s']:.3f}",
                 f"{step['sequences_per_s']:.2f}",

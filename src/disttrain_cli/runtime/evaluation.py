@@ -102,7 +102,8 @@ def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights
     """What is told of weighted losses: their sum `loss`, and unweighted `loss_text` and
     `loss_image`.
 
-    With several generators `loss_image` is their mean, and `generator_losses` has each by module.
+    Without a generator `loss_image` is None; with several it is their mean, and `generator_losses`
+    has each by module.
 
     Args:
         modules: by name of a loss, the module that has it.
@@ -116,6 +117,6 @@ def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights
     values = {
         "loss": sum(losses.values()),
         "loss_text": plain.get(TEXT, 0.0),
-        "loss_image": sum(images.values()) / max(1, len(images)),
+        "loss_image": sum(images.values()) / len(images) if images else None,
     }
     return values if len(images) < 2 else values | {"generator_losses": images}

@@ -88,7 +88,7 @@ STEP_COLUMNS: dict[str, str] = {
     "step": "int32",
     "loss": "float64",
     "loss_text": "float64",
-    "loss_image": "float64",
+    "loss_image": "float64",  # null where there is no generator
     "grad_norm": "float64",
     "learning_rate": "float64",
     "learning_rates": "map<string,float64>",

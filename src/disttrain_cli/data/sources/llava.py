@@ -125,7 +125,7 @@ def open_image(folder: str, name: str) -> File:
     if not is_url(folder):
         name = name.removeprefix("file://").removeprefix(os.path.join(os.path.abspath(folder), ""))
     if name.startswith(("/", "\\")) or is_url(name) or "\0" in name or LEADS_UP.search(name):
-        raise ValueError(f"the image {name} leads out of the folder of images")
+        raise ValueError(f"the file {name} leads out of the folder of images")
     path = join(folder, name)
     try:
         if is_url(folder):
@@ -139,10 +139,10 @@ def open_image(folder: str, name: str) -> File:
                     raise
                 inside = _below(path, folder)
         if not inside:
-            raise ValueError(f"the image {name} leads out of the folder of images by a link")
+            raise ValueError(f"the file {name} leads out of the folder of images by a link")
         return LocalFile(path)
     except OSError as error:
-        raise ValueError(f"the image {name} cannot be opened: {error.strerror or error}") from None
+        raise ValueError(f"the file {name} cannot be opened: {error.strerror or error}") from None
 
 
 def _held(uri: str) -> bytes:
