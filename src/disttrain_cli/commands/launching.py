@@ -12,13 +12,13 @@ from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.launching.emit.hosts import Node
-    from disttrain_cli.runtime.launching.emit.scripts import Emitted
+    from disttrain_cli.runtime.launching.emit.scripts import Emitted, Start
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.runfile import Run
     from disttrain_cli.spec.stage_graph import StageGraph
 
-Emit = Literal["torchrun", "slurm"]
+Emit = Literal["torchrun", "slurm", "jobset", "skypilot"]
 MOST_HOSTS = 12  # shown; --json has all
 MOST_GROUPS = 3
 
@@ -142,16 +142,18 @@ def _groups(graph: StageGraph, what: str) -> list[list[int]]:
 
 def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, train: str) -> list[str]:
     """What to type; scripts have the names that `--emit` would give them."""
-    from disttrain_cli.runtime.launching.emit import slurm, torchrun
+    from disttrain_cli.runtime.launching.emit import jobset, skypilot, slurm, torchrun
 
     folder = default_folder(run)
-    if kind == "slurm":
-        return slurm.commands(folder)
+    for name, emitter in (("slurm", slurm), ("jobset", jobset), ("skypilot", skypilot)):
+        if kind == name:
+            return emitter.commands(folder)
     if kind == "torchrun" or (len(nodes) > 1 and run.file.cluster.hostfile is not None):
         return torchrun.commands(nodes, folder)
     if len(nodes) == 1:
         return [train]
-    return [f"{train} --emit {kind}" for kind in ("slurm", "torchrun   (with cluster.hostfile)")]
+    ways = ("slurm", "torchrun   (with cluster.hostfile)", "jobset", "skypilot")
+    return [f"{train} --emit {way}" for way in ways]
 
 
 def default_folder(run: Run) -> Path:
@@ -165,48 +167,23 @@ def emit(
     chosen: Plan,
     profile: Profile,
     kind: Emit,
+    start: Start,
     *,
     plan: Path,
     out: Path | None,
-    steps: int | None,
-    resume: bool,
-    restart: bool,
-    preflight: bool,
-    profile_steps: range | None,
-    origin: Path | None,
 ) -> None:
     """Write the scripts and say how to start them."""
+    from disttrain_cli.runtime.launching.emit.jobset import emit_jobset
+    from disttrain_cli.runtime.launching.emit.skypilot import emit_skypilot
     from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
     from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 
-    folder, total = out or default_folder(run), steps if steps is not None else run.file.train.steps
-    if kind == "slurm":
-        written = emit_slurm(
-            run,
-            chosen,
-            profile,
-            folder,
-            plan_file=plan,
-            steps=total,
-            resume=resume,
-            preflight=preflight,
-            profile_steps=profile_steps,
-            restart=restart,
-            origin=origin,
-        )
+    folder = out or default_folder(run)
+    if kind == "torchrun":
+        written = emit_torchrun(run, chosen, profile, folder, start)
     else:
-        written = emit_torchrun(
-            run,
-            chosen,
-            profile,
-            folder,
-            steps=total,
-            resume=resume,
-            preflight=preflight,
-            profile_steps=profile_steps,
-            restart=restart,
-            origin=origin,
-        )
+        emitter = {"slurm": emit_slurm, "jobset": emit_jobset, "skypilot": emit_skypilot}[kind]
+        written = emitter(run, chosen, profile, folder, start, plan_file=plan)
     console.result(written, written.scripts[0])
     _say_written(console, written)
 

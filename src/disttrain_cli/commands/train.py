@@ -42,6 +42,7 @@ $ disttrain train --dry-run --device cuda
 $ disttrain train --preflight
 $ disttrain train --emit slurm
 $ disttrain train --emit torchrun --out scripts
+$ disttrain train --emit jobset
 $ disttrain train --rehearse
 $ disttrain train --resume
 $ disttrain train --from runs/projectors
@@ -115,8 +116,8 @@ def run(
     emit: Annotated[
         Emit | None,
         typer.Option(
-            help="Write scripts that start the ranks on the cluster's hosts, instead of starting "
-            "them here."
+            help="Write what starts the ranks on the cluster's hosts (scripts, a Kubernetes JobSet,"
+            " a SkyPilot task), instead of starting them here."
         ),
     ] = None,
     out: Annotated[
@@ -217,23 +218,28 @@ def _step_on_fakes(console: Console, chosen: Chosen) -> None:
 
 
 def _write_scripts(console: Console, kind: Emit, asked: Asked, chosen: Chosen) -> None:
+    from disttrain_cli.runtime.launching.emit.scripts import Start
+
     _refuse_not_run(chosen)
     if not asked.preflight:
         say_start(chosen.run, chosen.total, chosen.weights, asked.resume, console.note)
+    start = Start(
+        chosen.total,
+        resume=asked.resume,
+        preflight=asked.preflight,
+        profile_steps=chosen.profiled,
+        restart=asked.restart,
+        origin=chosen.weights,
+    )
     write_scripts(
         console,
         chosen.run,
         chosen.plan,
         chosen.profile,
         kind,
+        start,
         plan=asked.plan or chosen.run.dir.plan,
         out=asked.out,
-        steps=asked.steps,
-        resume=asked.resume,
-        restart=asked.restart,
-        preflight=asked.preflight,
-        profile_steps=chosen.profiled,
-        origin=chosen.weights,
     )
 
 

@@ -26,6 +26,7 @@ from disttrain_cli.commands.init import preset_text
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import place_ranks
+from disttrain_cli.runtime.launching.emit.scripts import Start
 from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.rank import JobFile
@@ -174,7 +175,7 @@ def test_every_script_passes_shellcheck_also_with_names_that_a_shell_takes_apart
     hosts = {"nodes": 2, "hostfile": "hosts", "interface": "eth0", "slurm": {"setup": "my env.sh"}}
     (strange / "hosts").write_text("worker-1 slots=3\nworker-2 slots=3\n")
     run, plan, profile = make_run(strange, hosts)
-    written = emit_torchrun(run, plan, profile, strange / "out", steps=3)
+    written = emit_torchrun(run, plan, profile, strange / "out", Start(3))
     # the dollar of our own folder, in single quotes
     shellcheck("--exclude=SC2016", *written.scripts)
     assert (
@@ -199,7 +200,7 @@ def test_every_script_passes_shellcheck_also_with_names_that_a_shell_takes_apart
         ),
     ):
         run, plan, profile = make_run(plain, cluster, preprocess=preprocess)
-        written = emit_slurm(run, plan, profile, plain / "out", plan_file=run.dir.plan, steps=3)
+        written = emit_slurm(run, plan, profile, plain / "out", Start(3), plan_file=run.dir.plan)
         shellcheck(*written.scripts)
 
 
@@ -220,7 +221,7 @@ def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
         },
     }
     run, plan, profile = make_run(tmp_path, cluster, preprocess=PROTECTED)
-    written = emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3)
+    written = emit_slurm(run, plan, profile, tmp_path / "out", Start(3), plan_file=run.dir.plan)
     text = Path(written.scripts[0]).read_text()
     gpus, cpus = text.split("#SBATCH hetjob")
     for option in (
@@ -260,7 +261,7 @@ def test_a_rank_gets_the_cores_that_it_needs_or_its_share(
     tmp_path: Path, cluster: dict[str, Any], preprocess: dict[str, Any], cores: int
 ) -> None:
     run, plan, profile = make_run(tmp_path, {"gpus_per_node": 8} | cluster, preprocess=preprocess)
-    written = emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3)
+    written = emit_slurm(run, plan, profile, tmp_path / "out", Start(3), plan_file=run.dir.plan)
     text = Path(written.scripts[0]).read_text()
     assert (
         f"#SBATCH --cpus-per-task={cores}\n" in text
@@ -283,7 +284,7 @@ def test_a_node_with_too_few_cores_is_refused_with_what_helps(
     with pytest.raises(
         SpecError, match=f"10 cores busy, and its share of a node is {cores // 8}"
     ) as caught:
-        emit_slurm(run, plan, profile, tmp_path, plan_file=run.dir.plan, steps=1)
+        emit_slurm(run, plan, profile, tmp_path, Start(1), plan_file=run.dir.plan)
     assert remedy in caught.value.next_step
 
 
@@ -292,18 +293,18 @@ def test_preprocessing_nodes_without_protection_are_refused(tmp_path: Path) -> N
         tmp_path, {"nodes": 2, "cpu_nodes": 1}, preprocess={"token_file": "token"}
     )
     with pytest.raises(SpecError) as caught:
-        emit_slurm(run, plan, profile, tmp_path, plan_file=run.dir.plan, steps=1)
+        emit_slurm(run, plan, profile, tmp_path, Start(1), plan_file=run.dir.plan)
     assert "tls_ca, tls_cert, tls_key" in caught.value.why
 
 
 def test_torchrun_needs_names_of_hosts(tmp_path: Path) -> None:
     run, plan, profile = make_run(tmp_path, {"nodes": 2})
     with pytest.raises(SpecError, match="hosts by name"):
-        emit_torchrun(run, plan, profile, tmp_path, steps=1)
+        emit_torchrun(run, plan, profile, tmp_path, Start(1))
     (tmp_path / "hosts").write_text("worker-1 slots=3\nworker-2 slots=2\n")
     run, plan, profile = make_run(tmp_path, {"nodes": 2, "hostfile": "hosts"})
     with pytest.raises(SpecError, match="6 ranks do not fit"):
-        emit_torchrun(run, plan, profile, tmp_path, steps=1)
+        emit_torchrun(run, plan, profile, tmp_path, Start(1))
 
 
 # ---- that it runs ------------------------------------------------------------------------------
@@ -408,7 +409,7 @@ def test_the_slurm_script_starts_ranks_and_queues_itself_again(
         train={"restarts": 1},
     )
     written, logs, calls = (
-        emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3),
+        emit_slurm(run, plan, profile, tmp_path / "out", Start(3), plan_file=run.dir.plan),
         run.dir.logs,
         tmp_path / "calls",
     )
@@ -476,7 +477,7 @@ def test_the_torchrun_scripts_start_ranks_on_every_host(
         {"nodes": 2, "hostfile": "hosts", "interface": "lo", "port": port},
         train={"restarts": 1},
     )
-    written, logs = emit_torchrun(run, plan, profile, tmp_path / "out", steps=3), run.dir.logs
+    written, logs = emit_torchrun(run, plan, profile, tmp_path / "out", Start(3)), run.dir.logs
 
     started: list[subprocess.Popen[bytes]] = []
 
@@ -536,7 +537,7 @@ def test_a_model_trains_under_torchrun_on_two_hosts(
         [unit(each.name, each.modules, each.layers_per_stage, dp=2) for each in plan.plan.units],
         1,
     )
-    written = emit_torchrun(run, twice, profile, tmp_path / "out", steps=2)
+    written = emit_torchrun(run, twice, profile, tmp_path / "out", Start(2))
     processes = [start_script(script, output=subprocess.PIPE) for script in written.scripts]
     shown = [process.communicate(timeout=900)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

@@ -28,6 +28,7 @@ from disttrain_cli.errors import DisttrainError, RankFailedError
 from disttrain_cli.runtime.engine.faults import NotFiniteError
 from disttrain_cli.runtime.launching import agent, ending, meeting, process
 from disttrain_cli.runtime.launching.begin import begin
+from disttrain_cli.runtime.launching.emit.scripts import Start
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.ending import Ending
 from disttrain_cli.runtime.launching.launch import launch
@@ -372,7 +373,7 @@ def test_an_error_of_a_training_rank_ends_all_of_them_with_its_text(
         layers = [sum(sum(one.layers_per_stage) for one in plan.plan.units)]
         alike = plan_of(run, [unit("all", run.file.model.order, layers, 3)], 1, overlap=True)
         plan = plan.model_copy(update={"plan": alike.plan})
-    job = read_job_file(Path(emit_torchrun(run, plan, profile, tmp_path / "out", steps=3).job))
+    job = read_job_file(Path(emit_torchrun(run, plan, profile, tmp_path / "out", Start(3)).job))
     begin(job)
     (run.dir.root / "fault.json").write_text(
         json.dumps({"rank": 1, "where": where, "how": "raise"})

@@ -8,12 +8,24 @@ from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS
+from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
 
 #: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
 #: apart.
 SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
 #: Fields of `cluster` that say how ranks are started, and not what they run on.
-LAUNCHING = frozenset({"cpu_nodes", "node_cores", "hostfile", "port", "interface", "slurm"})
+LAUNCHING = frozenset(
+    {
+        "cpu_nodes",
+        "node_cores",
+        "hostfile",
+        "port",
+        "interface",
+        "slurm",
+        "kubernetes",
+        "skypilot",
+    }
+)
 
 
 class LinkSpec(Strict):
@@ -101,7 +113,7 @@ class ClusterSpec(Strict):
         ge=1,
         le=MOST_GPUS,
         description=(
-            "Cores of one GPU node; a rank of --emit slurm gets its device's share "
+            "Cores of one GPU node; a rank of an emitted job gets its device's share "
             "of them, or as many as it needs if not given."
         ),
     )
@@ -109,7 +121,10 @@ class ClusterSpec(Strict):
         64, ge=1, le=MOST_GPUS, description="Cores of one preprocessing node."
     )
     cpu_nodes: int = Field(
-        0, ge=0, le=MOST_GPUS, description="Preprocessing nodes that --emit slurm asks for."
+        0,
+        ge=0,
+        le=MOST_GPUS,
+        description="Preprocessing nodes that --emit slurm and jobset ask for.",
     )
     hostfile: str | None = Field(
         None,
@@ -133,6 +148,8 @@ class ClusterSpec(Strict):
         ),
     )
     slurm: SlurmSpec = Field(default_factory=SlurmSpec)
+    kubernetes: KubernetesSpec = Field(default_factory=KubernetesSpec)
+    skypilot: SkypilotSpec = Field(default_factory=SkypilotSpec)
 
     @model_validator(mode="after")
     def _most_gpus(self) -> ClusterSpec:

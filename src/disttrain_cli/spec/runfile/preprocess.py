@@ -57,12 +57,12 @@ class PreprocessSpec(Strict):
     tls_cert: str | None = Field(
         None,
         description=(
-            "Certificate (PEM) of the preprocessing nodes that --emit slurm starts; {host} stands"
-            " for the node's name."
+            "Certificate (PEM) of the preprocessing nodes that --emit slurm and jobset start;"
+            " with Slurm {host} stands for the node's name."
         ),
     )
     tls_key: str | None = Field(
-        None, description="Its private key (PEM); {host} stands for the node's name."
+        None, description="Its private key (PEM); with Slurm {host} stands for the node's name."
     )
     wait_s: float = Field(
         300.0,

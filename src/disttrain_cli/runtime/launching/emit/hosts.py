@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.hostfile import Host, read_hostfile
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.stage_graph import StageGraph
+from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 
 
 class Node(NamedTuple):
@@ -27,7 +29,18 @@ def hosts_of(run: Run) -> list[Host]:
         return read_hostfile(run.resolve(cluster.hostfile))
     if cluster.nodes == 1:
         return [Host("localhost", cluster.gpus_per_node)]
+    return _numbered(run)
+
+
+def _numbered(run: Run) -> list[Host]:
+    cluster = run.file.cluster
     return [Host(f"node-{number}", cluster.gpus_per_node) for number in range(cluster.nodes)]
+
+
+def numbered_nodes(run: Run, plan: Plan, profile: Profile) -> list[Node]:
+    """The nodes that the ranks need where a scheduler names the hosts; raises SpecError as
+    `place_ranks` does."""
+    return place_ranks(stage_graph(plan.plan, profile.inputs.llm), _numbered(run))
 
 
 def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -22,7 +23,7 @@ from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import stop_file, stopped_file
+from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
 
@@ -35,6 +36,26 @@ class Emitted(BaseModel):
     commands: list[str]  # that start them, one per host, or one in all
 
 
+@dataclass(frozen=True)
+class Start:
+    """What the ranks are to do, as the command line says it."""
+
+    steps: int
+    resume: bool = False
+    preflight: bool = False
+    profile_steps: range | None = None
+    restart: bool = False
+    origin: Path | None = None
+
+    def folder(self, run: Run) -> RunDir:
+        """Where the ranks leave their logs."""
+        return run.dir.preflight if self.preflight else run.dir
+
+    def restarts(self, run: Run) -> int:
+        """How often the job starts again by itself after a failure."""
+        return 0 if self.preflight else run.file.train.restarts
+
+
 class _Template(Template):
     """The shell has the dollar sign."""
 
@@ -42,32 +63,22 @@ class _Template(Template):
 
 
 def write_job(
-    run: Run,
-    plan: Plan,
-    profile: Profile,
-    folder: Path,
-    nodes: Sequence[Node],
-    steps: int,
-    resume: bool,
-    preflight: bool,
-    profile_steps: range | None = None,
-    restart: bool = False,
-    origin: Path | None = None,
+    run: Run, plan: Plan, profile: Profile, folder: Path, nodes: Sequence[Node], start: Start
 ) -> Path:
     """Write the job file from which every rank starts."""
-    root = run.dir.preflight if preflight else run.dir
-    payload = payload_of(run, plan, profile, profile_steps, origin) | {
-        "steps": 0 if preflight else steps,
-        "resume": resume or preflight,
-        "restart": restart,
-        "logs": str(root.logs.resolve()),
+    logs = str(start.folder(run).logs.resolve())
+    payload = payload_of(run, plan, profile, start.profile_steps, start.origin) | {
+        "steps": 0 if start.preflight else start.steps,
+        "resume": start.resume or start.preflight,
+        "restart": start.restart,
+        "logs": logs,
         "start_file": str((folder / "start.json").resolve()),
         "ranks_of_hosts": [len(node.ranks) for node in nodes],
     }
     job = JobFile(
-        target=PREFLIGHT if preflight else TRAIN,
+        target=PREFLIGHT if start.preflight else TRAIN,
         payload=payload,
-        logs=str(root.logs.resolve()),
+        logs=logs,
         ranks=plan.plan.gpus_used,
     )
     return write_whole(folder / "job.json", job.model_dump_json(indent=1))
@@ -78,16 +89,16 @@ def filled(name: str, values: Mapping[str, Any]) -> str:
     `@{NAME.sh}`."""
     room = files("disttrain_cli") / "templates" / "launch"
     text = (room / name).read_text()
-    for part in ("follow", "stopped"):
+    for part in ("agent", "follow", "stopped"):
         text = text.replace(f"@{{{part}.sh}}", (room / f"{part}.sh").read_text().strip())
     return _Template(text).substitute(
         {key: value if isinstance(value, str) else str(value) for key, value in values.items()}
     )
 
 
-def common(run: Run, job: Path, logs: Path, restarts: int = 0) -> dict[str, str]:
+def common(run: Run, job: Path, start: Start) -> dict[str, str]:
     """Values that every script has: paths, the program, what the hosts' network needs."""
-    python = f"{shlex.quote(sys.executable)} -m"
+    logs = start.folder(run).logs.resolve()
     setup = run.file.cluster.slurm.setup
     interface = run.file.cluster.interface
     exports = [
@@ -104,8 +115,8 @@ def common(run: Run, job: Path, logs: Path, restarts: int = 0) -> dict[str, str]
         if setup is None
         else f"# shellcheck source=/dev/null\nsource {shlex.quote(str(run.resolve(setup)))}",
         "exports": "\n".join(exports),
-        "python": python,
-        "restarts": str(restarts),
+        "python": f"{shlex.quote(sys.executable)} -m",
+        "restarts": str(start.restarts(run)),
         "port": str(run.file.cluster.port),
     }
 

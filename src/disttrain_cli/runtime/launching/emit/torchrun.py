@@ -8,7 +8,7 @@ from pathlib import Path
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node, hosts_of, place_ranks
-from disttrain_cli.runtime.launching.emit.scripts import Emitted, common, filled, write_job
+from disttrain_cli.runtime.launching.emit.scripts import Emitted, Start, common, filled, write_job
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
@@ -16,19 +16,7 @@ from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 
-def emit_torchrun(
-    run: Run,
-    plan: Plan,
-    profile: Profile,
-    folder: Path,
-    *,
-    steps: int,
-    resume: bool = False,
-    preflight: bool = False,
-    profile_steps: range | None = None,
-    restart: bool = False,
-    origin: Path | None = None,
-) -> Emitted:
+def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, start: Start) -> Emitted:
     """Write a job file and one script per host into `folder`, which every host must see under the
     same name.
 
@@ -43,19 +31,18 @@ def emit_torchrun(
             "in cluster.hostfile.",
         )
     nodes = place_ranks(stage_graph(plan.plan, profile.inputs.llm), hosts_of(run))
-    job = write_job(
-        run, plan, profile, folder, nodes, steps, resume, preflight, profile_steps, restart, origin
-    )
-    logs = (run.dir.preflight if preflight else run.dir).logs
-    texts = _scripts(run, nodes, job, logs.resolve(), 0 if preflight else run.file.train.restarts)
-    paths = [write_whole(_script(folder, number), text) for number, text in enumerate(texts)]
+    job = write_job(run, plan, profile, folder, nodes, start)
+    paths = [
+        write_whole(_script(folder, number), text)
+        for number, text in enumerate(_scripts(run, nodes, job, start))
+    ]
     return Emitted(
         job=str(job), scripts=[str(path) for path in paths], commands=commands(nodes, folder)
     )
 
 
-def _scripts(run: Run, nodes: list[Node], job: Path, logs: Path, restarts: int) -> list[str]:
-    values = common(run, job, logs, restarts) | {
+def _scripts(run: Run, nodes: list[Node], job: Path, start: Start) -> list[str]:
+    values = common(run, job, start) | {
         "nodes": str(len(nodes)),
         "master": master(nodes),
         "hosts": shlex.quote(" ".join(node.host for node in nodes)),

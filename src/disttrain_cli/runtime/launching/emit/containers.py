@@ -1,0 +1,61 @@
+"""What `--emit jobset` and `--emit skypilot` write beside their manifest: one script for all nodes,
+which containers run, and the Dockerfile of their image."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from disttrain_cli.runtime.launching.emit.hosts import Node
+from disttrain_cli.runtime.launching.emit.scripts import Start, common, filled
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import write_whole
+
+PYTHON = "python3 -m"  # of the image
+
+
+def write_script(
+    run: Run,
+    job: Path,
+    start: Start,
+    nodes: Sequence[Node],
+    *,
+    kind: str,
+    place: str,
+    restarts: int,
+    workers: str = ":",
+) -> Path:
+    """Write the script of every node, beside the job file.
+
+    Args:
+        place: lines of shell that set `node`, this node's number, and `hosts`, the names of all.
+        restarts: how often the script itself starts its ranks again.
+        workers: lines of shell that tell ranks of preprocessing nodes.
+    """
+    folder = job.parent.resolve()
+    begun = folder / "begun"
+    begun.unlink(missing_ok=True)
+    values = common(run, job, start) | {
+        "run": run.file.name,
+        "kind": kind,
+        "place": place,
+        "workers": workers,
+        "counts": " ".join(str(len(node.ranks)) for node in nodes),
+        "nodes": str(len(nodes)),
+        "node": '"$node"',
+        "ranks": '"${counts[node]}"',
+        "master": '"${hosts[0]}"',
+        "begin": 'if [[ "$node" -eq 0 ]]; then begin; fi',
+        "begun": shlex.quote(str(begun)),
+        "python": PYTHON,
+        "restarts": str(restarts),
+    }
+    return write_whole(folder / f"{kind}.sh", filled("node.sh", values))
+
+
+def write_dockerfile(folder: Path) -> Path:
+    """Write the Dockerfile of the image."""
+    text = (files("disttrain_cli") / "templates" / "launch" / "Dockerfile").read_text()
+    return write_whole(folder / "Dockerfile", text)

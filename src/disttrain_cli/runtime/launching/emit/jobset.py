@@ -1,0 +1,313 @@
+"""`--emit jobset`: a Kubernetes JobSet with one job whose pods run the ranks, and one whose pods
+prepare data.
+
+Written after the API jobset.x-k8s.io/v1alpha2 of JobSet 0.10, batch/v1 and core/v1 of Kubernetes.
+A pod is a node. Pods end with 143 where they were told to end and have a checkpoint: then the
+JobSet starts all of them again, which is not counted; with 1 where the job was refused: then it
+fails; and else restarts are counted (`train.restarts`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.runtime.launching.emit.containers import (
+    PYTHON,
+    write_dockerfile,
+    write_script,
+)
+from disttrain_cli.runtime.launching.emit.cores import cpus_per_rank
+from disttrain_cli.runtime.launching.emit.hosts import numbered_nodes
+from disttrain_cli.runtime.launching.emit.manifest import check_mounted, to_yaml
+from disttrain_cli.runtime.launching.emit.scripts import Emitted, Start, filled, write_job
+from disttrain_cli.runtime.launching.emit.serving import addresses, check_protected, serve_command
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.containers import DNS_LABEL
+from disttrain_cli.spec.whole import write_whole
+
+RANKS, DATA = "ranks", "data"  # names of the jobs, and of their containers
+HOST_NAME = 63  # longest name of a pod, which ends in five letters of Kubernetes'
+REFUSED, STOPPED = (1, 2, 3), 143  # exit codes of a node's script (`templates/launch/node.sh`)
+
+
+def emit_jobset(
+    run: Run, plan: Plan, profile: Profile, folder: Path, start: Start, *, plan_file: Path
+) -> Emitted:
+    """Write the manifest, the scripts of its pods, a job file and the image's Dockerfile.
+
+    Raises:
+        SpecError: too few nodes; a name that Kubernetes does not allow; what `cluster.kubernetes`
+        must say and does not; files outside the volume; preprocessing nodes without TLS and a
+        token.
+    """
+    cluster, spec = run.file.cluster, run.file.cluster.kubernetes
+    nodes = numbered_nodes(run, plan, profile)
+    serving = cluster.cpu_nodes > 0 and not start.preflight
+    name = _name(run, max(len(nodes), cluster.cpu_nodes))
+    _check_said(run, serving)
+    assert spec.mount is not None
+    check_mounted(run, spec.mount, [folder, plan_file], "cluster.kubernetes.mount")
+    job = write_job(run, plan, profile, folder, nodes, start)
+    hosts = [f"{name}-{RANKS}-0-{number}.{name}" for number in range(len(nodes))]
+    place = f'node="$JOB_COMPLETION_INDEX"\nhosts=({shlex.join(hosts)})'
+    ended = shlex.quote(str((folder / "ended").resolve()))
+    scripts = [
+        write_script(
+            run,
+            job,
+            start,
+            nodes,
+            kind="jobset",
+            place=place,
+            restarts=0,
+            workers=_workers(run, name, ended) if serving else ":",
+        )
+    ]
+    if serving:
+        tls = run.file.preprocess
+        command = serve_command(
+            run, plan_file, "--tls-cert", str(tls.tls_cert), "--tls-key", str(tls.tls_key)
+        )
+        text = filled(
+            "data.sh",
+            {"run": run.file.name, "ended": ended, "python": PYTHON, "command": command},
+        )
+        scripts.append(write_whole(folder / "data.sh", text))
+    most = max(len(node.ranks) for node in nodes)
+    jobs = [_ranks_job(run, start, scripts[0], len(nodes), most, serving)]
+    if serving:
+        jobs.append(_data_job(run, scripts[1]))
+    comment = f"The run {run.file.name}; written by: disttrain train --emit jobset"
+    manifest = write_whole(_file(folder), to_yaml(comment, _jobset(run, start, name, jobs)))
+    written = [manifest, *scripts, write_dockerfile(folder)]
+    return Emitted(job=str(job), scripts=[str(path) for path in written], commands=commands(folder))
+
+
+def commands(folder: Path) -> list[str]:
+    """What to type."""
+    return [shlex.join(["kubectl", "apply", "--filename", str(_file(folder).resolve())])]
+
+
+def _file(folder: Path) -> Path:
+    return folder / "jobset.yaml"
+
+
+def _name(run: Run, most_pods: int) -> str:
+    """The JobSet's name; its pods are called NAME-ranks-0-N-xxxxx.
+
+    Raises:
+        SpecError: Kubernetes does not allow such names.
+    """
+    name = run.file.cluster.kubernetes.name or run.file.name
+    longest = HOST_NAME - len(f"-{RANKS}-0-{most_pods - 1}-xxxxx")
+    if re.fullmatch(DNS_LABEL, name) and len(name) <= longest:
+        return name
+    allowed = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    allowed = re.sub(r"^[^a-z]+", "", allowed)[:longest].strip("-") or "training"
+    raise SpecError(
+        f"Kubernetes allows no JobSet with the name {name}",
+        f"small letters, digits and hyphens, a letter first, at most {longest} characters (its pods"
+        " have longer names)",
+        f"Set another in the run file: cluster.kubernetes.name: {allowed}",
+    )
+
+
+def _check_said(run: Run, serving: bool) -> None:
+    """SpecError where the manifest would lack what it needs."""
+    spec, tls = run.file.cluster.kubernetes, run.file.preprocess
+    if serving:
+        check_protected(run)
+    needed = {"image": spec.image, "claim": spec.claim, "mount": spec.mount}
+    if serving:
+        needed |= {"tls_secret": spec.tls_secret, "token_secret": spec.token_secret}
+    missing = [f"cluster.kubernetes.{name}" for name, value in needed.items() if value is None]
+    if missing:
+        raise SpecError(
+            "A JobSet needs an image and a volume"
+            + ", and secrets for preprocessing nodes" * serving,
+            f"missing in the run file: {', '.join(missing)}",
+            "docs/howto/kubernetes.md says what they are.",
+        )
+    for name, path in (
+        ("tls_ca", tls.tls_ca),
+        ("tls_cert", tls.tls_cert),
+        ("tls_key", tls.tls_key),
+        ("token_file", tls.token_file),
+    ):
+        if serving and (
+            "{host}" in str(path) or ":" in str(path) or not Path(str(path)).is_absolute()
+        ):
+            raise SpecError(
+                f"preprocess.{name} must be an absolute path inside the pods, the same in all",
+                f"given: {path}",
+                "Name where the secret is to be mounted, such as /etc/disttrain/tls/tls.crt; one"
+                " certificate serves all pods (*.NAME, see docs/howto/kubernetes.md).",
+            )
+
+
+def _workers(run: Run, name: str, ended: str) -> str:
+    """Lines of shell: where the preprocessing workers are, and a file that says that they are not
+    needed any more."""
+    hosts = [f"{name}-{DATA}-0-{number}.{name}" for number in range(run.file.cluster.cpu_nodes)]
+    lines = [
+        f"export DISTTRAIN_WORKERS={addresses(run, hosts)}",
+        'if [[ "$node" -eq 0 ]]; then',
+        f"  rm -f {ended}",
+        f"  trap {shlex.quote(f'touch {ended}')} EXIT",
+        "fi",
+    ]
+    return "\n".join(lines)
+
+
+def _jobset(run: Run, start: Start, name: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    spec = run.file.cluster.kubernetes
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {
+            "name": name,
+            "namespace": spec.namespace,
+            "labels": {"kueue.x-k8s.io/queue-name": spec.queue},
+        },
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [RANKS]},
+            "failurePolicy": {
+                "maxRestarts": start.restarts(run),
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    {
+                        "name": "stopped",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                        "onJobFailureMessagePatterns": [
+                            "DisruptionTarget",
+                            f"exit code {STOPPED} ",
+                        ],
+                        "targetReplicatedJobs": [RANKS],
+                    },
+                    {
+                        "name": "refused",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                        "targetReplicatedJobs": [RANKS],
+                    },
+                ],
+            },
+            "replicatedJobs": jobs,
+        },
+    }
+
+
+def _ranks_job(
+    run: Run, start: Start, script: Path, nodes: int, most: int, serving: bool
+) -> dict[str, Any]:
+    """The job of the ranks: a pod for every node, which takes all its GPUs."""
+    cluster, spec = run.file.cluster, run.file.cluster.kubernetes
+    devices = {} if cluster.device == "cpu" else {"nvidia.com/gpu": cluster.gpus_per_node}
+    limits = devices | spec.resources
+    requests = {"cpu": cpus_per_rank(run, serving) * most} | limits
+    secrets = {"tls": {"ca.crt": run.file.preprocess.tls_ca}} if serving else {}
+    policy = {
+        "rules": [
+            {
+                "action": "FailJob",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            },
+            {
+                "action": "FailJob",
+                "onExitCodes": {
+                    "containerName": RANKS,
+                    "operator": "In",
+                    "values": [*REFUSED, STOPPED],
+                },
+            },
+        ]
+    }
+    pod = {"restartPolicy": "Never", "nodeSelector": dict(spec.node_selector)} | _pod(
+        run, RANKS, script, {"requests": requests, "limits": limits}, secrets, serving
+    )
+    return _job(RANKS, nodes, {"podFailurePolicy": policy}, pod)
+
+
+def _data_job(run: Run, script: Path) -> dict[str, Any]:
+    """The job of the preprocessing nodes; a pod whose workers fail is started again where it is."""
+    cluster, spec, tls = run.file.cluster, run.file.cluster.kubernetes, run.file.preprocess
+    secrets = {"tls": {"ca.crt": tls.tls_ca, "tls.crt": tls.tls_cert, "tls.key": tls.tls_key}}
+    pod = {"restartPolicy": "OnFailure", "nodeSelector": dict(spec.cpu_node_selector)} | _pod(
+        run, DATA, script, {"requests": {"cpu": cluster.cpu_node_cores}}, secrets, True
+    )
+    return _job(DATA, cluster.cpu_nodes, {}, pod)
+
+
+def _job(name: str, pods: int, policy: dict[str, Any], pod: dict[str, Any]) -> dict[str, Any]:
+    backoff = {"backoffLimit": 0} if policy else {}
+    return {
+        "name": name,
+        "replicas": 1,
+        "template": {
+            "spec": {
+                "completionMode": "Indexed",
+                "parallelism": pods,
+                "completions": pods,
+                **backoff,
+                **policy,
+                "template": {"spec": pod},
+            }
+        },
+    }
+
+
+def _pod(
+    run: Run,
+    name: str,
+    script: Path,
+    resources: dict[str, Any],
+    secrets: dict[str, dict[str, str | None]],
+    serving: bool,
+) -> dict[str, Any]:
+    """What a pod of either job has: the volume, shared memory, secrets by reference.
+
+    Args:
+        secrets: keys of the TLS secret, and the file that each is mounted as.
+        serving: there are preprocessing nodes, for which both sides have a token.
+    """
+    spec = run.file.cluster.kubernetes
+    volumes: list[dict[str, Any]] = [
+        {"name": "run", "persistentVolumeClaim": {"claimName": spec.claim}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = [
+        {"name": "run", "mountPath": spec.mount},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    if serving:
+        secrets = secrets | {"token": {"token": run.file.preprocess.token_file}}
+    for volume, keys in secrets.items():
+        secret = spec.tls_secret if volume == "tls" else spec.token_secret
+        volumes.append({"name": volume, "secret": {"secretName": secret}})
+        mounts += [
+            {"name": volume, "mountPath": path, "subPath": key, "readOnly": True}
+            for key, path in keys.items()
+        ]
+    return {
+        "terminationGracePeriodSeconds": spec.grace_s,
+        "automountServiceAccountToken": False,
+        "containers": [
+            {
+                "name": name,
+                "image": spec.image,
+                # Kubernetes puts a variable's value for $(NAME)
+                "command": ["bash", str(script.resolve()).replace("$", "$$")],
+                "resources": resources,
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
+    }
