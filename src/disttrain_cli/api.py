@@ -8,8 +8,8 @@ something lasts, `note` with a sentence that a user should know.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from disttrain_cli.spec.progress import Progress, silent
 if TYPE_CHECKING:
     from disttrain_cli.analysis.compare import Change
     from disttrain_cli.analysis.result.summary import Analysis
+    from disttrain_cli.analysis.watching.looking import Look
     from disttrain_cli.planning.changes import Changes
     from disttrain_cli.planning.check import NotRun
     from disttrain_cli.planning.explain import Explanation
@@ -411,6 +412,45 @@ def analyze(
         write_report(analysis, pictures(), _samples(RunDir(root)) if root else [], report)
     changes = [] if compare is None else changes_between(analysing.analyze([compare]), analysis)
     return AnalyzeResult(analysis, report, changes)
+
+
+def watch(
+    run: Path | str | None = None,
+    *,
+    steps: int | None = None,
+    every_s: float | None = None,
+    once: bool = False,
+) -> Iterator[Look]:
+    """Judge the last steps of a run while it runs, until it is over.
+
+    Args:
+        run: its folder, or that of a rehearsal; if none is given, the run of ./disttrain.yaml.
+        steps: how many steps are judged.
+        every_s: seconds between two looks at least; None: as many as keep them at 0.5 % of this
+            host's cores.
+        once: look once, at a run that may be over.
+
+    Raises:
+        DataError: there is no such folder, or nothing in its traces can be judged (`once`).
+        SpecError: its traces are of another version.
+    """
+    folder = Path(run) if run is not None else open_run(DEFAULT_RUN_FILE).dir.root
+    from disttrain_cli.analysis.watching.looking import STEPS, look_once, looks
+    from disttrain_cli.errors import DataError
+    from disttrain_cli.spec.rundir import run_folder
+
+    root = run_folder(folder) or folder
+    if not root.is_dir():
+        raise DataError(
+            f"There is no run's folder at {folder}",
+            "verdicts are made of the traces in it",
+            "Name a run's folder (runs/NAME), or start the run: disttrain train",
+        )
+    last = steps or STEPS
+    seen = iter([look_once(root, last)]) if once else looks(root, last, every_s)
+    named = [] if run is None else [folder]
+    for look in seen:
+        yield replace(look, analysis=_with_named(look.analysis, named))
 
 
 def _samples(root: RunDir) -> list[Path]:

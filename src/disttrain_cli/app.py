@@ -58,7 +58,7 @@ MACHINE_ERRORS = {
 }
 
 #: Modules of `commands/`, in the order of the help; those with an `app` are groups.
-COMMANDS = ("init", "profile", "plan", "train", "analyze", "sample", "export", "data")
+COMMANDS = ("init", "profile", "plan", "train", "analyze", "watch", "sample", "export", "data")
 
 
 def _version(wanted: bool) -> None:

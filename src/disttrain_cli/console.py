@@ -80,6 +80,12 @@ class Console:
         elif self.quiet and str(path):
             _write(path)
 
+    def line(self, document: dict[str, Any]) -> None:
+        """One of many results for programs, as a line of JSON, at once."""
+        if self.json_mode:
+            _write(json.dumps(document))
+            sys.stdout.flush()
+
     def note(self, text: str) -> None:
         """One line of chatter."""
         if not self.quiet:

@@ -40,6 +40,7 @@ def test_the_commands_are_the_promised_ones():
         "plan",
         "train",
         "analyze",
+        "watch",
         "sample",
         "export",
         "data serve",

@@ -25,6 +25,7 @@ from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.commands.train_modes import Asked, Chosen, choose
 from disttrain_cli.commands.train_tables import show_result
+from disttrain_cli.commands.watching import watched
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.naming import short_path
@@ -184,7 +185,11 @@ def run(
 
 def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
     again = next_command("train", asked.run_file, plan=asked.plan, steps=asked.steps)
-    with _ways_on(chosen.run, again), console.progress() as progress:
+    with (
+        _ways_on(chosen.run, again),
+        console.progress() as progress,
+        watched(chosen.run.dir.root, console.note),
+    ):
         live = LiveStep(progress)
         result = train(
             chosen.run,

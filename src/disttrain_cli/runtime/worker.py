@@ -38,6 +38,7 @@ from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
+from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
@@ -45,7 +46,7 @@ from disttrain_cli.runtime.watching.trackers import trackers_of
 from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import stop_file, stopped_file
+from disttrain_cli.spec.rundir import stop_file, stopped_file, verdicts_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.whole import write_whole
@@ -81,6 +82,7 @@ def main(payload: dict[str, Any]) -> None:
             trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
             stop_file(Path(payload["logs"])) if rank0 else None,
             narration if rank0 else None,
+            Judged(verdicts_file(Path(payload["logs"]))) if rank0 else None,
         )
         stack.callback(watch.close)
         now = wall_clock()

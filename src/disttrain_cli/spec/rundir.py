@@ -91,6 +91,12 @@ def stopped_file(logs: Path) -> Path:
     return logs / "stopped"
 
 
+def verdicts_file(logs: Path) -> Path:
+    """File to which whoever watches a run appends what its verdicts change to, a line of JSON
+    each."""
+    return logs / "verdicts.jsonl"
+
+
 def run_folder(path: Path) -> Path | None:
     """The run's folder, if that or the `traces` inside it was named."""
     if (path / "traces").is_dir():

@@ -15,6 +15,7 @@ import pytest
 from disttrain_cli.errors import RankFailedError, RankLostError
 from disttrain_cli.runtime.launching import supervise
 from disttrain_cli.runtime.launching.starts import Reports
+from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.trackers import Tracker, figures, trackers_of
 from disttrain_cli.spec.progress import silent
 from tests.runtime.factory import write_run
@@ -219,3 +220,19 @@ def test_wandb_takes_figures_and_goes_on_under_the_same_name(
         tracker.step(ROW)
         tracker.close()
     assert ids[0] == ids[1] != ids[2] and logged[0] == (3, figures(ROW))
+
+
+def test_trackers_get_what_verdicts_change_to(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.jsonl"
+    path.write_text('{"cause": "data", "lost_fraction": 0.5}\n')  # of an earlier start
+    judged = Judged(path)
+    assert judged.lost() == {}
+    with path.open("a") as file:
+        file.write('{"cause": "worker", "lost_fraction": 0.2}\n{"cause": "no')
+    assert judged.lost() == judged.lost() == {"worker": 0.2}
+    with path.open("a") as file:
+        file.write('ne", "lost_fraction": 0.0}\n')
+    assert judged.lost() == {"worker": 0.0, "none": 0.0}
+    assert figures({"step": 3, "watch": {"worker": 0.2}}) == {"watch/worker": 0.2}
+    path.unlink()
+    assert judged.lost() == {"worker": 0.0, "none": 0.0}

@@ -85,12 +85,23 @@ class Database:
         """The same as NumPy columns, for long results."""
         return self.connection.execute(query_text(name), parameters or None).fetchnumpy()
 
+    def close(self) -> None:
+        """Give its memory back; nothing can be asked any more."""
+        self._asking.shutdown(cancel_futures=True)
+        self.asker.close()
+        self.connection.close()
+
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of an SQL text of ours."""
         return rows_of(self.connection, text, parameters)
 
 
-def open_database(paths: list[Path], file: Path | None = None, strangers: bool = False) -> Database:
+def open_database(
+    paths: list[Path],
+    file: Path | None = None,
+    strangers: bool = False,
+    held: TraceFiles | None = None,
+) -> Database:
     """Views over the traces in `paths`; see `queries/views.yaml` for what can be asked.
 
     Args:
@@ -100,6 +111,7 @@ def open_database(paths: list[Path], file: Path | None = None, strangers: bool =
             (`MOST_ROWS_HELD`).
         strangers: make the documented views, for queries that are not ours; who opened it still has
         to lock it.
+        held: what was read of these paths already; nothing else of them is read then.
 
     Raises:
         DataError: a path does not exist, or nothing in it can be read.
@@ -109,7 +121,7 @@ def open_database(paths: list[Path], file: Path | None = None, strangers: bool =
     connection = connect(file or ":memory:")
     try:
         inside(connection)
-        files = _make_sources(paths, connection)
+        files = _make_sources(paths, connection) if held is None else _sourced(held, connection)
         run = _choose_starts(connection, files.job, files.warnings)
         clocks = repair_clocks(connection, files.warnings)
         stages = known_stages(files.job, files.warnings) if files.job is not None else []
@@ -164,7 +176,11 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
                 f"disttrain analyze {shlex.quote(str(paths[0]))}",
             )
         return unpack(paths[0], connection)
-    files = find_traces(paths, connection)
+    return _sourced(find_traces(paths, connection), connection)
+
+
+def _sourced(files: TraceFiles, connection: DuckDBPyConnection) -> TraceFiles:
+    """Views over segments, and what was read of open ones."""
     rows = files.open_segments
     _make_source(connection, "segments", files.segments, rows.get("segments"), TRACE_COLUMNS)
     _make_source(connection, "step_segments", files.steps, rows.get("steps"), STEP_COLUMNS)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import Tracker
 
@@ -32,8 +33,10 @@ class Watch:
         trackers: Sequence[Tracker] = (),
         stop_file: Path | None = None,
         narration: Narration | None = None,
+        judged: Judged | None = None,
     ) -> None:
         self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
+        self._judged = judged
         self._asked = ""
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
@@ -47,6 +50,8 @@ class Watch:
         """Hand a finished step to the trackers and whoever watches (rank 0)."""
         if self._narration is not None:
             self._narration.step(row)
+        if self._trackers and self._judged is not None:
+            row = row | {"watch": self._judged.lost()}
         for tracker in self._trackers:
             tracker.step(row)
 

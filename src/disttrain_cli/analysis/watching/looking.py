@@ -1,0 +1,179 @@
+"""Looks at a job that runs: what its last steps say, told where it changes.
+
+A look is an analysis of the last steps, as `analyze` makes it of all. One step more or less can
+turn a verdict that is not sure, so it stands once it is sure enough, or was found by two looks in
+succession.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict
+
+from disttrain_cli.analysis.job.analysis import analyze_database
+from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.analysis.watching.ending import Ending
+from disttrain_cli.analysis.watching.tail import Tail
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.rundir import RunDir
+
+#: Steps that a look judges, and those before them that an analysis leaves out as warm-up.
+STEPS, WARM_UP = 5, 2
+#: A verdict this sure stands at once.
+SURE = 0.9
+#: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
+SHARE = 0.005
+POLL_S, QUIET_S = 1.0, 5.0
+
+#: What a verdict says, without its figures.
+Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """The last steps of a job, judged."""
+
+    analysis: Analysis
+    first: int  # step
+    last: int
+    at: datetime
+    stands: bool  # whether the verdict is sure enough, or was found by the look before, too
+    changed: bool  # whether it stands and says something else than what stood before
+
+    @property
+    def found(self) -> bool:
+        """Whether something is to be mended."""
+        return self.analysis.verdict.cause not in ("none", "unknown")
+
+    def row(self) -> dict[str, Any]:
+        """The look in figures and words."""
+        analysis, verdict = self.analysis, self.analysis.verdict
+        step_s = analysis.job.iteration_s or 0.0
+        return {
+            "at": self.at.isoformat(timespec="seconds"),
+            "first_step": self.first,
+            "last_step": self.last,
+            "steps_measured": analysis.job.steps_measured,
+            "iteration_s": step_s,
+            "sequences_per_s": analysis.job.sequences_per_s,
+            "cause": verdict.cause,
+            "place": {
+                name: value for name, value in asdict(verdict.place).items() if value is not None
+            },
+            "headline": verdict.headline,
+            "lost_s": verdict.lost_s,
+            "lost_fraction": verdict.lost_s / step_s if step_s else 0.0,
+            "confidence": verdict.confidence,
+            "advice": verdict.advice,
+            "next_command": verdict.next_command,
+            "remedies": [asdict(one) for one in analysis.remedies if one.worth][:3],
+            "drift": [asdict(one) | {"told": one.sentence} for one in analysis.drift],
+            "warnings": analysis.warnings,
+        }
+
+
+class Watcher:
+    """Judges the last steps of a run's traces; knows what it said before.
+
+    Args:
+        root: the run's folder.
+        steps: how many steps are judged.
+    """
+
+    def __init__(self, root: Path, steps: int = STEPS) -> None:
+        self._root = root
+        self._tail = Tail(root / "traces", steps + WARM_UP)
+        self._before: Said | None = None
+        self._stood: Said | None = None
+
+    def look(self) -> Look | None:
+        """The job as it is now; None where no step came since the last look, or none is whole.
+
+        Raises:
+            SpecError: job.json of the traces cannot be read.
+            DataError: the traces cannot.
+        """
+        if not self._tail.grow():
+            return None
+        files = self._tail.files()
+        if not files.rows or self._tail.last == self._tail.first:  # all of it is warm-up
+            return None
+        database = open_database([self._root], held=files)
+        try:
+            if not database.query("iterations")[0]["measured"]:
+                return None
+            analysis = analyze_database(database)
+        finally:
+            database.close()
+        said = _said(analysis)
+        stands = said == self._before or analysis.verdict.confidence >= SURE
+        changed = stands and said != self._stood
+        self._before, self._stood = said, said if stands else self._stood
+        return Look(analysis, self._tail.first, self._tail.last, datetime.now(UTC), stands, changed)
+
+
+def _said(analysis: Analysis) -> Said:
+    """What a verdict names, and which data have moved."""
+    place = asdict(analysis.verdict.place)
+    return (
+        analysis.verdict.cause,
+        tuple((name, value) for name, value in place.items() if value is not None),
+        tuple(sorted(one.what for one in analysis.drift)),
+    )
+
+
+def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Iterator[Look]:
+    """Look at a run until it is over, whenever a step has come, but not all the time.
+
+    Args:
+        root: the run's folder.
+        steps: how many steps are judged.
+        every_s: seconds between two looks at least; None: as many as keep them at `SHARE` of this
+            host's cores.
+
+    Raises:
+        As `Watcher.look`.
+    """
+    watcher, ending = Watcher(root, steps), Ending(RunDir(root))
+    next_s = grown_s = time.monotonic()
+    while True:
+        # asked first, so that what came before the end is seen
+        over = time.monotonic() - grown_s >= QUIET_S and ending.over()
+        if over or time.monotonic() >= next_s:
+            began_s = time.process_time()
+            look = watcher.look()
+            if look is not None:
+                grown_s = time.monotonic()
+                taken_s = time.process_time() - began_s
+                next_s = grown_s + (
+                    taken_s / (SHARE * (os.cpu_count() or 1)) if every_s is None else every_s
+                )
+                yield look
+        if over:
+            return
+        time.sleep(POLL_S)
+
+
+def look_once(root: Path, steps: int = STEPS) -> Look:
+    """One look at a run, whether it still runs or not.
+
+    Raises:
+        DataError: no whole step of all ranks was recorded yet. Others as `Watcher.look`.
+    """
+    look = Watcher(root, steps).look()
+    if look is None:
+        raise DataError(
+            f"There is no whole step to judge in {root / 'traces'} yet",
+            "the first step of a start is warm-up, and a step counts once all ranks have recorded"
+            " it",
+            "Look again when two steps are done.",
+        )
+    return look

@@ -1,0 +1,262 @@
+"""The last steps of traces that grow.
+
+Every rank appends its rows after each step to an open segment, which is replaced by one of Parquet
+in time (`spec.trace`). What was read is never read again: of an open segment the place is kept up
+to which its stream was read, of one that was replaced the number of rows. What is older than the
+last steps is dropped, or at the beginning not read at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.analysis.job.files import TraceFiles
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.trace import (
+    LATER_COLUMNS,
+    OPEN_SEGMENT,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+    Job,
+    read_job,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: A rank this many steps behind the last reported one is waited for; one that is further behind has
+#: no traces any more.
+MOST_BEHIND = 2
+
+
+class Tail:
+    """The last steps that a run's traces hold.
+
+    Args:
+        traces: the folder.
+        steps: how many steps are held.
+    """
+
+    def __init__(self, traces: Path, steps: int) -> None:
+        self._traces, self._steps = traces, steps
+        self._job: Job | None = None
+        self._written: tuple[int, int] | None = None  # of job.json
+        self._reported: Source | None = None
+        self._sizes: Source | None = None
+        self._ranks: dict[str, Source] = {}
+        self.last = -1  # the last step that all ranks have recorded
+
+    def grow(self) -> bool:
+        """Read what was added; whether there is another step of which all ranks have recorded
+        theirs.
+
+        Raises:
+            SpecError: job.json cannot be read.
+        """
+        self._follow_start()
+        if self._job is None or self._reported is None or self._sizes is None:
+            return False
+        self._reported.read()
+        reported = self._reported.last
+        if reported <= self.last:
+            return False
+        for folder in self._traces.glob("rank-*"):
+            if folder.name not in self._ranks:
+                self._ranks[folder.name] = self._source(folder.name, TRACE_COLUMNS)
+        sources = [self._sizes, *self._ranks.values()]
+        for source in sources:
+            source.read()
+        behind = min((one.last for one in self._ranks.values()), default=-1)
+        last = behind if behind >= reported - MOST_BEHIND else reported
+        grown, self.last = last > self.last, max(last, self.last)
+        return grown
+
+    @property
+    def first(self) -> int:
+        """The first step that is held."""
+        reported = [] if self._reported is None else self._reported.numbers()
+        return max(min(reported, default=0), self._first(self.last))
+
+    def files(self) -> TraceFiles:
+        """What is held, up to the last step, as the analysis reads it."""
+        named = {
+            "segments": list(self._ranks.values()),
+            "steps": [self._reported] if self._reported else [],
+            "sizes": [self._sizes] if self._sizes else [],
+        }
+        first = self._first(self.last)
+        tables = {
+            name: [table for one in sources for table in one.steps(first, self.last)]
+            for name, sources in named.items()
+        }
+        import pyarrow as pa
+
+        return TraceFiles(
+            job=self._job,
+            open_segments={
+                name: pa.concat_tables(held, promote_options="default").combine_chunks()
+                for name, held in tables.items()
+                if held
+            },
+            warnings=[problem for one in self._ranks.values() for problem in one.problems],
+        )
+
+    def _first(self, last: int) -> int:
+        return max(0, last - self._steps + 1)
+
+    def _follow_start(self) -> None:
+        """Begin anew where the job was started again."""
+        path = self._traces / "job.json"
+        try:
+            about = path.stat()
+        except OSError:
+            return
+        if self._written == (about.st_mtime_ns, about.st_ino):
+            return
+        try:
+            self._job = read_job(path)
+        except SpecError:
+            if path.exists():
+                raise
+            return  # moved aside just now
+        self._written, self.last = (about.st_mtime_ns, about.st_ino), -1
+        self._reported = self._source("steps", STEP_COLUMNS)
+        self._sizes = self._source("sizes", SIZE_COLUMNS)
+        self._ranks = {}
+
+    def _source(self, folder: str, columns: dict[str, str]) -> Source:
+        assert self._job is not None, "a start is followed first"
+        return Source(self._traces / folder, columns, self._job.run, self._steps + MOST_BEHIND)
+
+
+@dataclass
+class Source:
+    """The segments of one folder, which one process writes.
+
+    Args:
+        run: name of the start; segments of others are left alone.
+        kept: how many steps are held, up to the last one.
+    """
+
+    folder: Path
+    columns: dict[str, str]
+    run: str
+    kept: int
+    last: int = -1  # the last step of which there are rows
+    problems: list[str] = field(default_factory=list)
+    _whole: set[str] = field(default_factory=set)  # segments that need not be looked at again
+    _streams: dict[str, Stream] = field(default_factory=dict)
+    _held: list[tuple[int, pa.Table]] = field(default_factory=list)  # by their last step
+
+    def read(self) -> None:
+        """Read what was added, the newest first, as far as it is held."""
+        found: dict[str, str] = {}
+        for file in self.folder.glob(f"segment-{self.run}-*"):
+            if file.suffix in (".parquet", OPEN_SEGMENT) and file.stem not in self._whole:
+                found[file.stem] = max(file.suffix, found.get(file.stem, ""))
+        for stem in sorted(found, reverse=True):
+            if found[stem] == OPEN_SEGMENT:
+                self._hold(self._streams.setdefault(stem, Stream()).more(self._file(stem)))
+                continue
+            known = self._streams.pop(stem, Stream()).rows
+            rows = self._replaced(self._file(stem, ".parquet"), known)
+            self._whole.add(stem)
+            if rows is None:  # so are those before it
+                self._whole.update(one for one in found if one < stem)
+                break
+            self._hold([rows])
+        self._held = [one for one in self._held if one[0] > self.last - self.kept]
+
+    def _hold(self, tables: list[pa.Table]) -> None:
+        for table in tables:
+            if len(table) and self._fits(table):
+                last = int(table.column("step").to_numpy().max())
+                self._held.append((last, table))
+                self.last = max(self.last, last)
+
+    def numbers(self) -> set[int]:
+        """Numbers of the steps of which rows are held."""
+        return {number for _, table in self._held for number in table.column("step").to_pylist()}
+
+    def steps(self, first: int, last: int) -> list[pa.Table]:
+        """The rows that are held of some steps."""
+        import pyarrow.compute as pc
+
+        return [
+            table.filter((pc.field("step") >= first) & (pc.field("step") <= last))
+            for _, table in self._held
+        ]
+
+    def _file(self, stem: str, ending: str = OPEN_SEGMENT) -> Path:
+        return self.folder / f"{stem}{ending}"
+
+    def _replaced(self, file: Path, known: int) -> pa.Table | None:
+        """Rows of a segment written whole that are not known; None where all are of steps too long
+        ago."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            footer = pq.read_metadata(file)
+            place = footer.schema.names.index("step")
+            last = max(
+                (
+                    footer.row_group(group).column(place).statistics.max
+                    for group in range(footer.num_row_groups)
+                ),
+                default=-1,
+            )
+            return None if last <= self.last - self.kept else pq.read_table(file).slice(known)
+        except (OSError, ValueError, AttributeError, pa.ArrowException) as error:
+            self._say(f"{file.parent.name}/{file.name} cannot be read ({error}); left out")
+            return pa.table({})
+
+    def _fits(self, table: pa.Table) -> bool:
+        missing = set(self.columns) - LATER_COLUMNS - set(table.column_names)
+        if missing:
+            self._say(
+                f"{self.folder.name} lacks the column(s) {', '.join(sorted(missing)[:4])}: another"
+                " version writes it; left out"
+            )
+        return not missing
+
+    def _say(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+@dataclass
+class Stream:
+    """An open segment, up to where it was read."""
+
+    rows: int = 0
+    _offset: int = 0
+    _schema: Any = None
+
+    def more(self, file: Path) -> list[pa.Table]:
+        """Rows that were appended; a batch that is being written is read the next time."""
+        import pyarrow as pa
+
+        try:
+            with file.open("rb") as opened:
+                opened.seek(self._offset)
+                source = pa.BufferReader(opened.read())
+        except OSError:  # replaced just now
+            return []
+        tables = []
+        while True:
+            before = source.tell()
+            try:
+                message = pa.ipc.read_message(source)
+                if message.type == "schema":
+                    self._schema = pa.ipc.read_schema(message)
+                else:
+                    batch = pa.ipc.read_record_batch(message, self._schema)
+                    tables.append(pa.Table.from_batches([batch]))
+                    self.rows += len(batch)
+            except (EOFError, OSError, TypeError, pa.ArrowException):
+                return tables
+            self._offset += source.tell() - before

@@ -1,0 +1,138 @@
+"""`disttrain watch`: verdicts on the last steps of a run, while it runs."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from disttrain_cli.api import open_run, watch
+from disttrain_cli.commands.common import DEFAULT_RUN_FILE, QuietFlag
+from disttrain_cli.console import Console
+from disttrain_cli.errors import ConditionHoldsError
+from disttrain_cli.naming import short_path
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.watching.looking import Look
+
+EPILOG = """Examples:
+
+$ disttrain watch
+$ disttrain watch runs/tiny --once
+$ disttrain watch runs/mllm-9b/rehearsal --every 0
+$ disttrain watch --json >> verdicts.jsonl
+$ disttrain watch --fail-if "verdict.cause == worker and verdict.lost_s > 0.5"
+
+It ends with the run. Exit code 5 means that a --fail-if condition held, at two looks in succession.
+"""
+
+
+def run(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            show_default=False,
+            help="The run's folder, or that of its rehearsal; if none is given, the run of"
+            " ./disttrain.yaml.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=4,
+            max=32,
+            metavar="N",
+            help="How many of the last steps are judged.",
+        ),
+    ] = 5,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Time between two looks at least; if not given, so that looks take 0.5 % of this"
+            " host's cores.",
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once, say what is found, and end.")
+    ] = False,
+    fail_if: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EXPR",
+            help="Exit with code 5 when this holds: a condition as of `disttrain analyze`, on the"
+            " last steps.",
+        ),
+    ] = None,
+    json_mode: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one line of JSON on stdout for every change, and nothing else there.",
+        ),
+    ] = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Say what slows a run while it runs, whenever that changes."""
+    from disttrain_cli.analysis.watching.record import Record
+    from disttrain_cli.spec.rundir import RunDir, run_folder
+
+    console = Console(json_mode=json_mode, quiet=quiet)
+    folder = path or open_run(DEFAULT_RUN_FILE).dir.root
+    root = RunDir(run_folder(folder) or folder)
+    if not once:
+        console.note(f"Watching {short_path(root.root)} until it ends; Ctrl-C ends only this.")
+    held, told = False, False
+    look: Look | None = None
+    with closing(Record(root.logs)) as record:
+        for look in watch(path, steps=steps, every_s=every, once=once):
+            before, (held, sentence) = held, _holds(look, fail_if)
+            fails = held and (before or look.stands)
+            if look.changed or fails:
+                told = True
+                _tell(console, look, sentence if fails else "")
+            if look.changed and not once:
+                record.add(look.row())
+            if fails:
+                _fail(console, look, sentence)
+    if look is not None and not told:  # nobody will look again
+        _tell(console, look, sentence if held else "")
+        if held:
+            _fail(console, look, sentence)
+
+
+def _holds(look: Look, condition: str | None) -> tuple[bool, str]:
+    from disttrain_cli.analysis.expressions import holds
+
+    return (False, "") if condition is None else holds(look.analysis, condition)
+
+
+def _fail(console: Console, look: Look, sentence: str) -> NoReturn:
+    if console.json_mode:  # the line says it
+        raise typer.Exit(ConditionHoldsError.exit_code)
+    verdict = look.analysis.verdict
+    raise ConditionHoldsError(f"Condition holds: {sentence}", verdict.headline, verdict.advice)
+
+
+def _tell(console: Console, look: Look, sentence: str) -> None:
+    row = look.row()
+    if console.json_mode:
+        console.line(row | ({"fail_if": sentence} if sentence else {}))
+        return
+    verdict = look.analysis.verdict
+    when = f"{look.at.astimezone():%H:%M:%S}  steps {look.first} to {look.last}"
+    console.say(
+        f"{when}  {row['iteration_s']:.3g} s per step  {verdict.headline}"
+        f" ({100 * verdict.confidence:.0f} % sure)"
+    )
+    for one in look.analysis.drift:
+        console.say(f"          {one.sentence}.")
+    if look.found or look.analysis.drift:
+        console.say(f"          {verdict.advice}")
+        console.say(f"          Next: {verdict.next_command}")
+    sys.stdout.flush()

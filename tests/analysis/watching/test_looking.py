@@ -1,0 +1,107 @@
+"""Looks at traces that grow: a fault that begins is named soon, and told once."""
+
+from __future__ import annotations
+
+import fcntl
+from itertools import pairwise
+
+import pytest
+
+from disttrain_cli.analysis.watching import looking
+from disttrain_cli.analysis.watching.looking import Watcher, look_once, looks
+from disttrain_cli.errors import DataError
+from tests.analysis import synthetic
+from tests.analysis.growing import Growing
+
+BEFORE, AFTER = 6, 6
+
+
+@pytest.fixture
+def growing(tmp_path):
+    """Six steps without a fault; then go on with `slow`, of as many steps."""
+    synthetic.write(tmp_path / "calm", synthetic.Synthetic(steps=BEFORE))
+    synthetic.write(
+        tmp_path / "slow", synthetic.Synthetic(steps=BEFORE + AFTER, slow_rank={3: 1.6})
+    )
+    return Growing(tmp_path / "calm", tmp_path / "traces")
+
+
+def test_a_fault_that_begins_is_told_within_five_steps_and_once(tmp_path, growing):
+    watcher, told = Watcher(tmp_path), []
+
+    def look(step):
+        seen = watcher.look()
+        if seen is not None and seen.changed:
+            told.append((step, seen.analysis.verdict.cause, seen.analysis.verdict.place.rank))
+
+    for step in range(BEFORE):
+        growing.write(step)
+        look(step)
+    growing.go_on(tmp_path / "slow")
+    for step in range(BEFORE, BEFORE + AFTER):
+        growing.write(step)
+        look(step)
+    (calm, slow) = told
+    assert calm[1] == "none" and slow[1:] == ("worker", 3)
+    assert BEFORE <= slow[0] < BEFORE + 5
+
+
+def test_nothing_is_judged_before_a_whole_step(tmp_path, growing):
+    with pytest.raises(DataError, match="no whole step"):
+        look_once(tmp_path)
+    growing.write(0)
+    growing.write(1)
+    look = look_once(tmp_path)
+    row = look.row()
+    assert (row["first_step"], row["last_step"], row["steps_measured"]) == (0, 1, 1)
+    assert (row["cause"], row["lost_fraction"], look.found) == ("none", 0.0, False)
+
+
+def test_looks_end_with_the_run_and_see_its_last_step(tmp_path, growing, monkeypatch):
+    clock = Clock(growing, tmp_path)
+    monkeypatch.setattr(looking, "time", clock)
+    seen = [(look.first, look.last) for look in looks(tmp_path, every_s=0.0)]
+    assert seen[-1] == (0, BEFORE - 1) and len(seen) == BEFORE - 1
+    assert clock.now_s < 60.0 * BEFORE + 3 * looking.QUIET_S + 60.0
+
+
+def test_looks_take_no_more_of_the_host_than_they_may(tmp_path, growing, monkeypatch):
+    clock, taken_s, cores = Clock(growing, tmp_path), 2.0, 4
+    real = Watcher.look
+
+    def look(watcher):
+        clock.used_s += taken_s
+        return real(watcher)
+
+    monkeypatch.setattr(Watcher, "look", look)
+    monkeypatch.setattr(looking, "time", clock)
+    monkeypatch.setattr(looking.os, "cpu_count", lambda: cores)
+    times_s = [clock.now_s for _ in looks(tmp_path)]
+    assert len(times_s) > 1
+    for sooner_s, later_s in pairwise(times_s):
+        assert taken_s / ((later_s - sooner_s) * cores) <= looking.SHARE
+
+
+class Clock:
+    """Time that passes by sleeping: a minute, in which the job, which holds its folder, does a
+    step."""
+
+    def __init__(self, growing, root):
+        self.now_s = self.used_s = 0.0
+        self._lock = (root / ".training").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._growing, self._steps = growing, iter(range(BEFORE))
+
+    def monotonic(self):
+        return self.now_s
+
+    def process_time(self):
+        return self.used_s
+
+    def sleep(self, seconds):
+        self.now_s += 60.0
+        step = next(self._steps, None)
+        if step is None:
+            self._lock.close()
+        else:
+            self._growing.write(step)

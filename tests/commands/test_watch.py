@@ -1,0 +1,135 @@
+"""`disttrain watch` on traces of runs that are over, and beside training."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from disttrain_cli.app import main
+from disttrain_cli.commands import watching
+from disttrain_cli.spec.rundir import RunDir, pulses, verdicts_file
+from tests.analysis import synthetic
+from tests.analysis.growing import Growing
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of a run without a fault, and of one with a slow rank."""
+    folder = tmp_path_factory.mktemp("watched") / "runs"
+    for name, slow in (("calm", {}), ("slow", {3: 1.6})):
+        spec = synthetic.Synthetic(slow_rank=slow)
+        synthetic.write(folder / name / "traces", spec, name=f"segment-{spec.run}")
+        (folder / name / "logs").mkdir()
+    return folder
+
+
+def call(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["watch", *(str(word) for word in words)])
+    shown = capsys.readouterr()
+    return left.value.code, shown.out, shown.err
+
+
+@pytest.mark.parametrize("once", [["--once"], []])
+def test_a_run_that_is_over_is_looked_at_once(runs, capsys, once):
+    code, out, err = call([runs / "slow", *once], capsys)
+    first, advice, following = out.splitlines()
+    assert code == 0 and "Rank 3 (llm, stage 1, replica 0) is slow for its work" in first
+    assert "steps 1 to 7" in first and "% sure" in first
+    assert "Look at the device" in advice and "Next: disttrain analyze" in following
+    assert ("Watching" in err) == (not once)
+
+
+def test_lines_of_json_are_for_programs_and_for_the_log(runs, capsys):
+    code, out, _ = call([runs / "slow", "--json"], capsys)
+    (row,) = map(json.loads, out.splitlines())
+    assert code == 0 and (row["cause"], row["place"]["rank"]) == ("worker", 3)
+    assert row["lost_fraction"] == pytest.approx(row["lost_s"] / row["iteration_s"])
+    assert row["remedies"][0]["cause"] == "worker" and row["drift"] == []
+    (logged,) = map(json.loads, verdicts_file(runs / "slow" / "logs").read_text().splitlines()[-1:])
+    assert logged["headline"] == row["headline"]
+
+
+def test_a_condition_that_holds_is_an_exit_code(runs, capsys):
+    condition = ["--fail-if", "verdict.cause == worker and verdict.lost_s > 0.01"]
+    code, out, err = call([runs / "slow", *condition], capsys)
+    assert code == 5 and "Condition holds" in err and "Rank 3" in out
+    code, out, _ = call([runs / "slow", "--json", "--once", *condition], capsys)
+    assert code == 5 and "verdict.cause is worker" in json.loads(out)["fail_if"]
+    code, out, _ = call([runs / "calm", *condition], capsys)
+    assert code == 0 and "No straggler" in out and "Next" not in out
+    assert call([runs / "calm", "--fail-if", "nonsense"], capsys)[0] == 2
+
+
+def test_what_is_no_run_is_said(runs, tmp_path, capsys):
+    code, _, err = call([tmp_path / "none"], capsys)
+    assert code == 1 and "no run's folder" in err
+    code, _, err = call([tmp_path, "--once"], capsys)
+    assert code == 1 and "no whole step" in err
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "job.json").write_text('{"version": 99}')
+    code, _, err = call([tmp_path, "--once"], capsys)
+    assert code == 1 and "version" in err
+
+
+def test_it_ends_with_the_run_or_by_ctrl_c(runs, tmp_path):
+    growing = Growing(runs / "slow" / "traces", tmp_path / "traces")
+    with (tmp_path / ".training").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = [sys.executable, "-m", "disttrain_cli", "watch", str(tmp_path), "--every", "0"]
+        watch = [
+            subprocess.Popen([*words, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for step in growing.steps:
+            growing.write(step)
+        for one in watch:
+            assert json.loads(one.stdout.readline())["cause"] == "worker"
+        watch[0].send_signal(signal.SIGINT)
+        assert watch[0].wait() == 130 and b"Traceback" not in watch[0].stderr.read()
+        assert watch[1].poll() is None
+    assert watch[1].wait() == 0
+
+
+def test_the_end_is_seen_on_another_host(tmp_path):
+    """Where nobody here holds the folder, by what ranks tell."""
+    from disttrain_cli.analysis.watching import ending
+
+    folder = RunDir(tmp_path)
+    end = ending.Ending(folder)
+    assert not end.over()  # nothing has begun
+    folder.traces.mkdir()
+    (folder.traces / "job.json").touch()
+    pulses(folder.logs).mkdir(parents=True)
+    state = pulses(folder.logs) / "rank-00000.json"
+    state.write_text(json.dumps({"operation": "forward", "beat": 1}))
+    assert not end.over()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ending, "SILENT_S", 0.0)
+        assert end.over()  # it tells no more
+    state.write_text(json.dumps({"operation": "ended", "beat": 2}))
+    assert end.over()
+
+
+def test_training_says_what_slows_it(runs, monkeypatch):
+    monkeypatch.setattr(watching, "AFTER_S", 0.0)
+    said = []
+    with watching.watched(runs / "slow", said.append):
+        deadline = time.monotonic() + 120
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+    (line,) = said
+    assert line.startswith("Steps 1 to 7: Rank 3 (llm, stage 1, replica 0) is slow")
+    assert line.endswith("--once")
+
+
+def test_short_runs_are_not_watched(runs, monkeypatch):
+    monkeypatch.setattr(watching.subprocess, "Popen", None)
+    with watching.watched(runs / "slow", print):
+        pass
