@@ -11,6 +11,11 @@ length, writes the file and reads it back. CPU seconds of the process; a ratio o
 index costs nothing on top. Images are 60 KiB of noise behind a JPEG header, captions 5 to 60 words
 from a vocabulary of 2,000 with frequencies 1/rank, documents 2.5 images and 400 words on average
 (OBELICS: 2.5 images, 815 tokens), seed 0.
+
+The second table is of many shards: conversations that name pictures again and again, and documents
+of text alone, read by this process and by a process for each core, in turns. Its speed is by the
+clock, which needs a machine without other work; CPU is that of all processes, their start included:
+cores × CPU of one process over it is the speed where every core is free.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import json
 import os
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -40,6 +46,7 @@ from disttrain_cli.spec.runfile import Run, RunFile
 IMAGE_BYTES = 60 * 1024
 WORDS = 2000
 IMAGES, DOCUMENT_WORDS = 2.5, 400  # of a document, on average
+PICTURES = 500  # of the many shards
 INPUTS = ModelInputs(
     llm="llm",
     vocabulary=10_000,
@@ -249,6 +256,59 @@ FORMS: dict[str, tuple[str, Callable[[Path, int], None], Callable[[Path, bool], 
 }
 
 
+def write_many(folder: Path, shards: int, records: int) -> None:
+    """`chats/` with pictures that all shards share, and `texts/`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    maker = Maker()
+    for name in ("chats", "texts"):
+        (folder / name).mkdir()
+    for number in range(PICTURES):
+        (folder / "chats" / f"{number}.jpg").write_bytes(maker.image())
+    said = [[maker.caption() for _ in range(6)] for _ in range(PICTURES)]
+    documents = [maker.text(DOCUMENT_WORDS) for _ in range(PICTURES)]
+    for shard in range(shards):
+        chats = []
+        for number in range(records):
+            turns = [
+                {"from": who, "value": text}
+                for who, text in zip(
+                    ("human", "gpt") * 3, said[(7 * number + shard) % PICTURES], strict=True
+                )
+            ]
+            turns[0]["value"] += "\n<image>"
+            image = f"{number % PICTURES}.jpg"
+            chats.append({"id": f"{shard}.{number}", "image": image, "conversations": turns})
+        (folder / "chats" / f"{shard:03d}.json").write_text(json.dumps(chats))
+        texts = [documents[(7 * number + shard) % PICTURES] for number in range(records)]
+        pq.write_table(pa.table({"text": texts}), folder / "texts" / f"{shard:03d}.parquet")
+
+
+def beside(folder: Path, form: str, tokenizer: str, rounds: int) -> dict[str, Any]:
+    """One row: this process and one for each core, by clock and by CPU."""
+    run, cores = make_run(folder, form, tokenizer), len(os.sched_getaffinity(0))
+    seconds: dict[int, list[tuple[float, float]]] = {0: [], cores: []}
+    for counted in [False] + [True] * rounds:
+        for processes, own in seconds.items():
+            start, cpu = time.monotonic(), sum(os.times()[:4])
+            index = build_index(run, INPUTS, processes=processes)
+            if counted:
+                own.append((time.monotonic() - start, sum(os.times()[:4]) - cpu))
+    (one, one_cpu), (all_, all_cpu) = (zip(*own, strict=True) for own in seconds.values())
+    return {
+        "dataset": form,
+        "tokenizer": "bytes" if tokenizer == "bytes" else "BPE",
+        "samples": len(index),
+        "shards": len(index.shards),
+        "processes": cores,
+        "s of one": median(one),
+        "speed by the clock": paired_ratio(list(one), list(all_)),
+        "CPU s of one": median(one_cpu),
+        "speed by CPU": cores * paired_ratio(list(one_cpu), list(all_cpu)),
+    }
+
+
 def make_run(folder: Path, path: str, tokenizer: str) -> Run:
     file = RunFile.model_validate(
         {
@@ -298,12 +358,18 @@ def measure(small: bool = False) -> Tables:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder / "bpe")
+        write_many(folder, *((4, 50) if small else (16, 6000)))
         return {
             "Index pass": [
                 compared(folder, form, tokenizer, samples, rounds)
                 for form in FORMS
                 for tokenizer in ("bytes", "bpe")
-            ]
+            ],
+            "Processes": [
+                beside(folder, form, tokenizer, min(rounds, 3))
+                for form in ("chats", "texts")
+                for tokenizer in ("bytes", "bpe")
+            ],
         }
 
 

@@ -138,29 +138,55 @@ def _live_bar() -> Iterator[Progress]:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[pace]}", markup=False),
     )
+    pace = _Pace()
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+        task = bar.add_task("starting", total=None, pace="")
 
         def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
+            left = pace.said(what, done, total)
+            bar.update(task, description=what, completed=done, total=total or None, pace=left)
 
         yield report
 
 
 def _plain_lines(console: Console) -> Progress:
     """Say when an operation starts, every few seconds while it lasts, and when it is done."""
-    said_s, last_line = 0.0, ""
+    said_s, last_line, pace = 0.0, "", _Pace()
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal said_s, last_line
         line = f"{what}  {done}/{total}" if total else what
+        line += f", {left}" if (left := pace.said(what, done, total)) else ""
         starts_or_ends = done == 0 or 0 < total <= done
         if line != last_line and (starts_or_ends or time.monotonic() - said_s > PLAIN_LINE_EVERY_S):
             said_s, last_line = time.monotonic(), line
             console.note(line)
 
     return report
+
+
+class _Pace:
+    """How fast an operation goes, and how long it still takes."""
+
+    def __init__(self) -> None:
+        self._what, self._first, self._since_s = "", 0, 0.0
+
+    def said(self, what: str, done: int, total: int) -> str:
+        """Rate and time left since the operation `what` began; nothing while nobody can say."""
+        if what != self._what:
+            self._what, self._first, self._since_s = what, done, time.monotonic()
+        took_s = time.monotonic() - self._since_s
+        if took_s < PLAIN_LINE_EVERY_S or not self._first < done < total:
+            return ""
+        per_s = (done - self._first) / took_s
+        rate = f"{per_s:.3g}/s" if per_s >= 1 else f"{60 * per_s:.3g}/min"
+        left_s = round((total - done) / per_s)
+        minutes, seconds = divmod(left_s, 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+        return f"{rate}, {left if left_s >= 60 else f'{left_s} s'} left"
 
 
 def nearest_letters(error: UnicodeError) -> tuple[str, int]:

@@ -57,6 +57,23 @@ def test_plain_progress_says_start_and_end_of_each_operation(capsys):
     assert len(lines) < 50
 
 
+def test_progress_says_rate_and_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = ((20, 100.0), (21, 130.0), (50, 160.0), (10_000, 200.0), (10_220, 201.0))
+    with Console().progress() as progress:
+        for done, now_s in reports:
+            monkeypatch.setattr("disttrain_cli.console.time.monotonic", lambda now_s=now_s: now_s)
+            progress("reading", done, 10_220)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading  20/10220",
+        "reading  21/10220, 2/min, 84 h 59 min left",
+        "reading  50/10220, 30/min, 5 h 39 min left",
+        "reading  10000/10220, 99.8/s, 2 s left",
+        "reading  10220/10220",
+    ]
+
+
 def test_quiet_progress_says_nothing(capsys):
     with Console(quiet=True).progress() as progress:
         progress("reading", 0, 10)

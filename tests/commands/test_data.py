@@ -1,5 +1,6 @@
 """`disttrain data serve`: what it refuses before it opens a port (how it serves:
-tests/runtime/test_data_service.py); `disttrain data check`: what it lists and leaves out."""
+tests/runtime/test_data_service.py); `disttrain data check`: what it lists and leaves out;
+`disttrain data index`: one host or several."""
 
 import json
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 
+from disttrain_cli import api
 from disttrain_cli.app import main
+from disttrain_cli.spec.progress import silent
 from tests.data.dataset import damaged, encoded, write_tar
 
 
@@ -45,6 +48,8 @@ def test_without_a_plan(run_folder, capsys):
         (["serve", "--port", "80000"], "--port"),
         (["serv"], "serv"),
         (["serve", "--processes", "0"], "--processes"),
+        (["index", "--share", "2/2"], "'2/2'"),
+        (["index", "--share", "1"], "'1'"),
     ],
 )
 def test_wrong_usage(words, named, capsys):
@@ -120,6 +125,33 @@ def test_past_the_share_that_may_be_bad_all_are_listed_and_nothing_is_left_out(
     code, out, err = check(capsys, damaged_folder)
     assert code == 1 and all(f"data/captions/0.tar{name}" in out for name in listed)
     assert "data.max_bad_fraction" in err and "bug" not in err
+
+
+def index(capsys, *words):
+    with pytest.raises(SystemExit) as left:
+        main(["data", "index", *map(str, words), "--json"])
+    assert left.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_index_is_made_by_one_host_or_several(damaged_folder, capsys):
+    written = damaged_folder / "runs" / "tiny" / "index.parquet"
+    told = index(capsys, damaged_folder)
+    assert told == {"samples": 19, "skipped": 1, "path": str(written)}
+    alone = written.read_bytes()
+    written.unlink()
+    told = [index(capsys, damaged_folder, "--share", f"{number}/2") for number in (0, 1)]
+    assert [one["shards"] for one in told] == [1, 0] and not written.exists()
+    index(capsys, damaged_folder)
+    assert written.read_bytes() == alone
+
+
+def test_reindexing_takes_nothing_over(damaged_folder, capsys):
+    index(capsys, damaged_folder, "--share", "0/1")
+    partial = damaged_folder / "runs" / "tiny" / "index.partial"
+    assert len(list(partial.iterdir())) == 1
+    api._reindex(api.open_run(damaged_folder), silent)
+    assert not partial.exists()
 
 
 def test_sizes_alone_cannot_be_checked(tmp_path, capsys):

@@ -287,7 +287,7 @@ class Read:
     """Names of the shards that an index reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from disttrain_cli.data import index as room
+        from disttrain_cli.data import shard_files as room
 
         self.names: list[str] = []
         real = room.read_shard
@@ -371,7 +371,7 @@ def test_profile_refuses_what_changed_and_names_the_override(own_run: MakeRun, c
 def test_an_index_of_another_version_is_built_again(
     own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from disttrain_cli.data import index as room
+    from disttrain_cli.data import index_writing as room
 
     run = own_run({"a.tar": shard_of("one")})
     with monkeypatch.context() as older:

@@ -3,6 +3,7 @@ decoded once."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +19,11 @@ from disttrain_cli.commands.common import (
     next_command,
 )
 from disttrain_cli.console import Console
+from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.data.index import Index
+    from disttrain_cli.data.indexing import Share
     from disttrain_cli.data.sources import Skipped
     from disttrain_cli.spec.runfile import Run
 
@@ -35,6 +38,18 @@ Needs the run file, its profile, plan, index and data, and no GPU. The process s
 or Ctrl-C, and starts a worker again that ends. Beyond loopback it needs a certificate and
 preprocess.token_file in the run file. With --json one document is printed as soon as all workers
 serve.
+"""
+
+INDEX_EPILOG = """Examples:
+
+$ disttrain data index
+$ disttrain data index --share 0/4
+$ srun sh -c 'disttrain data index --share $SLURM_PROCID/$SLURM_NTASKS'
+
+Builds the sample index, or reads new shards into it, as disttrain profile does, on all cores of
+this machine. With --share K/N, for K from 0 to N - 1 on N hosts at once that see the run's folder,
+each host reads its share of the shards; disttrain profile, or this command without --share, then
+joins them and reads what a host did not. Interrupted, all of them go on with what they have read.
 """
 
 CHECK_EPILOG = """Examples:
@@ -140,6 +155,58 @@ def serve(
         sys.stdout.flush()
 
     supervise(tasks, ready, console.note)
+
+
+@app.command("index", epilog=INDEX_EPILOG)
+def index(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    share: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Read the share of host K of N, from 0; join nothing."),
+    ] = None,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Read the sizes of all samples: the sample index, on one host or several."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    own = None if share is None else _share(share)
+    opened = open_run(run_file)
+    from disttrain_cli.data.index import open_index
+    from disttrain_cli.data.index_checks import check_sources
+    from disttrain_cli.data.index_writing import read_share_of
+    from disttrain_cli.models.graph import describe
+
+    check_sources(opened)
+    inputs = describe(opened)
+    if own is not None:
+        with console.progress() as progress:
+            shards = read_share_of(opened, inputs, own, progress)
+        folder = opened.dir.partial_index
+        console.result({"share": own.name, "shards": shards, "path": str(folder)}, folder)
+        console.say(f"Share {own.name}: {shards:,} shards are read")
+        console.hint(next_command("profile", run_file))
+        return
+    with console.progress() as progress:
+        made = open_index(opened, inputs, progress)
+    path = opened.dir.index
+    told = {"samples": len(made), "skipped": len(made.skipped), "path": str(path)}
+    console.result(told, path)
+    console.say(f"{len(made):,} samples can be used, {len(made.skipped):,} are left out")
+    console.hint(next_command("profile", run_file))
+
+
+def _share(given: str) -> Share:
+    """K/N; UsageError where it is none."""
+    from disttrain_cli.data.indexing import Share
+
+    number, _, hosts = given.partition("/")
+    if not re.fullmatch(r"\d{1,6}/\d{1,6}", given, re.ASCII) or int(number) >= int(hosts):
+        raise UsageError(
+            f"There is no share {given!r}",
+            "allowed: K/N, for N hosts that are numbered from K = 0 to N - 1",
+            "disttrain data index --help",
+        )
+    return Share(int(number), int(hosts))
 
 
 @app.command("check", epilog=CHECK_EPILOG)

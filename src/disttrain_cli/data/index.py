@@ -8,7 +8,6 @@ shards again.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,35 +22,22 @@ from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.held_out import chosen
 from disttrain_cli.data.index_checks import (
     State,
-    check_bad,
     check_files,
-    check_kept,
     check_same,
     check_sources,
-    check_text,
     checked_tokenizer,
     list_shards,
     made_for,
-    shard_label,
     states_of,
 )
-from disttrain_cli.data.index_file import Indexed, Stored, read_stored, writing_index
-from disttrain_cli.data.index_rows import (
-    counts_of,
-    digest,
-    flat,
-    numbers_of,
-    shard_rows,
-    specials_of,
-)
+from disttrain_cli.data.index_file import Stored, read_stored
+from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_of
+from disttrain_cli.data.index_writing import stored_for, write_index
 from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources import Shard, Skipped, read_shard
-from disttrain_cli.data.sources.files import content_of
-from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.data.videos import check_installed
-from disttrain_cli.errors import DataError, MismatchError
-from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.data.sources import Shard, Skipped
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.index import IMAGE, KINDS, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
@@ -205,24 +191,23 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     if run.file.data.distribution is not None:
         return _drawn_index(run.file.data.distribution, inputs)
     tokenizer = checked_tokenizer(run, inputs)
-    try:
-        stored = read_stored(run.dir.index)
-        check_same(stored, made_for(run, inputs, tokenizer))
-    except (DataError, MismatchError):
-        return build_index(run, inputs, progress)
     shards = list_shards(run)
-    states = states_of(shards)
-    check_kept(stored, states, shards)
-    if states != [State(*indexed[:4]) for indexed in stored.files]:
-        return _build(run, inputs, tokenizer, shards, progress, stored)
-    return _index(run, inputs, stored, shards)
+    stored = stored_for(run, inputs, tokenizer, shards)
+    if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
+        return _index(run, inputs, stored, shards)
+    write_index(run, inputs, tokenizer, shards, progress, stored)
+    return _index(run, inputs, read_stored(run.dir.index), shards)
 
 
-def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
-    """Read the sizes of every sample and write the index of the run, whole or not at all.
+def build_index(
+    run: Run, inputs: ModelInputs, progress: Progress = silent, processes: int | None = None
+) -> Index:
+    """Read the sizes of every sample and write the index of the run, whole or not at all; by so
+    many processes (`indexing.in_order`).
 
-    Samples that are broken or longer than a sequence are skipped, counted and named in
-    `Index.skipped`; texts alone become several samples where they are longer.
+    What an interrupted pass or other hosts have read (`read_share_of`) is taken. Samples that are
+    broken or longer than a sequence are skipped, counted and named in `Index.skipped`; texts alone
+    become several samples where they are longer.
 
     Raises:
         DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples
@@ -231,7 +216,9 @@ def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> I
         SpecError: the tokenizer does not fit the model, or the index cannot be written.
     """
     check_sources(run)
-    return _build(run, inputs, checked_tokenizer(run, inputs), list_shards(run), progress)
+    tokenizer, shards = checked_tokenizer(run, inputs), list_shards(run)
+    write_index(run, inputs, tokenizer, shards, progress, processes=processes)
+    return _index(run, inputs, read_stored(run.dir.index), shards)
 
 
 def read_index(run: Run, inputs: ModelInputs) -> Index:
@@ -264,79 +251,8 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
         list_shards(run),
     )
     check_files(stored, states_of(shards), shards)
-    return _build(run, inputs, tokenizer, shards, silent, stored, broken)
-
-
-def _build(
-    run: Run,
-    inputs: ModelInputs,
-    tokenizer: Tokenizer,
-    shards: list[tuple[int, Shard]],
-    progress: Progress,
-    kept: Stored | None = None,
-    broken: Mapping[int, Skipped] | None = None,
-) -> Index:
-    """Write the index; rows of shards that `kept` holds are taken from it, and are known to be
-    unchanged.
-
-    `broken`: rows of `kept` that are left out, and why, where all were decoded.
-    """
-    import pyarrow as pa
-
-    if any(head.video is not None for head in inputs.images):
-        check_installed()
-    old = kept.by_shard() if kept else iter(())
-    known = {indexed[:2] for indexed in kept.files} if kept else set()
-    files: list[Indexed] = []
-    skipped: list[tuple[int, Skipped]] = []
-    labels = read = 0
-    chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
-    with writing_index(run.dir.index) as writer:
-        for number, ((source, shard), state) in enumerate(
-            zip(shards, states_of(shards), strict=True)
-        ):
-            progress("index shards", number, len(shards))
-            if (source, shard.name) in known:  # both in dataset order
-                indexed, rows, left_out = next(old)
-                assert indexed[:2] == (source, shard.name)
-                indexed = indexed._replace(time=state.time)
-                if broken is not None:
-                    numbers = range(read, read := read + len(rows))
-                    left_out = [*left_out, *(broken[row] for row in numbers if row in broken)]
-                    rows = rows.filter(pa.array([row not in broken for row in numbers], pa.bool_()))
-                    indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
-            else:
-                label = shard_label(run, shard)
-                rows, left_out, unread = shard_rows(
-                    read_shard(shard, label, chat), label, inputs, tokenizer
-                )
-                indexed = Indexed(*state, len(rows), digest(rows), unread, content_of(shard.path))
-            files.append(indexed)
-            skipped += [(number, one) for one in left_out]
-            labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
-            writer.add(source, shard.name, rows)
-        progress("index shards", len(shards), len(shards))
-        check_bad(run, sum(indexed.rows for indexed in files), [one for _, one in skipped])
-        check_text(sum(indexed.rows for indexed in files), labels)
-        writer.close(
-            {
-                "version": INDEX_VERSION,
-                "fingerprint": _content_fingerprint(run, tokenizer, files),
-                "inputs": made_for(run, inputs, tokenizer),
-                "files": files,
-                "skipped": [[index, *one] for index, one in skipped],
-            }
-        )
+    write_index(run, inputs, tokenizer, shards, silent, stored, broken)
     return _index(run, inputs, read_stored(run.dir.index), shards)
-
-
-def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -> str:
-    """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or
-    folders."""
-    weights = [source.weight for source in run.file.data.sources]
-    shards = [[indexed.source, indexed.name, indexed.size, indexed.digest] for indexed in files]
-    content = json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, shards])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int, Shard]]) -> Index:

@@ -36,6 +36,14 @@ class Indexed(NamedTuple):
     checked: bool = False  # every image and clip of it was decoded
 
 
+class ShardRows(NamedTuple):
+    """What a shard brings to the index."""
+
+    indexed: Indexed
+    rows: pa.Table
+    skipped: list[Skipped]
+
+
 class Stored(NamedTuple):
     """An index on disk; its rows are not read yet."""
 
@@ -50,7 +58,7 @@ class Stored(NamedTuple):
         """All rows."""
         return _completed(self.file.read())
 
-    def by_shard(self) -> Iterator[tuple[Indexed, pa.Table, list[Skipped]]]:
+    def by_shard(self) -> Iterator[ShardRows]:
         """Every shard with its rows and what was left out of it, in order; one shard's rows are in
         memory."""
         left_out: dict[int, list[Skipped]] = {}
@@ -60,7 +68,7 @@ class Stored(NamedTuple):
         for index, indexed in enumerate(self.files):
             rows = self.file.read_row_group(group) if indexed.rows else schema().empty_table()
             group += indexed.rows > 0
-            yield indexed, _completed(rows), left_out.get(index, [])
+            yield ShardRows(indexed, _completed(rows), left_out.get(index, []))
 
 
 def read_stored(path: Path) -> Stored:

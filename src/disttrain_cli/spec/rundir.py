@@ -18,6 +18,11 @@ class RunDir:
         return self.root / "index.parquet"
 
     @property
+    def partial_index(self) -> Path:
+        """Rows of single shards, while the index is made (`data.shard_files`)."""
+        return self.root / "index.partial"
+
+    @property
     def latents(self) -> Path:
         """Latents prepared beforehand, by generator (`spec.latents`)."""
         return self.root / "latents"

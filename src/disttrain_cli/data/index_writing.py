@@ -1,0 +1,160 @@
+"""Writing the index: rows of shards, as they are read or were before, joined in dataset order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+
+from disttrain_cli.data.index_checks import (
+    BadSamplesError,
+    check_bad,
+    check_kept,
+    check_same,
+    check_sources,
+    check_text,
+    checked_tokenizer,
+    list_shards,
+    made_for,
+    shard_label,
+    states_of,
+)
+from disttrain_cli.data.index_file import Indexed, ShardRows, Stored, read_stored, writing_index
+from disttrain_cli.data.index_rows import digest, flat
+from disttrain_cli.data.indexing import Share, in_order, read_share
+from disttrain_cli.data.shard_files import Job, drop_files, paths_of
+from disttrain_cli.data.sources import Shard, Skipped
+from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.data.videos import check_installed
+from disttrain_cli.errors import DataError, MismatchError
+from disttrain_cli.spec.index import INDEX_VERSION
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.runfile import Run
+
+
+def stored_for(
+    run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]]
+) -> Stored | None:
+    """The index on disk, if it was made for this run file; MismatchError where a shard of it
+    changed or went."""
+    try:
+        stored = read_stored(run.dir.index)
+        check_same(stored, made_for(run, inputs, tokenizer))
+    except (DataError, MismatchError):
+        return None
+    check_kept(stored, states_of(shards), shards)
+    return stored
+
+
+def read_share_of(run: Run, inputs: ModelInputs, share: Share, progress: Progress = silent) -> int:
+    """Read one host's share of the shards that are not indexed yet; how many it has. `open_index`
+    then takes their rows from the run's folder.
+
+    Raises:
+        DataError, MismatchError, SpecError: as `open_index`.
+    """
+    check_sources(run)
+    tokenizer = checked_tokenizer(run, inputs)
+    shards = list_shards(run)
+    stored = stored_for(run, inputs, tokenizer, shards)
+    known = {indexed[:2] for indexed in stored.files} if stored else set()
+    jobs = [job for job in _jobs(run, shards) if job.state[:2] not in known]
+    return len(read_share(run, inputs, tokenizer, jobs, share, progress))
+
+
+def write_index(
+    run: Run,
+    inputs: ModelInputs,
+    tokenizer: Tokenizer,
+    shards: list[tuple[int, Shard]],
+    progress: Progress,
+    kept: Stored | None = None,
+    broken: Mapping[int, Skipped] | None = None,
+    processes: int | None = None,
+) -> None:
+    """Write the index of the run, whole or not at all; rows of shards that `kept` holds are taken
+    from it, and are known to be unchanged, all others are read (`indexing.in_order`).
+
+    `broken`: rows of `kept` that are left out, and why, where all were decoded.
+
+    Raises:
+        DataError: as `index.build_index`.
+        SpecError: the index cannot be written.
+    """
+    if any(head.video is not None for head in inputs.images):
+        check_installed()
+    known = {indexed[:2] for indexed in kept.files} if kept else set()
+    jobs = _jobs(run, shards)
+    new = [job for job in jobs if job.state[:2] not in known]
+    files: list[Indexed] = []
+    skipped: list[tuple[int, Skipped]] = []
+    labels = 0
+    with (
+        closing(in_order(run, inputs, tokenizer, new, progress, processes)) as read,
+        writing_index(run.dir.index) as writer,
+    ):
+        old = _without(kept.by_shard() if kept else iter(()), broken)
+        for number, job in enumerate(jobs):
+            progress("index shards", number, len(jobs))
+            # all in dataset order
+            indexed, rows, left_out = next(old if job.state[:2] in known else read)
+            assert indexed[:2] == job.state[:2]
+            files.append(indexed._replace(time=job.state.time))
+            skipped += [(number, one) for one in left_out]
+            labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
+            writer.add(indexed.source, indexed.name, rows)
+        progress("index shards", len(jobs), len(jobs))
+        try:
+            check_bad(run, sum(indexed.rows for indexed in files), [one for _, one in skipped])
+        except BadSamplesError:  # what is repaired is read again
+            bad = [jobs[number] for number, _ in skipped]
+            drop_files(run, paths_of(run, inputs, tokenizer, bad))
+            raise
+        check_text(sum(indexed.rows for indexed in files), labels)
+        writer.close(
+            {
+                "version": INDEX_VERSION,
+                "fingerprint": _content_fingerprint(run, tokenizer, files),
+                "inputs": made_for(run, inputs, tokenizer),
+                "files": files,
+                "skipped": [[index, *one] for index, one in skipped],
+            }
+        )
+    drop_files(run)
+
+
+def _without(
+    shards: Iterator[ShardRows], broken: Mapping[int, Skipped] | None
+) -> Iterator[ShardRows]:
+    """Shards of an index without its rows `broken`; None = with all of them."""
+    import pyarrow as pa
+
+    first = 0
+    if broken is None:
+        yield from shards
+        return
+    for indexed, rows, left_out in shards:
+        numbers = range(first, first := first + len(rows))
+        left_out = [*left_out, *(broken[row] for row in numbers if row in broken)]
+        rows = rows.filter(pa.array([row not in broken for row in numbers], pa.bool_()))
+        indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
+        yield ShardRows(indexed, rows, left_out)
+
+
+def _jobs(run: Run, shards: list[tuple[int, Shard]]) -> list[Job]:
+    """Every shard as it lies there now."""
+    return [
+        Job(state, shard, shard_label(run, shard))
+        for (_, shard), state in zip(shards, states_of(shards), strict=True)
+    ]
+
+
+def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -> str:
+    """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or
+    folders."""
+    weights = [source.weight for source in run.file.data.sources]
+    shards = [[indexed.source, indexed.name, indexed.size, indexed.digest] for indexed in files]
+    content = json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, shards])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,0 +1,70 @@
+"""A process that reads shards for the index: `indexing_processes` starts it and writes what to read
+to it, one line of JSON after the other.
+
+The first line says what all shards are read for, each further one names a shard; the answer to each
+is a line, too: {}, or the error. The process ends when its standard input does, also in the middle
+of a shard: whoever started it is gone then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.data.index_checks import State
+from disttrain_cli.data.shard_files import Job, read_job, write_rows
+from disttrain_cli.data.sources import Shard
+from disttrain_cli.data.tokenizer import read_tokenizer
+from disttrain_cli.errors import DisttrainError
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.runfile import Run, RunFile
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    lines = _lines()
+    task = json.loads(next(lines))
+    run = Run(path=Path(task["path"]), file=RunFile.model_validate(task["file"]))
+    run.file._named.update({name: Path(path) for name, path in task["named"].items()})
+    inputs, tokenizer = ModelInputs.model_validate(task["inputs"]), read_tokenizer(run)
+    for line in lines:
+        answer: dict[str, Any] = {}
+        try:
+            state, shard, label, path = json.loads(line)
+            job = Job(State(*state), Shard(*shard), label)
+            write_rows(Path(path), read_job(job, inputs, tokenizer))
+        except DisttrainError as error:
+            told = [error.what, error.why, error.next_step]
+            answer = {"error": [type(error).__name__, *told]}
+        except Exception:  # a bug of ours, which is told where all are
+            answer = {"bug": [traceback.format_exc()]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input, whose end is noticed at once."""
+    read: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            read.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        yield read.get()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Reading one shard for the index, and its rows as a file of their own: what another process or
+host has read, or an interrupted pass has left, until the index is whole.
+
+A file is an Arrow file whose name follows from the shard's state and all that its rows depend on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from disttrain_cli import __version__
+from disttrain_cli.data.index_checks import State, made_for
+from disttrain_cli.data.index_file import Indexed, ShardRows
+from disttrain_cli.data.index_rows import digest, shard_rows
+from disttrain_cli.data.sources import Shard, Skipped, read_shard
+from disttrain_cli.data.sources.files import content_of
+from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.index import INDEX_VERSION
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import whole_file
+
+SUFFIX = ".arrow"
+ABOUT = b"disttrain"  # key of the metadata
+
+
+class Job(NamedTuple):
+    """A shard to read, as it lies there now; messages name it `label`."""
+
+    state: State
+    shard: Shard
+    label: str
+
+
+def read_job(job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> ShardRows:
+    """Read a shard from end to end; raises DataError as `read_shard`."""
+    chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
+    read = read_shard(job.shard, job.label, chat)
+    rows, skipped, unread = shard_rows(read, job.label, inputs, tokenizer)
+    indexed = Indexed(*job.state, len(rows), digest(rows), unread, content_of(job.shard.path))
+    return ShardRows(indexed, rows, skipped)
+
+
+def paths_of(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, jobs: list[Job]) -> list[Path]:
+    """The file of each shard, which need not be there."""
+    key = fingerprint([INDEX_VERSION, __version__, made_for(run, inputs, tokenizer)])
+    return [
+        run.dir.partial_index / f"{fingerprint([key, job.state, job.shard, job.label])}{SUFFIX}"
+        for job in jobs
+    ]
+
+
+def write_rows(path: Path, read: ShardRows) -> None:
+    """Write what a shard brings; raises SpecError where that cannot be done."""
+    import pyarrow as pa
+
+    about = json.dumps({"indexed": read.indexed, "skipped": read.skipped})
+    form = read.rows.schema.with_metadata({ABOUT: about})
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with whole_file(path) as file:
+        with pa.ipc.new_file(file, form, options=options) as writer:
+            writer.write_table(read.rows.replace_schema_metadata(form.metadata))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> ShardRows | None:
+    """What a shard brings; None where there is no file, or none that can be read."""
+    import pyarrow as pa
+
+    if not path.is_file():
+        return None
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            rows = pa.ipc.open_file(mapped).read_all()
+        about = json.loads(rows.schema.metadata[ABOUT])
+        indexed = Indexed(*about["indexed"])
+        if len(rows) != indexed.rows:
+            return None
+        return ShardRows(indexed, rows, [Skipped(*one) for one in about["skipped"]])
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):
+        return None
+
+
+def drop_files(run: Run, paths: Sequence[Path] | None = None) -> None:
+    """Remove these files; None = all."""
+    for path in paths or ():
+        path.unlink(missing_ok=True)
+    if paths is None:
+        shutil.rmtree(run.dir.partial_index, ignore_errors=True)
