@@ -249,19 +249,29 @@ def with_audio(profile: Profile, clips: int = 2, share: float = 1.0) -> Profile:
     )
 
 
-def attending(profile: Profile, heads: Heads | None, length: int) -> Profile:
-    """The profile of sequences of so many tokens, whose LLM has such attention in its blocks."""
-    llm = profile.modules["llm"]
-    costs = {
-        kind: cost.model_copy(update={"heads": heads if kind == "block" else None})
-        for kind, cost in llm.costs.items()
-    }
-    return profile.model_copy(
-        update={
-            "inputs": profile.inputs.model_copy(update={"sequence_length": length}),
-            "modules": profile.modules | {"llm": llm.model_copy(update={"costs": costs})},
+def attending(
+    profile: Profile, heads: Heads | None, length: int, encoder: Heads | None = None
+) -> Profile:
+    """The profile of sequences of so many tokens, whose LLM and image encoder have such attention
+    in their blocks."""
+    modules = dict(profile.modules)
+    for name, has in (("llm", heads), ("image_encoder", encoder)):
+        costs = {
+            kind: cost.model_copy(update={"heads": has if kind == "block" else None})
+            for kind, cost in modules[name].costs.items()
         }
-    )
+        modules[name] = modules[name].model_copy(update={"costs": costs})
+    inputs = profile.inputs.model_copy(update={"sequence_length": length})
+    return profile.model_copy(update={"inputs": inputs, "modules": modules})
+
+
+def on_nodes(profile: Profile, gpus_per_node: int, speed: float = 0.5) -> Profile:
+    """The profile of a cluster of such nodes, between which links are so fast beside those inside
+    where it has none."""
+    links = profile.links
+    between = links.inter_node or profiles.links(8, 50, 4, 100, speed).inter_node
+    known = {"gpus_per_node": gpus_per_node, "inter_node": between}
+    return profile.model_copy(update={"links": links.model_copy(update=known)})
 
 
 def with_refiner(profile: Profile, share: float = 1.0) -> Profile:

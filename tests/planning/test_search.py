@@ -22,20 +22,18 @@ from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Heads, LayerCost, ModuleProfile, Profile
+from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 from tests.planning.synthetic import cuts
 
 
-def fits_a_node(unit: Unit, tp: int, cp: int) -> bool:
-    """Whether CP groups divide tokens and heads, and groups of other sizes beside each other stay
-    in nodes."""
+def fits_nodes(unit: Unit, tp: int, cp: int) -> bool:
+    """Whether CP groups divide rows and heads, and groups of other sizes beside each other stay in
+    nodes, or are whole ones."""
     node, width = unit.cluster.gpus_per_node, tp * cp
-    return (
-        misfit(unit.profile, unit.modules, tp, cp) is None
-        and node % width == 0
-        and (width == node or width in (1, 2, 4, 8))
-    )
+    inside = node % width == 0 and width in (1, 2, 4, 8)
+    return misfit(unit.profile, unit.modules, tp, cp) is None and (inside or width % node == 0)
 
 
 def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
@@ -54,8 +52,8 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             tp_overlap=unit.overlaps(tp, checkpointing, cp),
         )
         for tp in unit.tps
-        for cp in range(1, unit.cluster.gpus_per_node // tp + 1)
-        if fits_a_node(unit, tp, cp)
+        for cp in range(1, gpus // tp + 1)
+        if fits_nodes(unit, tp, cp)
         for dp in range(1, gpus + 1)
         for pp in range(1, unit.layers + 1)
         if tp * cp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
@@ -105,12 +103,16 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
 @st.composite
 def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluster]:
     """Two to four modules of one to three layers with random costs, and a cluster that may be too
-    small. Long: few sequences, and an LLM that may share them (CP)."""
+    small. LLM and image encoder may share rows (CP), inside nodes or over several; long: few
+    sequences, and an LLM that surely may."""
     random = np.random.default_rng(draw(st.integers(0, 2**20)))
     known = [Heads(2, 1, 64), Heads(4, 2, 512), Heads(6, 3, 8)]
-    heads = draw(st.sampled_from(known if long else [None, *known]))
     tps = draw(st.sampled_from([(1,), (1, 2)]))
     image, llm, generator = synthetic.MODULES
+    heads = {
+        llm: draw(st.sampled_from(known if long else [None, *known])),
+        image: draw(st.sampled_from([None, Heads(4, 4, 256), Heads(2, 2, 8)])),
+    }
     names = draw(
         st.sampled_from(
             [
@@ -137,8 +139,8 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
             )
             for kind in kinds
         }
-        if name == "llm":  # its last kind of layer is attention
-            costs[kinds[-1]] = costs[kinds[-1]].model_copy(update={"heads": heads})
+        if name in heads:  # its last kind of layer is attention
+            costs[kinds[-1]] = costs[kinds[-1]].model_copy(update={"heads": heads[name]})
         items = 1.0 if name == "llm" else float(random.choice([0.0, 0.3, 2.0, 5.0]))
         tokens = 50 * items
         layers = [kinds[0]] * int(random.integers(0, 2)) + kinds
@@ -164,10 +166,11 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
     batch, gpus = draw(st.sampled_from(clusters))
     run = synthetic.run_file(batch=batch, gpus=gpus)
     # of gradients that appear in a first backward (fp32) the search counts more than there are
+    node = draw(st.sampled_from([2, gpus])) if gpus % 2 == 0 else 1
     profile = synthetic.tiny(run).model_copy(update={"modules": modules, "precision": "bf16"})
-    return profile, Cluster(
+    return synthetic.on_nodes(profile, node) if node < gpus else profile, Cluster(
         gpus,
-        draw(st.sampled_from([2, gpus])) if gpus % 2 == 0 else 1,
+        node,
         draw(st.sampled_from([0.3, 0.6, 1.0, 1.5, 3.0, 100.0])),
         draw(st.sampled_from([0, 1])),
         batch,
@@ -207,6 +210,8 @@ def check_against_brute_force(profile: Profile, cluster: Cluster) -> None:
     assert layout_time(units, layout).total_ms == pytest.approx(expected, rel=1e-9)
     memory = layout_memory(profile, layout, cluster.memory_gib)
     assert all(stage.peak_gib <= stage.limit_gib * (1 + 1e-9) for stage in memory)
+    for stage in stage_graph(layout, profile.inputs.llm).stages:
+        assert stage.ranks[0] % min(stage.unit.width, cluster.gpus_per_node) == 0
     assert found == sorted(found) and len(
         {(c.shapes, c.cps, c.checkpointing, c.microbatch) for c in found}
     ) == len(found)

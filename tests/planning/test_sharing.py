@@ -53,6 +53,34 @@ def test_degrees_divide_heads_tokens_and_nodes() -> None:
     assert widths(profile_of(), strategy="megatron") == [alone]
 
 
+def test_groups_on_several_nodes_are_whole_nodes() -> None:
+    nodes = replace(ONE, gpus=16, gpus_per_node=4)
+    known = synthetic.on_nodes(profile_of(), 4)
+    inside = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+    assert group(known, nodes, "disaggregated")[1].widths == sorted([*inside, (1, 8), (2, 4)])
+    for profile, cluster in (
+        (profile_of(), nodes),  # does not know the size of a node
+        (known, replace(nodes, over_nodes=False)),
+        (known, replace(nodes, gpus=4)),
+    ):
+        assert group(profile, cluster, "disaggregated")[1].widths == inside
+
+
+@pytest.mark.parametrize(("speed", "over"), [(0.5, True), (1e-3, False)])
+def test_a_plan_shares_over_nodes_where_that_is_faster(
+    speed: float, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict, "SEQUENCES", 4)
+    nodes = replace(ONE, gpus_per_node=2)
+    profile = synthetic.on_nodes(heavy(profile_of()), 2, speed)
+    plan, inside = (solve_for(profile, replace(nodes, over_nodes=may)) for may in (True, False))
+    assert max(unit.width for unit in inside.plan.units) <= 2
+    assert (max(unit.width for unit in plan.plan.units) > 2) == over
+    assert (plan.plan == inside.plan) == (not over)
+    gain = 1 - plan.predicted.iteration_s / inside.predicted.iteration_s
+    assert gain > CP_GAIN if over else gain == 0
+
+
 def test_one_sequence_is_shared() -> None:
     profile = profile_of()
     units = group(profile, ONE, "disaggregated")

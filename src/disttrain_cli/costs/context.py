@@ -53,6 +53,12 @@ def misfit(profile: Profile, modules: Sequence[str], tp: int, cp: int) -> str | 
     return None
 
 
+def most_cp(profile: Profile, modules: Sequence[str]) -> int:
+    """The largest CP degree that heads of the modules allow: no rank is without one."""
+    costs = (cost for name in modules for cost in profile.modules[name].costs.values())
+    return min((cost.heads.query for cost in costs if cost.heads), default=1)
+
+
 def fits_nodes(tp: int, cp: int, gpus_per_node: int) -> bool:
     """Whether the TP × CP ranks of a replica are an even part of a node, or whole nodes with TP
     groups inside each."""

@@ -35,12 +35,13 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
     ahead = False  # whether an encoder or the LLM trains
     for name, module in profile.modules.items():
         states: list[Backward] = []
+        trainable = {kind: _trainable(cost) for kind, cost in module.costs.items()}
         before = ahead and module.kind != "encoder"  # whether something before the layer trains
         for index, kind in enumerate(module.layers):
             owner = PROJECTORS if index in module.projector else name
             if index in module.frozen:
                 states.append("still")
-            elif (trained is None or owner in trained) and _trainable(module.costs[kind]):
+            elif (trained is None or owner in trained) and trainable[kind]:
                 states.append("trained")
                 before = True
                 ahead = ahead or module.kind != "generator"

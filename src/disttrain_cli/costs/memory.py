@@ -423,16 +423,16 @@ def _kept_twice(
     profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
 ) -> Floats:
     """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
-    return np.array(
-        [
-            own_rows(profile, name, shape)
-            * kept_bytes(profile, profile.modules[name].costs[kind], shape, does)
-            for name in modules
-            for kind, does in zip(
-                profile.modules[name].layers, backwards(profile, trained)[name], strict=True
-            )
-        ]
-    ).T
+    columns: list[Floats] = []
+    for name in modules:
+        module, own = profile.modules[name], own_rows(profile, name, shape)
+        layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        more = {
+            (kind, does): own * kept_bytes(profile, module.costs[kind], shape, does)
+            for kind, does in dict.fromkeys(layers)
+        }
+        columns += [more[layer] for layer in layers]
+    return np.array(columns).T
 
 
 def _inputs_of_others(

@@ -259,7 +259,7 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
         if (why := misfit(profile, unit.modules, unit.tp, unit.cp)) is not None:
             raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)
     for stage in stage_graph(layout, profile.inputs.llm).stages:
-        if stage.ranks[0] % stage.unit.width:
+        if stage.ranks[0] % min(stage.unit.width, run.cluster.gpus_per_node):
             sizes = ", ".join(f"{unit.name} {_product(unit)}" for unit in layout.units)
             raise SpecError(
                 f"{'CP' if stage.cp > 1 else 'TP'} groups of unit {stage.unit.name} would lie on"

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.costs.memory import fits
-from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
 from disttrain_cli.planning.baselines import candidates, megatron
 from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.climb import climb
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import (
+    CP_GAIN,
     EACH,
     Limits,
     Ranked,
@@ -127,6 +128,9 @@ def solve(
     choices with them, as far as its units may have their shapes (`apart`): a plan is never slower
     than a baseline that it could have chosen.
 
+    CP groups lie on several nodes where the best plan without such groups takes longer, by
+    `CP_GAIN` at least.
+
     Raises:
         MismatchError: the profile belongs to another model or cluster.
         InfeasibleError: no layout fits; names the stage that does not fit and the smallest change
@@ -194,7 +198,7 @@ def solve_for(
         if ranked_as(cluster) != cluster
         else 1.0
     )
-    return Plan(
+    plan = Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
         provenance=profile.provenance,
         plan=best.layout,
@@ -214,6 +218,15 @@ def solve_for(
             solve_s=solve_s, candidates=combinations, exact=strategy != "paper", simulated=simulated
         ),
     )
+    if not any(unit.width > cluster.gpus_per_node for unit in best.layout.units):
+        return plan
+    try:
+        inside = replace(cluster, over_nodes=False)
+        other = solve_for(profile, inside, strategy, top, either_zero)
+    except InfeasibleError:
+        return plan
+    gains = other.predicted.iteration_s * (1 - CP_GAIN) > predicted.iteration_s
+    return plan if gains else other
 
 
 def ranking(

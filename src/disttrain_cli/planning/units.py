@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.context import misfit
+from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.memory import GIB, kept_share, state_bytes, working_share
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
@@ -40,7 +40,8 @@ class Cluster:
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
-    most_cp: int | None = None  # largest CP degree; None = what fits a node
+    most_cp: int | None = None  # largest CP degree; None = any
+    over_nodes: bool = True  # CP groups may lie on several nodes
     splits: bool = False  # backwards into two parts (`planning.splitting`)
     overlaps: bool = False  # reductions and gathers with passes (`costs.overlap`)
     hides: bool = False  # a TP group's messages behind products, where that is faster
@@ -119,15 +120,19 @@ class Unit:
 
     @cached_property
     def widths(self) -> list[tuple[int, int]]:
-        """(TP, CP) degrees that are allowed, and fit evenly into a node together, as TP does
-        alone."""
-        node, most = self.cluster.gpus_per_node, self.cluster.most_cp
+        """(TP, CP) degrees that are allowed, and together fit evenly into a node, as TP does
+        alone, or are whole nodes."""
+        node = self.cluster.gpus_per_node
+        # whether messages of groups on several nodes have a price
+        priced = self.profile.links.gpus_per_node == node
+        room = max(node, self.cluster.gpus) if priced and self.cluster.over_nodes else node
+        most = min(self.cluster.most_cp or room, most_cp(self.profile, self.modules))
         return [
             (tp, cp)
             for tp in self.tps
-            for cp in range(1, min(node // tp, most or node) + 1)
-            if node % (tp * cp) == 0
-            and (tp * cp == node or (tp * cp).bit_count() == 1)
+            for cp in range(1, min(room // tp, most) + 1)
+            if fits_nodes(tp, cp, node)
+            and (tp * cp >= node or (tp * cp).bit_count() == 1)
             and misfit(self.profile, self.modules, tp, cp) is None
         ]
 

@@ -143,8 +143,8 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
     Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by
     replica, inside a replica by CP rank, the TP ranks of each side by side, so that neighbours in a
     pipeline and the replicas of a stage lie close. Units come in pipeline order, unless their TP ×
-    CP differ: those of larger ones are numbered first, so that the ranks of every replica start at
-    a multiple of their number and stay inside a node, or are whole nodes.
+    CP differ: those of larger ones are numbered first, so that the ranks of every replica stay
+    inside a node, or are whole nodes.
     """
     counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
     cuts = stage_cuts(counts, branch_point)
