@@ -277,6 +277,15 @@ def test_the_command_prints_tables_or_one_document():
     assert all(title in shown for title in document) and "| costs" in shown
 
 
+@pytest.mark.slow
+def test_ranks_that_join_hold_as_many_descriptors_as_are_counted_for_them():
+    command = [sys.executable, "-m", "benchmarks.joining", "--small", "--json"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (row,) = only(json.loads(shown[shown.index("{") :]))
+    assert row["ranks"] == 16 and row["descriptors of the server"] == row["counted ahead"] == 43
+    assert row["connected after s"] <= row["met after s"] <= row["groups after s"]
+
+
 def test_efficiency_times_the_attention_that_models_run(monkeypatch):
     """Not the one that torch would choose on the device."""
     allowed = []
