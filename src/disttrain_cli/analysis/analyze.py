@@ -3,6 +3,7 @@ format."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from disttrain_cli.analysis.formats import Format, files_of, find_format
+from disttrain_cli.analysis.formats import Format, Traces, files_of, find_format
 from disttrain_cli.analysis.remembered import remembered
 from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def analyze_open(
 ) -> tuple[Analysis, Callable[[], Pictures]]:
     """The same, and what draws the report's pictures of the same traces, should a report be
     wanted."""
-    trace_format, files, left_out = find_format(paths)
+    trace_format, files, left_out = _traces(paths)
     inputs = files_of(trace_format, files)
     named = f"{trace_format} {[str(path) for path in paths]}"
     # at most once, and not where all is known already
@@ -64,6 +66,18 @@ def analyze_open(
         )
 
     return analysis, drawn
+
+
+def _traces(paths: list[Path]) -> Traces:
+    """What the paths hold; DataError where that is no trace."""
+    found = find_format(paths)
+    if found.format == "flight recorder":
+        raise DataError(
+            "These are dumps of PyTorch's flight recorder, and no trace",
+            "they tell why a job hangs, and nothing of its times",
+            f"Have them explained: {shlex.join(['disttrain', 'analyze', *map(str, paths)])}",
+        )
+    return found
 
 
 def _open(trace_format: Format, files: list[Path], progress: Progress) -> Any:
@@ -118,7 +132,7 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         DataError: as `analyze`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    trace_format, files, _ = find_format(paths)
+    trace_format, files, _ = _traces(paths)
     if trace_format == "kineto":
         from disttrain_cli.analysis.kineto.database import run_kineto_sql
 

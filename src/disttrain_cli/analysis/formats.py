@@ -1,5 +1,5 @@
 """What kind of traces a path holds: own Parquet segments, Kineto/Chrome JSON, or operations as
-Parquet."""
+Parquet; or dumps of PyTorch's flight recorder, which are no traces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from disttrain_cli.analysis.flight.dumps import is_dump, rank_of
 from disttrain_cli.errors import DataError
 
 RECORD = "Record a trace with: disttrain train"
-Format = Literal["disttrain", "kineto", "operations"]
+Format = Literal["disttrain", "kineto", "operations", "flight recorder"]
 JSON_ENDINGS = (".json", ".json.gz")
 #: What lies in a run's folder and is no trace.
 _NO_TRACE = frozenset({"job.json", "profile.json", "index.parquet"})
@@ -101,6 +102,8 @@ def _look(path: Path) -> Traces:
     head, problem = _head(path)
     if problem:
         return Traces("kineto", [], [problem])
+    if is_dump(head):
+        return Traces("flight recorder", [path], [])
     return Traces("disttrain" if OWN_CHROME in head else "kineto", [path], [])
 
 
@@ -119,6 +122,8 @@ def _look_through(folder: Path) -> Traces:
             ", ".join(str(run) for run in runs[:5]),
             f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}",
         )
+    if dumps := _dumps(folder):
+        return Traces("flight recorder", dumps, [])
     said: list[str] = []
     kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
     for file in _json_files(folder, said):
@@ -153,6 +158,15 @@ def _look_through(folder: Path) -> Traces:
             "disttrain", ours[:1], [*said, *_left_out(ours[1:], f"{ours[0].name} is analysed")]
         )
     return Traces("kineto", [], said) if said else Traces("disttrain", [folder], [])
+
+
+def _dumps(folder: Path) -> list[Path]:
+    """The flight recorder's dumps in a folder: their names end in a rank."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if rank_of(file) is not None and file.is_file() and is_dump(_head(file)[0])
+    ]
 
 
 def _one_rank(path: Path, folder: Path) -> DataError:

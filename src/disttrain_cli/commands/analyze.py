@@ -20,6 +20,7 @@ from disttrain_cli.commands.common import (
     QuietFlag,
 )
 from disttrain_cli.commands.device_tables import figure
+from disttrain_cli.commands.flight_tables import find_dumps, show_dumps
 from disttrain_cli.console import Console
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 from disttrain_cli.naming import short_path
@@ -31,6 +32,7 @@ $ disttrain analyze runs/tiny --html report.html
 $ disttrain analyze --sql "SELECT operation, count(*) FROM trace GROUP BY ALL"
 $ disttrain analyze kineto_traces/ --html report.html
 $ disttrain analyze runs/new --compare runs/old
+$ disttrain analyze runs/tiny/logs/flight-recorder
 $ disttrain analyze --perfetto trace.json.gz
 $ disttrain analyze --fail-if "job.bubble_fraction > 30 % or verdict.cause == data"
 
@@ -47,7 +49,7 @@ def run(
             help=(
                 "Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or"
                 " .gz; "
-                "also what --perfetto wrote); "
+                "also what --perfetto wrote), or dumps of PyTorch's flight recorder; "
                 "if none is given, the run of ./disttrain.yaml."
             ),
         ),
@@ -90,6 +92,11 @@ def run(
         {"--sql": sql, "--perfetto": perfetto},
         {"--html": html, "--compare": compare, "--fail-if": fail_if},
     )
+    if paths and (dumps := find_dumps(paths)):
+        _no_traces({"--html": html, "--sql": sql, "--perfetto": perfetto, "--compare": compare})
+        _no_traces({"--fail-if": fail_if})
+        show_dumps(console, dumps)
+        return
     if sql is not None or perfetto is not None:
         folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
         not_over(perfetto, *folders)
@@ -151,6 +158,17 @@ def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
             f"given: {' '.join(given)}",
             f"Run disttrain analyze twice: with {given[0]}, and without",
         )
+
+
+def _no_traces(options: dict[str, object]) -> None:
+    """UsageError where an option was given that flight-recorder dumps have nothing for."""
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"{name} needs traces, and these are dumps of PyTorch's flight recorder",
+                "they tell why a job hangs, and nothing of its times",
+                f"Leave {name} out.",
+            )
 
 
 def _export(console: Console, folders: list[Path], file: Path) -> None:

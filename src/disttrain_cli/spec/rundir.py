@@ -84,6 +84,11 @@ def pulses(logs: Path) -> Path:
     return logs / "pulse"
 
 
+def flight_recorder(logs: Path) -> Path:
+    """Folder in which the ranks of a start that hangs dump PyTorch's flight recorder."""
+    return logs / "flight-recorder"
+
+
 def stop_file(logs: Path) -> Path:
     """File whose appearance asks the ranks to stop after their step; it may name the signal that
     asked for it."""

@@ -10,9 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
+from disttrain_cli.analysis.flight.verdict import analyze_dumps
+from disttrain_cli.analysis.formats import find_format
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.runtime.train import preflight, train
-from disttrain_cli.spec.rundir import stop_file
+from disttrain_cli.spec.rundir import flight_recorder, stop_file
 from tests.runtime.factory import make_job
 
 pytestmark = pytest.mark.slow
@@ -102,4 +104,8 @@ def test_a_rank_that_is_stopped_is_named_and_preflight_finds_nothing_wrong(
         train(*job, steps=50, on_step=stop_rank_1)
     assert "rank 1 is stopped (SIGSTOP)" in caught.value.why
     assert "most recent call first" in (job[0].dir.logs / "rank-00002.log").read_text()
+    dumps = flight_recorder(job[0].dir.logs)
+    assert f"disttrain analyze {dumps}" in caught.value.why
+    found = analyze_dumps(find_format([dumps]).files)  # the stopped rank cannot write its own
+    assert 1 not in found.ranks and len(found.ranks) > 1
     assert not psutil.Process().children(recursive=True)

@@ -21,7 +21,7 @@ from disttrain_cli.runtime.watching.lines import reported
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
-from disttrain_cli.spec.rundir import RunDir, pulses, stop_file, stopped_file
+from disttrain_cli.spec.rundir import RunDir, flight_recorder, pulses, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job, Rehearsed
 from disttrain_cli.spec.whole import write_whole
@@ -86,7 +86,8 @@ def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list
     for each in (folder.checkpoints, folder.traces, folder.images, folder.logs):
         _check_writable(each)
     notes = [] if resume else move_aside(folder)
-    shutil.rmtree(pulses(folder.logs), ignore_errors=True)
+    for of_a_start in (pulses(folder.logs), flight_recorder(folder.logs)):
+        shutil.rmtree(of_a_start, ignore_errors=True)
     for left in (stop_file(folder.logs), stopped_file(folder.logs)):
         left.unlink(missing_ok=True)
     name = next_start(folder)

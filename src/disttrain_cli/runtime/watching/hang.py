@@ -10,6 +10,7 @@ circle.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import time
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disttrain_cli.errors import RankLostError
+from disttrain_cli.runtime.watching.flight import records
 from disttrain_cli.runtime.watching.pulse import State, interval_s, read_state
 from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict
-from disttrain_cli.spec.rundir import rank_log
+from disttrain_cli.spec.rundir import flight_recorder, rank_log
 from disttrain_cli.spec.stage_graph import Stage
 from disttrain_cli.spec.trace import COMPUTE
 
@@ -135,7 +137,7 @@ class HangWatch:
         if len(self._states) < len(self._ranks) or now_s - self._moved_s < self._hang_s:
             return
         error = self._error(diagnose(self._states, self._stages, silent), silent)
-        publish_verdict(self._folder, Verdict(text=f"{error}\n", told_on=None))
+        publish_verdict(self._folder, Verdict(text=f"{error}\n", told_on=None, hang=True))
         time.sleep(2 * interval_s(self._hang_s))  # the ranks look for it as often
         raise error
 
@@ -168,6 +170,13 @@ class HangWatch:
             f"No rank made progress for {self._hang_s:g} s (train.hang_s). What each was doing is"
             f" at the end of its log: {rank_log(self._logs, named[0])}"
         )
+        if records():
+            dumps = flight_recorder(self._logs)
+            command = shlex.join(["disttrain", "analyze", str(dumps)])
+            lines.append(
+                "Which collective they wait in, and who has not joined it, ranks dump as they end"
+                f" (PyTorch's flight recorder): {command}"
+            )
         return RankLostError(
             what,
             "\n".join(lines),

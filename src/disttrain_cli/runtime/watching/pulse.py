@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel
 
 from disttrain_cli.errors import RankFailedError
+from disttrain_cli.runtime.watching.flight import write_dump
 from disttrain_cli.runtime.watching.verdict import Verdict, read_verdict
 
 RECORD_BYTES = 512
@@ -117,6 +118,8 @@ class Pulse:
             faulthandler.dump_traceback_later(self._hang_s, file=sys.__stderr__ or 2)
             if (verdict := read_verdict(self._folder)) is not None:
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+                if verdict.hang:
+                    write_dump(self._folder.parent, self._own["rank"])
                 self._end(verdict)
             if self._ended.wait(interval_s(self._hang_s)):
                 self._ahead.clear()  # what the device has not reached by now it may never reach

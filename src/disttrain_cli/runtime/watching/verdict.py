@@ -21,6 +21,7 @@ class Verdict(BaseModel):
 
     text: str
     told_on: str | None  # the host on whose terminal it stands already, if any
+    hang: bool = False  # whether nobody failed, and all wait
 
 
 def publish_verdict(folder: Path, verdict: Verdict) -> None:

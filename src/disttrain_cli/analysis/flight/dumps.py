@@ -1,0 +1,207 @@
+"""Reading dumps: pickles by a reader that makes plain values alone, or JSON; a file per rank.
+
+Format 2.x of torch's FlightRecorder (`torch/csrc/distributed/c10d/FlightRecorder*.hpp`). Which rank
+wrote a file is in its name alone, as its last number.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+from msgspec import Struct
+
+from disttrain_cli.errors import DataError
+
+#: Larger files are refused: a dump of 20,000 entries with stacks has some 30 MiB.
+MOST_BYTES = 64 << 20
+#: Memory that the values of a pickle may take: so many times its bytes, and a little more.
+MOST_TIMES, SPARE_BYTES = 64, 64 << 20
+#: What a name ends in: the rank, which may have an ending of JSON after it.
+RANK = re.compile(r"(\d{1,7})(\.json)?$")
+#: What a file of each form begins with.
+PICKLED = re.compile(rb"\x80[\x02-\x05]")
+KEYS = (b"pg_config", b"collective_seq_id", b"comm_lib_version", b"nccl_version")
+
+
+class Frame(Struct, frozen=True):
+    """A line of Python on the stack, the innermost first."""
+
+    name: str
+    filename: str
+    line: int
+
+
+class Entry(Struct, frozen=True):
+    """An operation that a rank has asked a group for."""
+
+    record_id: int
+    process_group: tuple[str, str]  # name, description
+    collective_seq_id: int
+    profiling_name: str  # such as nccl:all_reduce, nccl:send 0->1
+    state: str  # scheduled, started, completed
+    input_sizes: list[list[int]]
+    output_sizes: list[list[int]]
+    input_dtypes: list[str] = []
+    output_dtypes: list[str] = []
+    retired: bool = False
+    is_p2p: bool = False
+    time_created_ns: int = 0
+    frames: list[Frame] = []
+
+    @property
+    def operation(self) -> str:
+        """all_reduce, or send 0->1, whose ranks are those of the group."""
+        return self.profiling_name.partition(":")[2] or self.profiling_name
+
+    @property
+    def pending(self) -> bool:
+        """Whether it has not ended, as far as is known: gloo's are never told to have, and are
+        retired."""
+        over_gloo = self.profiling_name.startswith("gloo:")
+        return self.state != "completed" and not (over_gloo and self.retired)
+
+
+class Config(Struct, frozen=True):
+    """A group as it was made."""
+
+    name: str = ""
+    desc: str = ""
+    ranks: str = "[]"  # JSON
+
+
+class Dump(Struct, frozen=True):
+    """What one rank wrote."""
+
+    version: str
+    entries: list[Entry] = []
+    pg_config: dict[str, Config] = {}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes plain values alone: names of classes and functions are refused, whatever they are."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(
+            f"it names {module[:40]}.{name[:40]}, and a dump names nothing"
+        )
+
+
+def is_dump(head: bytes) -> bool:
+    """Whether a file that begins so is a dump."""
+    pickled = PICKLED.match(head) is not None
+    return (pickled or head.lstrip().startswith(b"{")) and (
+        any(key in head for key in KEYS) and b"traceEvents" not in head
+    )
+
+
+def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
+    """The dumps by rank, and what was left out.
+
+    Raises:
+        DataError: none can be read, or two are of one rank.
+    """
+    dumps: dict[int, Dump] = {}
+    said: list[str] = []
+    of_rank: dict[int, Path] = {}
+    for file in files:
+        rank = rank_of(file)
+        if rank is None:
+            said.append(f"{file.name} left out: its name does not end in its rank")
+            continue
+        try:
+            dump = _read(file)
+        except (ValueError, OSError) as error:
+            said.append(f"{file.name} left out: {error}")
+            continue
+        if rank in of_rank:
+            raise DataError(
+                f"Two dumps are of rank {rank}",
+                f"{of_rank[rank]}, {file}",
+                "Give the dumps of one hang alone.",
+            )
+        of_rank[rank], dumps[rank] = file, dump
+    if not dumps:
+        raise DataError(
+            "No dump of the flight recorder can be read here",
+            "; ".join(said[:5]),
+            "Name the files that torch wrote when the job hung, such as nccl_trace_rank_0, or their"
+            " folder.",
+        )
+    return dict(sorted(dumps.items())), said
+
+
+def rank_of(file: Path) -> int | None:
+    """The rank that a file's name ends in."""
+    found = RANK.search(file.name)
+    return None if found is None else int(found[1])
+
+
+def _read(file: Path) -> Dump:
+    """ValueError where a file is no dump."""
+    with file.open("rb") as source:
+        content = source.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"larger than {MOST_BYTES >> 20} MiB, which no dump is")
+    if PICKLED.match(content):
+        return _checked(_unpickled(content))
+    try:
+        return msgspec.json.decode(content, type=Dump)
+    except msgspec.DecodeError as error:  # also where values are of other types
+        raise ValueError(f"no dump: {error}") from None
+
+
+def _unpickled(content: bytes) -> Any:
+    try:
+        with _at_most(MOST_TIMES * len(content) + SPARE_BYTES):
+            return _PlainUnpickler(io.BytesIO(content)).load()
+    except MemoryError:
+        raise ValueError("it asks for more memory than there is") from None
+    except Exception as error:  # whatever bytes can make the unpickler raise
+        raise ValueError(f"no pickle of plain values: {str(error)[:120]}") from None
+
+
+@contextmanager
+def _at_most(more_bytes: int) -> Iterator[None]:
+    """MemoryError inside where the process asks for so much more: a few bytes of a pickle can ask
+    for gigabytes (a far place of its memo). Only where /proc tells what it has."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + more_bytes
+    if soft != resource.RLIM_INFINITY:
+        wanted = min(wanted, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _checked(value: Any) -> Dump:
+    """The dump that plain values are; only fields that it has are looked at, to their own depth."""
+    try:
+        return msgspec.convert(value, Dump)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"no dump: {str(error)[:120]}") from None
+
+
+def ranks_of(config: Config) -> tuple[int, ...]:
+    """The ranks of a group, as far as its configuration says them."""
+    try:
+        ranks = json.loads(config.ranks)
+    except (ValueError, RecursionError):
+        return ()
+    plain = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
+    return tuple(sorted({*ranks})) if plain else ()

@@ -1,0 +1,304 @@
+"""Why a job hangs, from its flight recorder's dumps.
+
+A rank waits where an operation of its own is pending, for the ranks that have not asked for it: the
+group's others for a collective, the peer for a message. Ranks that are waited for and wait for
+nobody are the cause; a collective that ranks disagree about is, before anything else.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from disttrain_cli.analysis.flight.dumps import Dump, Entry, read_dumps
+from disttrain_cli.analysis.flight.matching import Finding, Seen, first_problem, groups_of
+
+#: What ranks disagree about; it is found before anything that they wait for.
+DISAGREE = ("other operation", "other size", "other dtype")
+#: A message: what it is, and the two ranks of the group.
+MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
+MOST_LISTED = 8
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where a rank is: its first operation that has not ended, or else its last one."""
+
+    rank: int
+    waits: bool  # whether that operation is pending
+    operation: str
+    group: str
+    sequence: int
+    state: str
+    line: str  # of Python that asked for it: file:line (function), "" where no stack was kept
+    waits_for: list[int]
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """The first collective of a group that is not in order."""
+
+    group: str
+    group_name: str  # torch's
+    group_ranks: list[int]
+    operation: str
+    sequence: int
+    problem: str
+    ranks: list[int]
+    detail: str
+
+
+class HangVerdict(Struct, frozen=True, kw_only=True):
+    """What the dumps say."""
+
+    cause: str  # a `matching.Problem`, "message", "circle", or "nothing pending"
+    sentence: str
+    ranks: list[int]
+    row: Row | None
+    next_step: str
+
+
+class Dumped(Struct, frozen=True, kw_only=True):
+    """All of it: `--json` prints this."""
+
+    format: str = "flight recorder"
+    version: str
+    ranks: list[int]
+    without_dump: list[int]
+    verdict: HangVerdict
+    collectives: list[Row]
+    places: list[Place]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `--json`."""
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
+
+
+def analyze_dumps(files: Sequence[Path]) -> Dumped:
+    """Judge the dumps of one hang; raises DataError where none can be read."""
+    dumps, said = read_dumps(files)
+    seen = groups_of(dumps)
+    findings = [found for one in seen if (found := first_problem(one, dumps)) is not None]
+    findings.sort(key=lambda found: (found.problem not in DISAGREE, found.since_ns))
+    places = [_place(rank, dump, seen) for rank, dump in dumps.items()]
+    without = sorted({rank for one in seen for rank in one.group.ranks} - {*dumps})
+    versions = sorted({dump.version for dump in dumps.values()})
+    if len(versions) > 1:
+        said.append(f"dumps of several versions: {', '.join(versions)}")
+    if versions[-1].partition(".")[0] != "2":
+        said.append(f"version {versions[-1]} of the format is not known here; read as 2.x")
+    return Dumped(
+        version=versions[-1],
+        ranks=[*dumps],
+        without_dump=without,
+        verdict=_verdict(findings, {place.rank: place for place in places}, without, files),
+        collectives=[_row(found) for found in findings],
+        places=places,
+        warnings=said,
+    )
+
+
+def _place(rank: int, dump: Dump, seen: Sequence[Seen]) -> Place:
+    pending = min(
+        (entry for entry in dump.entries if entry.pending),
+        key=lambda entry: entry.record_id,
+        default=None,
+    )
+    last = max(dump.entries, key=lambda entry: entry.record_id, default=None)
+    entry = pending or last
+    if entry is None:
+        return Place(
+            rank=rank,
+            waits=False,
+            operation="",
+            group="",
+            sequence=-1,
+            state="",
+            line="",
+            waits_for=[],
+        )
+    where = next(one for one in seen if any(own is entry for own in one.entries.get(rank, ())))
+    return Place(
+        rank=rank,
+        waits=pending is not None,
+        operation=entry.operation,
+        group=where.group.title,
+        sequence=entry.collective_seq_id,
+        state=entry.state,
+        line=_line(entry),
+        waits_for=[] if pending is None else _waits_for(rank, pending, where),
+    )
+
+
+def _line(entry: Entry) -> str:
+    """The innermost line that is not torch's own."""
+    for frame in entry.frames:
+        if "/torch/" not in frame.filename.replace("\\", "/"):
+            return f"{frame.filename}:{frame.line} ({frame.name})"
+    return ""
+
+
+def _waits_for(rank: int, entry: Entry, seen: Seen) -> list[int]:
+    """Ranks without which a pending operation cannot end: those that have not asked for it."""
+    message = MESSAGE.match(entry.operation) if entry.is_p2p else None
+    if message is not None:
+        peer = int(message[4])
+        if peer >= len(seen.group.ranks):
+            return []
+        other = seen.group.ranks[peer]
+        answer = "recv" if message[1] == "send" else "send"
+        asked = any(
+            own.pending
+            and (found := MESSAGE.match(own.operation)) is not None
+            and found[1] == answer
+            and int(found[4]) == int(message[2])
+            for own in seen.entries.get(other, ())
+        )
+        return [] if asked else [other]
+    return [
+        other
+        for other, entries in seen.entries.items()
+        if other != rank
+        and not any(
+            not own.is_p2p and own.collective_seq_id == entry.collective_seq_id for own in entries
+        )
+    ]
+
+
+def _verdict(
+    findings: Sequence[Finding],
+    places: Mapping[int, Place],
+    without: Sequence[int],
+    files: Sequence[Path],
+) -> HangVerdict:
+    def verdict(
+        cause: str, sentence: str, ranks: Sequence[int], found: Finding | None, advice: str
+    ) -> HangVerdict:
+        return HangVerdict(
+            cause=cause,
+            sentence=sentence,
+            ranks=[*ranks],
+            row=None if found is None else _row(found),
+            next_step=advice,
+        )
+
+    if findings and findings[0].problem in DISAGREE:
+        found = findings[0]
+        return verdict(
+            found.problem,
+            f"{_named(found.ranks)} {_has(found)} {_collective(found)}: {found.detail}",
+            found.ranks,
+            found,
+            "Compare what leads those ranks there with the others: "
+            + (_stack(places, found.ranks) or "their logs."),
+        )
+    asked = Counter(other for place in places.values() for other in place.waits_for)
+    causes = sorted(rank for rank in asked if not places[rank].waits_for)
+    if causes:
+        waited = [found for found in findings if {*found.ranks} & {*causes}]
+        here = waited[0] if waited else None
+        what = (
+            f"{_named(causes)} {'has' if len(causes) == 1 else 'have'} not joined"
+            f" {_collective(here)}, in which {_named(here.waiting).lower()} wait"
+            if here is not None
+            else f"{_named(causes)} {'does' if len(causes) == 1 else 'do'} not answer messages that"
+            f" {_named([r for r, place in places.items() if place.waits_for]).lower()} wait for"
+        )
+        last = places[causes[0]]
+        doing = (
+            f"; rank {last.rank} {'is in' if last.waits else 'last did'} {last.operation} of"
+            f" {last.group}"
+            if last.operation
+            else f"; rank {last.rank} has recorded nothing"
+        )
+        return verdict(
+            "missing" if here is not None else "message",
+            what + doing,
+            causes,
+            here,
+            "See what those ranks do outside of communication: the stacks at the ends of their logs"
+            + (f", and {_stack(places, causes)}" if _stack(places, causes) else "."),
+        )
+    if any(place.waits_for for place in places.values()):
+        circle = [rank for rank, place in places.items() if place.waits_for]
+        return verdict(
+            "circle",
+            f"{_named(circle)} wait for each other: each is in an operation that another one comes"
+            " to later",
+            circle,
+            findings[0] if findings else None,
+            "Groups are used in another order on some ranks; see where each one is, below.",
+        )
+    unfinished = [found for found in findings if found.problem in ("not started", "not finished")]
+    if unfinished:
+        found = unfinished[0]
+        late = found.problem == "not started"
+        return verdict(
+            found.problem,
+            f"All ranks with a dump have joined {_collective(found)}, and"
+            + (
+                f" {_named(found.ranks).lower()} {'has' if len(found.ranks) == 1 else 'have'} not"
+                " started it: the device is busy with what comes before it"
+                if late
+                else " it has not finished: the network, or a rank without a dump, holds it up"
+            ),
+            found.ranks if late else without or found.ranks,
+            found,
+            (
+                "See what those devices run before it."
+                if late
+                else "NCCL_DEBUG=INFO says in the logs what it tries; see whether hosts and links"
+                " answer."
+            ),
+        )
+    lacking = f"; there are no dumps of {_named(without).lower()}" if without else ""
+    return verdict(
+        "nothing pending",
+        f"Nothing is pending in {len(places)} dump(s){lacking}",
+        without,
+        None,
+        f"Give the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}"
+        if without
+        else "The ranks wait for something other than each other: see the stacks in their logs.",
+    )
+
+
+def _row(found: Finding) -> Row:
+    return Row(
+        group=found.group.title,
+        group_name=found.group.name,
+        group_ranks=[*found.group.ranks],
+        operation=found.operation,
+        sequence=found.sequence,
+        problem=found.problem,
+        ranks=[*found.ranks],
+        detail=found.detail,
+    )
+
+
+def _has(found: Finding) -> str:
+    one = len(found.ranks) == 1
+    what = {"other operation": "operation", "other size": "size", "other dtype": "type"}
+    return f"{'has' if one else 'have'} another {what[found.problem]} in"
+
+
+def _collective(found: Finding) -> str:
+    return f"{found.operation} number {found.sequence} of {found.group.title}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks 1, 2, 3, …"""
+    shown = ", ".join(map(str, ranks[:MOST_LISTED])) + ", …" * (len(ranks) > MOST_LISTED)
+    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+
+
+def _stack(places: Mapping[int, Place], ranks: Sequence[int]) -> str:
+    line = next((places[rank].line for rank in ranks if places[rank].line), "")
+    return f"asked last at {line}" if line else ""

@@ -1,0 +1,82 @@
+"""What flight-recorder dumps say of a job that hangs: the sentence, then groups and ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disttrain_cli.console import Console
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.flight.verdict import Dumped
+
+MOST_ROWS = 16  # shown; --json has all
+
+
+def find_dumps(paths: list[Path]) -> list[Path]:
+    """The dumps that the paths hold; none where they hold traces."""
+    from disttrain_cli.analysis.formats import find_format
+
+    found = find_format(paths)
+    return found.files if found.format == "flight recorder" else []
+
+
+def show_dumps(console: Console, files: list[Path]) -> None:
+    """Judge them, and show it."""
+    from disttrain_cli.analysis.flight.verdict import analyze_dumps
+
+    found = analyze_dumps(files)
+    console.result(found.to_json(), found.verdict.sentence)
+    _render(console, found)
+
+
+def _render(console: Console, found: Dumped) -> None:
+    for text in found.warnings:
+        console.note(text)
+    console.say(f"{found.verdict.sentence}.")
+    console.say(found.verdict.next_step)
+    without = found.without_dump
+    if without:
+        shown = ", ".join(map(str, without[:MOST_ROWS])) + ", …" * (len(without) > MOST_ROWS)
+        console.say(f"No dumps of ranks {shown}: what they did is not known.")
+    console.table(
+        "First collective of each group that is not in order",
+        ["group", "ranks", "operation", "number", "problem", "of ranks", "detail"],
+        [
+            [
+                row.group,
+                len(row.group_ranks),
+                row.operation,
+                row.sequence,
+                row.problem,
+                _listed(row.ranks),
+                row.detail or "–",
+            ]
+            for row in found.collectives[:MOST_ROWS]
+        ],
+    )
+    places = sorted(found.places, key=lambda place: (not place.waits, place.rank))
+    console.table(
+        "Where ranks are",
+        ["rank", "waits", "operation", "group", "number", "state", "for ranks", "line"],
+        [
+            [
+                place.rank,
+                "yes" if place.waits else "no",
+                place.operation or "–",
+                place.group or "–",
+                place.sequence,
+                place.state or "–",
+                _listed(place.waits_for) or "–",
+                place.line or "–",
+            ]
+            for place in places[:MOST_ROWS]
+        ],
+    )
+    for rows, what in ((found.collectives, "groups"), (places, "ranks")):
+        if len(rows) > MOST_ROWS:
+            console.say(f"and {len(rows) - MOST_ROWS} more {what} (--json)")
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
