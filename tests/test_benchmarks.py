@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from benchmarks import (
     verdicts,
     video,
     waiting,
+    watching,
 )
 from benchmarks.list_schedule import Batch, Group, Rules, ends_s
 from benchmarks.placements import Knobs, Shape, case_of
@@ -523,6 +525,35 @@ def test_calibration_analyses_each_case_once_and_keeps_what_is_held_out(monkeypa
     monkeypatch.setattr(calibration, "analyze", None)  # nothing is analysed again
     assert calibration.measure(tmp_path / "rows", held_out=True, only="simulated host 1000") == rows
     assert set(calibration.tables(rows)) == {"Held out", "Held out, by kind"}
+
+
+def test_a_watched_fault_is_named_soon_and_first():
+    def look(cause, changed=True, **place):
+        said = Verdict(
+            cause=cause,
+            headline="",
+            place=Place(**place),
+            lost_s=0.1,
+            confidence=0.9,
+            evidence=[],
+            advice="",
+            next_command="",
+        )
+        return SimpleNamespace(changed=changed, analysis=SimpleNamespace(verdict=said))
+
+    truth = [known.Truth("worker", {"rank": 3}, 0.2)]
+    calm, busy, named = look("none"), look("unknown"), look("worker", rank=3)
+    found = watching.judged("rank", truth, [(0, calm), (1, busy), (2, named), (3, calm)])
+    assert (found["right"], found["after steps"], found["false alarms"]) == (True, 2, "-")
+    assert not watching.judged("rank", truth, [(0, calm), (6, named)])["right"]
+    assert not watching.judged("rank", truth, [(2, look("data")), (3, named)])["right"]
+    assert not watching.judged("rank", truth, [(2, look("worker", rank=3, changed=False))])["right"]
+    assert watching.judged("clean", [], [(0, calm), (3, busy)])["right"]
+    alarm = watching.judged("clean", [], [(0, calm), (3, named)])
+    assert (alarm["right"], alarm["false alarms"]) == (False, "worker")
+    kinds = {kind for kind, _ in watching.cases(held_out=False, each=2, clean=1)}
+    assert kinds == {*watching.DEVELOPED, "clean"}
+    assert len(watching.cases(held_out=True, each=2, clean=3)) == 17
 
 
 def test_more_evidence_is_fitted_to_be_no_less_sure():

@@ -24,6 +24,8 @@ from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, tell
 
 #: Causes that lie in the data.
 UNEVEN = ("intra_microbatch", "inter_microbatch")
+#: Causes that a job leaves behind with a host.
+OF_HOSTS = ("worker", "host")
 #: Causes that lie in the ranks themselves or between them.
 IN_RANKS = ("worker", "communication", "host")
 
@@ -347,7 +349,7 @@ def _helped(record: Record, main: Finding, told: Told) -> Told:
             f"If the plan is already the best for {record.gpus} GPUs, one more shows whether the"
             " next whole number fits better."
         )
-    elif main.regained and remedy is not None:
+    elif remedy is not None and (main.regained or (cause in OF_HOSTS and remedy.gpus < 0)):
         more = _gain_of(remedy, record.measured_s)
     elif cause in UNEVEN:
         more = (

@@ -22,6 +22,7 @@ from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_ranks
 from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.rank_times import rank_summaries
+from disttrain_cli.analysis.job.remedies.leaving import without_hosts
 from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies, with_layouts
 from disttrain_cli.analysis.job.remedies.replanning import can_replan
@@ -316,6 +317,9 @@ def _straggle(
     layouts = other_layouts(database, graph, why, moved_on)
     findings, state = _causes(graph, suspects, job, planned)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
+    if planned:
+        left_out = without_hosts(database, graph, why, findings, where)
+        helps = sorted([*helps, *left_out], key=lambda one: -one.gain_s)
     measured_s, present = (
         float(losses.measured.mean()),
         min(1.0, len(ranks) / expected_ranks(database)),

@@ -1,4 +1,5 @@
-"""A new plan for the recorded job on as many devices, from costs corrected by what was recorded.
+"""A new plan for the recorded job, on as many devices or fewer, from costs corrected by what was
+recorded.
 
 What `disttrain profile --calibrate RUN && disttrain plan` would gain: the profile's times are
 scaled, unit by unit, forward and backward, to what usual ranks took for the recorded work, and
@@ -14,6 +15,7 @@ seen here (`own.staleness` has them). It takes 0.1 to 0.4 s; 0.7 s for a model o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -40,9 +42,13 @@ class Replanned(NamedTuple):
     then_s: float
 
 
-def replan(record: Record, why: Explained) -> Replanned | None:
+def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned | None:
     """The best of the planner's layouts, which may be the present one; None where the profile lacks
-    what it needs."""
+    what it needs, or none fits.
+
+    Args:
+        gpus: for so many devices; None: as many as the job has.
+    """
     job = record.job
     if not _complete(job.profile):
         return None
@@ -53,6 +59,9 @@ def replan(record: Record, why: Explained) -> Replanned | None:
     from disttrain_cli.planning.units import group
 
     profile, cluster = corrected(record, why), ranked_as(cluster_of(job))
+    present_s = one_batch_s(profile, job.layout, cluster)
+    if gpus is not None:
+        cluster = replace(cluster, gpus=gpus, gpus_per_node=min(cluster.gpus_per_node, gpus))
     llm = job.layout.unit_of(profile.inputs.llm)
     try:
         units = group(profile, cluster, "disaggregated")
@@ -66,8 +75,10 @@ def replan(record: Record, why: Explained) -> Replanned | None:
     layouts = [
         layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(plans)
     ]
-    present_s = one_batch_s(profile, job.layout, cluster)
-    found = [(job.layout, present_s), *(timed(profile, cluster, layout) for layout in layouts)]
+    found = [timed(profile, cluster, layout) for layout in layouts]
+    found += [(job.layout, present_s)] if job.layout.gpus_used <= cluster.gpus else []
+    if not found:
+        return None
     layout, then_s = min(found, key=lambda pair: pair[1])
     return Replanned(layout, present_s, then_s)
 
