@@ -352,8 +352,9 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 working,
                 own[1] * appear,
                 flight,
+                layout.microbatches,
                 deferred[span] * later,
-                min(layout.microbatches - 1, stage.weight_delay or 0),
+                stage.weight_delay or 0,
             )
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
             moving = keeps + transient + messages
@@ -480,6 +481,7 @@ def _fullest_moment(
     working: Floats,
     appearing: Floats,
     flight: int,
+    microbatches: int,
     deferred: Floats,
     delay: int,
 ) -> tuple[float, float, float]:
@@ -492,15 +494,18 @@ def _fullest_moment(
 
     Where gradients of weights wait for `delay` backwards more, a stage keeps the `deferred` bytes
     [L] of so many slots before, and in a backward of the layers after i of this slot; then no
-    gradient is taken to be absent.
+    gradient is taken to be absent. The last `flight` backwards have a slot less each.
     """
     kept, done = np.cumsum(activations), np.cumsum(appearing)
     held = kept - activations + working
     if deferred.any():
         done_with = deferred.sum() - np.cumsum(deferred)  # by layers after each
         layer = int((held + done_with).argmax())
-        waiting = delay * deferred.sum() + done_with[layer]
-        keeps = (flight - 1) * kept[-1] + kept[layer] + waiting
+        others = max(
+            (min(flight, microbatches - before) - 1) * kept[-1] + before * deferred.sum()
+            for before in (min(delay, microbatches - flight), min(delay, microbatches - 1))
+        )
+        keeps = others + kept[layer] + done_with[layer]
         return float(keeps), float(held[layer] - kept[layer]), 0.0
     moments = [(flight, done - appearing)]
     if flight > 1 and appearing.any():
