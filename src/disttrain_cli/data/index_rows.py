@@ -20,9 +20,9 @@ from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts, in_p
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Sample, Segment, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.index import (
     COLUMNS,
-    ITEMS,
     KINDS,
     OPTIONAL,
     SAMPLE_SPECIALS,
@@ -166,7 +166,8 @@ def _batch(
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + specials_of(columns["kinds"], columns["heights"], starts_of(counts))
-    misfits = [_misfit(segments, inputs) for segments in per_sample]
+    heads = _heads(inputs)
+    misfits = [_misfit(segments, heads) for segments in per_sample]
     fits = np.array([reason is None for reason in misfits], dtype=bool)
     keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
     for index in np.flatnonzero(~keep).tolist():
@@ -192,12 +193,13 @@ def _batch(
 def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segment]:
     """Segments of the kinds `present`, videos only with `films`; a text that asks for an image that
     nothing here generates is not trained."""
-    asks = [one.kind == TARGET and TARGET not in present for one in segments[1:]] + [False]
-    return [
-        one._replace(trained=one.trained and not asking)
-        for one, asking in zip(segments, asks, strict=True)
-        if one.kind in present and (films or not one.frames)
-    ]
+    if TARGET not in present:
+        asks = [one.kind == TARGET for one in segments[1:]] + [False]
+        segments = [
+            one._replace(trained=False) if asking else one
+            for one, asking in zip(segments, asks, strict=True)
+        ]
+    return [one for one in segments if one.kind in present and (films or not one.frames)]
 
 
 def _cut(
@@ -206,10 +208,10 @@ def _cut(
     """The samples with every file in its parts, where this model's processor cuts them."""
     if not cutting(inputs):
         return samples
-    made = []
+    made, heads = [], _heads(inputs)
     for sample in samples:
         try:
-            if reason := _misfit(sample.segments, inputs):
+            if reason := _misfit(sample.segments, heads):
                 raise ValueError(reason)
             made.append(Sample(sample.key, in_parts(sample.segments, inputs)))
         except ValueError as error:
@@ -217,12 +219,17 @@ def _cut(
     return made
 
 
-def _misfit(segments: list[Segment], inputs: ModelInputs) -> str | None:
+def _heads(inputs: ModelInputs) -> dict[int, Head]:
+    """The head of each kind that this model reads."""
+    return {kind: of[0] for item, kind in KINDS.items() if (of := inputs.of(item))}
+
+
+def _misfit(segments: list[Segment], heads: Mapping[int, Head]) -> str | None:
     """Why the model cannot read an item of a sample, if there is one that it cannot."""
-    reasons = (
-        inputs.of(ITEMS[one.kind])[0].misfit(*one.numbers) for one in segments if one.kind != TEXT
-    )
-    return next((reason for reason in reasons if reason), None)
+    for one in segments:
+        if one.kind != TEXT and (reason := heads[one.kind].misfit(*one.numbers)):
+            return reason
+    return None
 
 
 def _in_pieces(

@@ -66,8 +66,7 @@ def conversation(
     are meant where it names none; `measure`: says their numbers, which it may need. Raises
     ValueError with the reason.
     """
-    names = file_names(record, beside)
-    turns = _marked(_turns(record), names)
+    turns, names = _said(record, beside)
     if not turns:
         return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
     if chat is None:
@@ -84,11 +83,13 @@ def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
     before, answers = "", True  # `before`: a text that is not trained and not in `parts` yet
     for turn in turns:
         if answers and parts and parts[-1].kind == TEXT:
-            parts[-1] = parts[-1]._replace(ended=True)
+            parts[-1] = Part(TEXT, parts[-1].value, parts[-1].trained, ended=True)
         before += "" if answers else " "
         answers = turn.role == "assistant"
         before += BEFORE[turn.role]
-        for index, piece in enumerate(MARKS.split(turn.said)):
+        said = turn.said
+        pieces = MARKS.split(said) if MARK in said or FILM in said else [said]
+        for index, piece in enumerate(pieces):
             if index:
                 before = _text(parts, before, trained=False)
                 parts.append(Part(IMAGE, next(files)))
@@ -120,6 +121,11 @@ def has_turns(record: Any) -> bool:
 def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
     """Names of a record's images and videos as they are marked, or where it has no turns the
     images first; ValueError where it has no such form, or other numbers of marks."""
+    return _said(record, beside)[1]
+
+
+def _said(record: Any, beside: Sequence[str]) -> tuple[list[Turn], list[str]]:
+    """(the turns of a record, `file_names`)."""
     if not isinstance(record, dict):
         raise ValueError("a record must be a mapping")
     turns = _turns(record)
@@ -130,14 +136,22 @@ def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
         for name in _listed(record, VIDEOS) or _only("video", named) or _only("video", beside)
     ]
     if not turns:
-        return [*images, *videos]
-    marks = [mark for turn in _marked(turns, videos) for mark in MARKS.findall(turn.said)]
+        return [], [*images, *videos]
+    turns = _marked(turns, videos)
+    marks = [mark for turn in turns for mark in _marks(turn.said)]
     for mark, what, names in ((MARK, "images", images), (FILM, "videos", videos)):
         if (count := marks.count(mark)) != len(names):
             shown = MARK if mark == MARK else WRITTEN_FILM
             raise ValueError(f"{count} marks {shown} for {len(names)} {what}")
+    if not videos:
+        return turns, list(images)
     each = {MARK: iter(images), FILM: iter(videos)}
-    return [next(each[mark]) for mark in marks]
+    return turns, [next(each[mark]) for mark in marks]
+
+
+def _marks(text: str) -> list[str]:
+    """Marks of a text in order; found without an expression where there is none."""
+    return MARKS.findall(text) if MARK in text or FILM in text else []
 
 
 def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
@@ -183,9 +197,9 @@ def _turn(turn: Any, where: str) -> Turn:
     given = turn if isinstance(turn, dict) else {}
     who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
     role = ROLES.get(who, who) if isinstance(who, str) else None
-    parts = said if isinstance(said, list) else [{"type": "text", "text": said}]
     images: list[str] = []
-    texts: list[str] = []
+    texts: list[str] = [clean(said)] if isinstance(said, str) else []
+    parts = said if isinstance(said, list) else []
     for part in parts:
         match part:
             case {"type": "text", "text": str(text)} | str(text):
@@ -205,7 +219,7 @@ def _turn(turn: Any, where: str) -> Turn:
                 break
     if given.get("tool_calls"):
         raise ValueError(NO_TOOLS)
-    if role not in BEFORE or (parts and not texts):
+    if role not in BEFORE or (said != [] and not texts):
         known = "system, human, gpt, user, assistant"
         if isinstance(who, str) and role not in BEFORE:
             raise ValueError(f"{where} is of {who!r}, which is not read; known: {known}")
@@ -216,7 +230,9 @@ def _turn(turn: Any, where: str) -> Turn:
     weight = given.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1, None):
         raise ValueError(f"{where} has the weight {weight!r}; read are 0 and 1")
-    others = {key: given[key] for key in given.keys() - SAID if given[key] is not None}
+    others = {}
+    if not given.keys() <= SAID:
+        others = {key: given[key] for key in given.keys() - SAID if given[key] is not None}
     return Turn(role, texts, images, isinstance(said, list), others, weight != 0)
 
 

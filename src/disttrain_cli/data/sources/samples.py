@@ -155,15 +155,8 @@ def file_segment(kind: int, location: Location, numbers: Numbers, part: int = 0)
 
 def text_segment(part: Part, location: Location) -> Segment:
     """The segment of a text."""
-    return Segment(
-        TEXT,
-        location,
-        part.value,
-        height_px=0 if part.ids is None else TEMPLATED,
-        trained=part.trained,
-        ended=part.ended,
-        ids=part.ids,
-    )
+    height = 0 if part.ids is None else TEMPLATED
+    return Segment(TEXT, location, part.value, 0, height, part.trained, part.ended, part.ids)
 
 
 def clean(text: str) -> str:
