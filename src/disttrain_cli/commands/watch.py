@@ -87,6 +87,8 @@ def run(
     root = RunDir(run_folder(folder) or folder)
     if not once:
         console.note(f"Watching {short_path(root.root)} until it ends; Ctrl-C ends only this.")
+        if root.root.is_dir() and not (root.traces / "job.json").exists():
+            console.note("It has no traces yet; waiting for its first steps.")
     held, told = False, False
     look: Look | None = None
     with closing(Record(root.logs)) as record:

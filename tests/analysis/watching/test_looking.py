@@ -46,6 +46,25 @@ def test_a_fault_that_begins_is_told_within_five_steps_and_once(tmp_path, growin
     assert BEFORE <= slow[0] < BEFORE + 5
 
 
+def test_data_that_move_are_told_within_five_steps(tmp_path, growing):
+    watcher, told = Watcher(tmp_path), []
+
+    def moved(row):
+        return row | {"images": 2 * row["images"]} if "loss" in row else row
+
+    for step in range(BEFORE + 5):
+        if step == BEFORE:
+            synthetic.write(tmp_path / "on", synthetic.Synthetic(steps=BEFORE + 5))
+            growing.go_on(tmp_path / "on")
+        growing.write(step, moved if step >= BEFORE else lambda row: row)
+        look = watcher.look()
+        if look is not None and look.changed:
+            told.append((step, [one.what for one in look.analysis.drift]))
+    assert told[0][1] == [] and told[-1][1] == ["images read per sequence"]
+    assert BEFORE <= told[-1][0]
+    assert "images read per sequence" in look.row()["drift"][0]["told"]
+
+
 def test_nothing_is_judged_before_a_whole_step(tmp_path, growing):
     with pytest.raises(DataError, match="no whole step"):
         look_once(tmp_path)
