@@ -9,6 +9,7 @@ from disttrain_cli.models.graph import (
     live_tensors,
     parallel_layers,
 )
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import Items
 from disttrain_cli.models.probe import probe_batch
 from tests.batches import changed
@@ -49,6 +50,30 @@ def test_layers_equal_transformers_own_encoder(make_run):
     hidden = projector.norm(run_layers([embed, *blocks], batch)["audio_hidden"])
     expected = whole(batch.of("audio").values[0][0]).last_hidden_state.flatten(0, 1)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("clips", [1, 3])
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 40])
+def test_ranks_of_a_group_make_their_own_positions(make_run, size, clips):
+    """Runs of rows end anywhere in a clip; with 40 ranks some have none."""
+    run = make_run(audio_encoder={})
+    batch = probe_batch(describe(run), audio=clips)
+    embed = audio_layers(run)[0]
+    whole = embed({}, batch)["audio_hidden"]
+    numbers = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0))
+    (whole * numbers).sum().backward()
+    expected = [parameter.grad.clone() for parameter in embed.parameters()]
+    embed.zero_grad()
+    parts = []
+    for rank in range(size):
+        embed.cp = Group(None, size, rank)
+        parts.append(embed({}, batch)["audio_hidden"])
+        assert parts[-1].requires_grad
+    made = torch.cat(parts)
+    torch.testing.assert_close(made, whole, rtol=0, atol=1e-6)
+    (made * numbers).sum().backward()
+    for parameter, gradient in zip(embed.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_clips_together_equal_one_by_one(make_run):

@@ -33,7 +33,7 @@ WHISPER: dict[str, Any] = {
     "config": {
         "d_model": 32,
         "encoder_layers": 2,
-        "encoder_attention_heads": 2,
+        "encoder_attention_heads": 4,
         "encoder_ffn_dim": 64,
         "num_mel_bins": 16,
         "max_source_positions": 50,
@@ -102,12 +102,23 @@ def write_run(
     return run
 
 
+def _shared(modules: list[str], layers: list[int], cp: int) -> UnitPlan:
+    """A unit whose ranks share the rows of clips or sequences."""
+    one = unit("-".join(modules), modules, layers)
+    return one.model_copy(update={"cp": cp, "gpus": cp * one.gpus})
+
+
 def _layouts(run: Run) -> dict[str, list[UnitPlan]]:
     """By name, units on four ranks."""
     modules = [info.module for info in layer_table(run)]
     v, a, m = (modules.count(name) for name in (EYE, EAR, LLM))
     if not v:
-        return {"only hearing 2-2": [unit("ear", [EAR], [a], 2), unit("llm", [LLM], [m], 2)]}
+        return {
+            "only hearing 2-2": [unit("ear", [EAR], [a], 2), unit("llm", [LLM], [m], 2)],
+            "only hearing cp2-cp2": [_shared([EAR], [a], 2), _shared([LLM], [m], 2)],
+            "only hearing cp2 pp2": [_shared([EAR, LLM], [a, m], 2)],
+            "only hearing cp4": [_shared([EAR, LLM], [a + m], 4)],
+        }
     eye, ear, llm = unit("eye", [EYE], [v]), unit("ear", [EAR], [a]), unit("llm", [LLM], [m])
     return {
         "1+1-2": [eye, ear, unit("llm", [LLM], [m], 2)],
@@ -115,6 +126,7 @@ def _layouts(run: Run) -> dict[str, list[UnitPlan]]:
         "1+pp2-1": [eye, unit("ear", [EAR], [1, a - 1]), llm],
         "pp2+1-1": [unit("eye", [EYE], [1, v - 1]), ear, llm],
         "1+tp2-1": [eye, unit("ear", [EAR], [a], tp=2), llm],
+        "1+cp2-1": [eye, _shared([EAR], [a], 2), llm],
         "1+1-tp2": [eye, ear, unit("llm", [LLM], [m], tp=2)],
         "both-pp2-2": [unit("both", [EYE, EAR], [v + 1, a - 1]), unit("llm", [LLM], [m], 2)],
         "1-with the LLM": [unit("eye", [EYE], [v], 2), unit("rest", [EAR, LLM], [a, m])],
@@ -129,12 +141,16 @@ CASES = [
     "1+pp2-1",
     "pp2+1-1",
     "1+tp2-1",
+    "1+cp2-1",
     "1+1-tp2",
     "both-pp2-2",
     "1-with the LLM",
     "monolithic pp2 dp2",
     "monolithic pp4",
     "only hearing 2-2",
+    "only hearing cp2-cp2",
+    "only hearing cp2 pp2",
+    "only hearing cp4",
     "frozen 1+1-2",
 ]
 

@@ -28,8 +28,8 @@ def misfit(profile: Profile, modules: Sequence[str], tp: int, cp: int) -> str | 
     inputs = profile.inputs
     if cp == 1:
         return None
-    if others := [name for name in modules if inputs.item(name) not in ("sequence", "image")]:
-        return f"it holds {', '.join(others)}; CP groups share rows of texts and images read alone"
+    if others := [name for name in modules if inputs.item(name) == "target"]:
+        return f"it holds {', '.join(others)}; CP groups share no rows of images to generate"
     if inputs.llm in modules and inputs.sequence_length % (tp * cp):
         return (
             f"TP × CP = {tp} × {cp} = {tp * cp} must divide the sequence length,"

@@ -4,6 +4,10 @@ width.
 Every clip is padded to the same length, so all have the same rows: positions of 20 ms each. A
 clip's positions are sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are no
 weights: made once per stage and batch.
+
+A rank of a CP group makes the positions of its own rows, whose convolutions reach over two frames
+more on the left and one on the right: these are computed on both sides of a border, and nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from disttrain_cli.models.attention import segments_of
+from disttrain_cli.models.attention import not_empty, segments_of
 from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.context_parallel import bounds_of, regrouped
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.host import constant
@@ -37,6 +43,15 @@ class WhisperLayer(PipelineLayer):
     def rows_of(self, batch: Batch) -> list[int]:
         """Rows of each clip."""
         return [self.positions] * len(batch.of("audio"))
+
+    def all_rows(self, batch: Batch) -> int:
+        """Rows of all clips."""
+        return len(batch.of("audio")) * self.positions
+
+    def rows(self, batch: Batch) -> int:
+        """Those that this rank's TP group works on."""
+        own = self.of_group(self.all_rows(batch))
+        return own.stop - own.start
 
     def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
         return batch.of("audio").seeds, self.rows_of(batch)
@@ -71,9 +86,15 @@ class Embed(WhisperLayer):
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         (features,) = batch.of("audio").values[0]
-        hidden = functional.gelu(self.conv1(features.to(self.conv1.weight.dtype)))
-        hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
-        hidden_RD = (hidden_NPD + self._positions(hidden_NPD)).flatten(0, 1)
+        features = features.to(self.conv1.weight.dtype)
+        if self.cp is None:
+            hidden = functional.gelu(self.conv1(features))
+            hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
+            hidden_RD = (hidden_NPD + self._sinusoids(hidden_NPD)).flatten(0, 1)
+        else:
+            own = self.of_group(self.all_rows(batch))
+            parts = [self._some(features, *run).flatten(0, 1) for run in self._runs(own)]
+            hidden_RD = torch.cat(parts)[: own.stop - own.start]
         return {"audio_hidden": split(self.dropout(hidden_RD), self.group)}
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,13 +105,42 @@ class Embed(WhisperLayer):
             positions = sinusoids(self.positions, self.conv1.out_channels)
         return super().to_published(tensors) | {"embed_positions.weight": positions}
 
-    def _positions(self, hidden_NPD: Tensor) -> Tensor:
-        """Sinusoids [P, D]."""
+    def _runs(self, own: slice) -> list[tuple[slice, int, int]]:
+        """Clips with some of these rows, and the first and the last of their positions that are
+        these: whole clips together, and parts of the others. Without rows the first position of the
+        first clip, from which gradients of zero flow."""
+        if own.start == own.stop:
+            return [(slice(0, 1), 0, 1)]
+        (first, begin), (last, end) = (divmod(row, self.positions) for row in (own.start, own.stop))
+        if first == last:
+            return [(slice(first, first + 1), begin, end)]
+        whole = first + (begin > 0)
+        runs = [
+            (slice(first, whole), begin, self.positions),
+            (slice(whole, last), 0, self.positions),
+            (slice(last, last + 1), 0, end),
+        ]
+        return [run for run in runs if run[0].start < run[0].stop and run[1] < run[2]]
+
+    def _some(self, features: Tensor, clips: slice, first: int, stop: int) -> Tensor:
+        """[n, stop - first, D]: some positions of some clips."""
+        frames = features.shape[2]
+        begin, end = FRAMES_PER_POSITION * first - 2, FRAMES_PER_POSITION * stop + 1
+        given = features[clips, :, max(0, begin) : min(frames, end)]
+        given = functional.pad(given, (max(0, -begin), max(0, end - frames)))
+        hidden = functional.gelu(functional.conv1d(given, self.conv1.weight, self.conv1.bias))
+        if first == 0:  # before the first frame is nothing, not a convolution of nothing
+            hidden = functional.pad(hidden[:, :, 1:], (1, 0))
+        conv = functional.conv1d(hidden, self.conv2.weight, self.conv2.bias, FRAMES_PER_POSITION)
+        hidden_NPD = functional.gelu(conv).transpose(1, 2)
+        return hidden_NPD + self._sinusoids(hidden_NPD)[first:stop]
+
+    def _sinusoids(self, hidden_NPD: Tensor) -> Tensor:
+        """[P, D], of all positions of a clip."""
         from transformers.models.whisper.modeling_whisper import sinusoids
 
-        return constant(
-            sinusoids, *hidden_NPD.shape[1:], device=hidden_NPD.device, dtype=hidden_NPD.dtype
-        )
+        known = {"device": hidden_NPD.device, "dtype": hidden_NPD.dtype}
+        return constant(sinusoids, self.positions, hidden_NPD.shape[2], **known)
 
 
 class Block(WhisperLayer):
@@ -119,24 +169,25 @@ class Block(WhisperLayer):
             nn.Dropout(config.dropout),
             nn.Dropout(config.activation_dropout),
         )
+        heads = config.encoder_attention_heads
+        self.exchanged = (heads, heads, config.d_model // heads)
         seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = (
-            self.layer,
-            state["audio_hidden"],
-            len(batch.of("audio")) * self.positions,
-        )
+        layer, hidden, rows = self.layer, state["audio_hidden"], self.rows(batch)
         clips = segments_of(
             batch.cache,
             f"clips of {self.positions}",
             lambda: self.rows_of(batch),
             hidden,
+            self.cp,
         )
 
+        def attention(normed_RD: Tensor) -> Tensor:
+            return layer.self_attn(normed_RD[None], attention_mask=clips)[0].flatten(0, 1)
+
         def attend(normed_RD: Tensor) -> Tensor:
-            attended_1RD = layer.self_attn(normed_RD[None], attention_mask=clips)[0]
-            return self.dropout(attended_1RD.flatten(0, 1))
+            return self.dropout(not_empty(attention, normed_RD))
 
         def feed(normed_RD: Tensor) -> Tensor:
             return self.dropout(
@@ -167,12 +218,18 @@ class Projector(WhisperLayer):
         )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        count = self.all_rows(batch)
+
         def project(normed_RD: Tensor) -> Tensor:
+            if self.cp is not None:
+                whole = bounds_of(count // self.merge, self.cp) * self.merge
+                given = bounds_of(count, self.cp)
+                normed_RD = regrouped(normed_RD, np.arange(count), given, whole, self.cp)
             # A clip's positions are whole groups of m, so that no group has rows of two clips.
             return self.mlp(normed_RD.unflatten(0, (-1, self.merge)).flatten(1))
 
-        rows = len(batch.of("audio")) * self.positions
-        return {"audio_embeds": across(project, self.norm(state["audio_hidden"]), rows, self.group)}
+        normed = self.norm(state["audio_hidden"])
+        return {"audio_embeds": across(project, normed, self.rows(batch), self.group)}
 
 
 def makers(
