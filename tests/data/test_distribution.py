@@ -110,6 +110,24 @@ def test_long_documents_are_as_long_as_stated_and_fill_the_sequences(tmp_path: P
     assert work.max() == 1.0 and work.min() < 0.3
 
 
+def test_long_videos_are_minutes_of_pairs_of_frames(tmp_path: Path) -> None:
+    spec = {"name": "long-videos", "images_per_sequence": 640, "generated_per_sequence": 0}
+    head = ImageInput(module="image_encoder", patch_px=16, merge=2, max_pixels=512 * 512)
+    inputs = LONG.model_copy(update={"heads": [head]})
+    drawn = draw(DistributionSpec(**spec, sequences=500), inputs)
+    frames = drawn.kinds == IMAGE
+    assert frames.sum() == 500 * 640
+    each = drawn.tokens[frames].mean()  # 390 seconds of two frames, with timestamps
+    form = read_distribution("long-videos").document_tokens
+    assert form is not None
+    mean = form.median * np.exp(form.sigma**2 / 2)
+    assert mean == pytest.approx(390 * (each + 8), rel=0.03)
+    lengths = np.add.reduceat(drawn.tokens, drawn.segment_start[:-1]) + SAMPLE_SPECIALS
+    assert (lengths == 131_072).mean() == pytest.approx(0.11, abs=0.03)
+    packing = pack(open_index(make_run(tmp_path, **spec, sequences=100), inputs), inputs, 0, 0)
+    assert packing.fill_fraction > 0.95 and packing.tokens.max() <= 131_072
+
+
 TILE = {"resize": "tiles", "height_px": 448, "width_px": 448}
 SIDES = (448, 896, 1344)
 TILINGS = {
