@@ -18,7 +18,7 @@ from disttrain_cli.naming import DEFAULT_RUN_FILE, short_path, with_named
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from disttrain_cli.analysis.compare import Change
+    from disttrain_cli.analysis.compare import Change, Times
     from disttrain_cli.analysis.result.summary import Analysis
     from disttrain_cli.analysis.watching.looking import Look
     from disttrain_cli.planning.changes import Changes
@@ -67,6 +67,7 @@ class AnalyzeResult:
     analysis: Analysis
     report: Path | None  # None where the traces are not in a run's folder and no file was named
     changes: list[Change]
+    times: Times | None  # what steps took in both; None where no other run was named
 
 
 def ignore(note: str) -> None:
@@ -402,8 +403,12 @@ def analyze(
     not_over(html, *folders)
     from disttrain_cli.analysis import analyze as analysing
     from disttrain_cli.analysis.compare import compare as changes_between
+    from disttrain_cli.analysis.compare import compare_times
+    from disttrain_cli.analysis.sampled import samples_of
     from disttrain_cli.spec.rundir import RunDir, run_folder
 
+    # before traces are held open: DuckDB opens a file once in a process
+    samples = [] if compare is None else [samples_of(of, progress) for of in ([compare], folders)]
     analysis, pictures = analysing.analyze_open(folders, progress)
     analysis = _with_named(analysis, named)
     root = run_folder(folders[0])
@@ -412,8 +417,14 @@ def analyze(
         from disttrain_cli.analysis.report import write_report
 
         write_report(analysis, pictures(), _samples(RunDir(root)) if root else [], report)
-    changes = [] if compare is None else changes_between(analysing.analyze([compare]), analysis)
-    return AnalyzeResult(analysis, report, changes)
+    if compare is None:
+        return AnalyzeResult(analysis, report, [], None)
+    return AnalyzeResult(
+        analysis,
+        report,
+        changes_between(analysing.analyze([compare]), analysis),
+        compare_times(*samples),
+    )
 
 
 def watch(

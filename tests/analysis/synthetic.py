@@ -70,6 +70,7 @@ class Synthetic:
     device: str = "cuda"
     peak_tflops: float = 0.2
     run: str = "demo"
+    seed: int = 1  # of the work
 
     @property
     def ranks(self) -> list[tuple[str, int, int]]:
@@ -89,7 +90,7 @@ class Truth:
 
 def simulate(spec: Synthetic) -> Truth:
     """Play the pipeline and keep every row."""
-    random_ = random.Random(1)
+    random_ = random.Random(spec.seed)
     truth, clock = Truth(), 10**18
     for step in range(spec.steps):
         tokens = {

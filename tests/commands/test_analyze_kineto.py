@@ -63,6 +63,9 @@ def test_json_sql_fail_if_and_compare(slow_rank, tmp_path, capsys):
         == 0
         < changes["stragglers.lost_s.worker"]["after"]
     )
+    times = {(row["measure"], row["name"]): row for row in document["compare"]["times"]["rows"]}
+    assert times["operation", "all_reduce"]["significant"]  # the others wait in it
+    assert not times["kernel", traces.GEMM]["significant"]
     code, out, _ = call(
         [
             slow_rank,

@@ -1,14 +1,24 @@
-"""Two analyses side by side: before and after."""
+"""Two runs side by side: figures of their analyses, and what their steps took, by operation and
+kernel."""
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.analysis.sampled import WHOLE, Key, Samples, Series
+from disttrain_cli.analysis.significance import LEVEL, Difference, difference, holm
 
 #: Beyond this many times the figure before, which then is as good as nothing, a change in percent
 #: says nothing.
 MOST_CHANGE = 1e4
+
+
+#: Kernels that take less of a step than this in both runs are put together.
+LEAST_SHARE = 1e-3
+MEASURES = ("step", "kind", "operation", "kernel")
 
 
 class Change(Struct, frozen=True, kw_only=True):
@@ -68,3 +78,105 @@ def _change(what: str, before: float | None, after: float | None) -> Change:
     ):
         pct = 100 * (after - before) / abs(before)
     return Change(what=what, before=before, after=after, change_pct=pct)
+
+
+class TimeChange(Struct, frozen=True, kw_only=True):
+    """What an operation or a kernel took of a step in both runs; null where one lacks it."""
+
+    measure: str  # step, kind, operation or kernel
+    name: str
+    before_s: float | None
+    after_s: float | None
+    difference_s: float | None
+    low_s: float | None  # 95 % interval of the difference; null where steps are too few to tell
+    high_s: float | None
+    p: float | None  # Holm's, over all rows
+    significant: bool | None
+
+
+class Times(Struct, frozen=True, kw_only=True):
+    """Steps of two runs compared."""
+
+    test: str = "Welch's t-test of batch means over steps, Holm's p-values over all rows, 5 %"
+    formats: list[str]  # before, after
+    steps: list[int]
+    rows: list[TimeChange]
+
+
+def compare_times(before: Samples, after: Samples) -> Times:
+    """Every step, kind, operation and kernel of both; the largest differences of each measure
+    first."""
+    first, second = _without_small(*_with_nothing(before, after))
+    found: dict[Key, Difference | None] = {
+        key: difference(first[key], second[key]) if key in first and key in second else None
+        for key in [*first, *(key for key in second if key not in first)]
+    }
+    adjusted = holm([None if one is None else one.p for one in found.values()])
+    rows = [
+        TimeChange(
+            measure=key[0],
+            name=key[1],
+            before_s=_mean(first.get(key)),
+            after_s=_mean(second.get(key)),
+            difference_s=None if one is None else one.mean,
+            low_s=None if one is None else one.low,
+            high_s=None if one is None else one.high,
+            p=p,
+            significant=None if p is None else p < LEVEL,
+        )
+        for (key, one), p in zip(found.items(), adjusted, strict=True)
+    ]
+    rows.sort(key=lambda row: (MEASURES.index(row.measure), -_size(row), row.name))
+    return Times(
+        formats=[before.format, after.format], steps=[before.steps, after.steps], rows=rows
+    )
+
+
+def _with_nothing(before: Samples, after: Samples) -> tuple[Series, Series]:
+    """Both with what only the other has, which took nothing: where both would have it under the
+    same name, as kernels and what traces of one format tell."""
+
+    def filled(own: Samples, other: Samples) -> Series:
+        lengths = {key[0]: len(values) for key, values in own.series.items()}
+        return own.series | {
+            key: np.zeros(lengths[key[0]])
+            for key in other.series
+            if key not in own.series
+            and key[0] in lengths
+            and (key[0] == "kernel" or own.format == other.format)
+        }
+
+    return filled(before, after), filled(after, before)
+
+
+def _without_small(before: Series, after: Series) -> tuple[Series, Series]:
+    """Both with the kernels that hardly matter in either put together."""
+    step_s = max(_mean(one.get(WHOLE)) or 0.0 for one in (before, after))
+    means: dict[Key, float] = {}
+    for one in (before, after):
+        for key, values in one.items():
+            means[key] = max(means.get(key, 0.0), float(values.mean()))
+    small = {
+        key for key, mean in means.items() if key[0] == "kernel" and mean < LEAST_SHARE * step_s
+    }
+    if len(small) < 2:
+        return before, after
+    name = f"{len(small)} others of less than {100 * LEAST_SHARE:g} % of a step"
+
+    def put_together(series: Series) -> Series:
+        kept: Series = {key: values for key, values in series.items() if key not in small}
+        there = [values for key, values in series.items() if key in small]
+        return kept | ({("kernel", name): np.sum(there, axis=0)} if there else {})
+
+    return put_together(before), put_together(after)
+
+
+def _mean(values: NDArray[np.float64] | None) -> float | None:
+    return None if values is None or not len(values) else float(values.mean())
+
+
+def _size(row: TimeChange) -> float:
+    """How much a row matters; what only one run has by all of it."""
+    if row.difference_s is not None:
+        return abs(row.difference_s)
+    return row.before_s or row.after_s or 0.0

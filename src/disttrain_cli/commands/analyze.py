@@ -13,12 +13,13 @@ from disttrain_cli.api import (
     not_over,
     open_run,
 )
-from disttrain_cli.commands.analyze_tables import change, render
+from disttrain_cli.commands.analyze_tables import render
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
     QuietFlag,
 )
+from disttrain_cli.commands.compare_tables import show_comparison
 from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.commands.flight_tables import find_dumps, show_dumps
 from disttrain_cli.console import Console
@@ -105,6 +106,7 @@ def run(
         if perfetto is not None:
             _export(console, folders, perfetto)
         return
+    from msgspec import to_builtins
     from msgspec.structs import asdict
 
     from disttrain_cli.analysis.expressions import fail_if as raise_if_holds
@@ -120,20 +122,15 @@ def run(
         document["compare"] = {
             "with": str(compare),
             "changes": [asdict(row) for row in result.changes],
+            "times": to_builtins(result.times),
         }
     if fail_if is not None:
         fails, sentence = holds(analysis, fail_if)
         document["fail_if"] = {"condition": fail_if, "holds": fails, "sentence": sentence}
     console.result(document, report or "")
     render(console, analysis)
-    console.table(
-        f"Against {compare}",
-        ["figure", "before", "after", "change"],
-        [
-            [row.what, figure(row.before), figure(row.after), change(row.change_pct)]
-            for row in result.changes
-        ],
-    )
+    if compare is not None:
+        show_comparison(console, compare, result.changes, result.times)
     if report is not None:
         console.say(f"\nReport      {short_path(report)}")
     if fail_if is not None:

@@ -1,0 +1,145 @@
+"""What every step of a run took, by operation and by kernel, whatever wrote its traces: the samples
+that two runs are compared by.
+
+Seconds are means over the ranks (of an operation of a unit, over the unit's), waiting included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.analysis.formats import find_format
+from disttrain_cli.analysis.study.operations import COMMUNICATION
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.rundir import run_folder
+from disttrain_cli.spec.trace import COMPUTE
+
+#: `kind` is compute, communication or data, which all formats know.
+Measure = Literal["step", "kind", "operation", "kernel"]
+Key = tuple[Measure, str]
+Told = tuple[Key, int, float]  # seconds of a step
+Series = dict[Key, NDArray[np.float64]]
+WHOLE: Key = ("step", "step")
+
+#: Kinds of own operations; evaluation and checkpoints are no part of a step.
+KINDS = dict.fromkeys((*COMPUTE, "step"), "compute") | {"load": "data"}
+OUTSIDE = ("evaluation", "checkpoint", "memory")
+
+#: Each is one question: rows of steps, of what happened in them, and of how many ranks there are.
+OWN = """
+SELECT 'step' AS what, step, '' AS unit, '' AS operation, window_s AS value
+FROM windows WHERE measured
+UNION ALL
+SELECT 'took', step, unit, operation, sum(duration_ns) / 1e9
+FROM operations WHERE measured GROUP BY ALL
+UNION ALL
+SELECT 'ranks', -1, unit, '', count(DISTINCT rank) FROM operations GROUP BY ALL"""
+KINETO = """
+SELECT 'step' AS what, step, '' AS kind, '' AS operation, '' AS name,
+  avg(until_ns - start_ns) / 1e9 AS value
+FROM steps WHERE measured AND until_ns IS NOT NULL GROUP BY ALL
+UNION ALL
+SELECT 'took', step, kind, operation, name, sum(end_ns - start_ns) / 1e9
+FROM kernels WHERE measured GROUP BY ALL
+UNION ALL
+SELECT 'ranks', -1, '', '', '', count(DISTINCT rank) FROM kernels"""
+STUDY = """
+SELECT 'step' AS what, step, '' AS optype, max(start_ts + duration) - min(start_ts) AS value
+FROM operations GROUP BY ALL
+UNION ALL
+SELECT 'took', step, optype, sum(duration) FROM operations GROUP BY ALL
+UNION ALL
+SELECT 'ranks', -1, '', count(DISTINCT (dp_rank, stage)) FROM operations"""
+
+
+class Samples(NamedTuple):
+    """Seconds by what they are of, one per step; what did not happen in a step took none."""
+
+    format: str
+    series: Series
+
+    @property
+    def steps(self) -> int:
+        """Steps that were measured."""
+        return max((len(values) for values in self.series.values()), default=0)
+
+
+def samples_of(paths: list[Path], progress: Progress = silent) -> Samples:
+    """Samples of the measured steps; raises DataError as `analyze` does."""
+    kind = find_format(paths).format
+    read = {"disttrain": _own, "kineto": _kineto, "operations": _study}
+    if kind not in read:
+        raise DataError(
+            "Only traces can be compared", f"given: dumps of the {kind}", "Name two runs' traces."
+        )
+    return Samples(kind, read[kind](paths, progress))
+
+
+def _own(paths: list[Path], progress: Progress) -> Series:
+    rows = ask(paths, OWN, progress).rows
+    of_unit = {unit: count for what, _, unit, _, count in rows if what == "ranks"}
+    ranks = sum(of_unit.values())
+    told: list[Told] = []
+    for what, step, unit, operation, seconds in rows:
+        if what == "step":
+            told.append((WHOLE, step, seconds))
+        elif what == "took" and operation not in OUTSIDE:
+            told.append((("operation", f"{unit} {operation}"), step, seconds / of_unit[unit]))
+            told.append((("kind", KINDS.get(operation, "communication")), step, seconds / ranks))
+    series = _series(told)
+    folder = run_folder(paths[0])
+    profiles = folder and folder / "traces" / "kineto"
+    if profiles and any(profiles.glob("*.json.gz")):  # of some of its steps
+        kernels = _kineto([profiles], progress)
+        series |= {key: values for key, values in kernels.items() if key[0] == "kernel"}
+    return series
+
+
+def _kineto(paths: list[Path], progress: Progress) -> Series:
+    rows = ask(paths, KINETO, progress).rows
+    ((ranks,),) = [[count] for what, *_, count in rows if what == "ranks"]
+    told: list[Told] = []
+    for what, step, kind, operation, name, seconds in rows:
+        number = -1 if step is None else step  # without marks all is one
+        if what == "step":
+            told.append((WHOLE, number, seconds))
+        elif what == "took":
+            told.append((("kernel", name), number, seconds / ranks))
+            told.append((("kind", kind), number, seconds / ranks))
+            if kind == "communication" and operation:
+                told.append((("operation", operation), number, seconds / ranks))
+    return _series(told)
+
+
+def _study(paths: list[Path], progress: Progress) -> Series:
+    rows = ask(paths, STUDY, progress).rows
+    ((ranks,),) = [[count] for what, *_, count in rows if what == "ranks"]
+    told: list[Told] = []
+    for what, step, optype, seconds in rows:
+        if what == "step":
+            told.append((WHOLE, step, seconds))
+        elif what == "took":
+            kind = "communication" if optype in COMMUNICATION else "compute"
+            told.append((("operation", optype), step, seconds / ranks))
+            told.append((("kind", kind), step, seconds / ranks))
+    return _series(told)
+
+
+def _series(told: Sequence[Told]) -> Series:
+    """Sums by key and step, in the order of steps; a step that a key says nothing of has 0."""
+    steps = sorted({step for _, step, _ in told})
+    place = {step: number for number, step in enumerate(steps)}
+    sums: dict[Key, NDArray[np.float64]] = {}
+    for key, step, seconds in told:
+        sums.setdefault(key, np.zeros(len(steps)))[place[step]] += seconds
+    if WHOLE in sums:  # what was recorded outside the marked steps is no step
+        marked = sums[WHOLE] > 0
+        sums = {key: values[marked] for key, values in sums.items()}
+    return sums

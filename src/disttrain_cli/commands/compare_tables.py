@@ -1,0 +1,86 @@
+"""Two runs side by side, as tables: figures of their analyses, then what of a step differs beyond
+the noise of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disttrain_cli.commands.analyze_tables import change
+from disttrain_cli.commands.device_tables import figure
+from disttrain_cli.console import Console
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.compare import Change, TimeChange, Times
+
+MOST_ROWS, MOST_NAME = 20, 60  # --json has all
+
+
+def show_comparison(
+    console: Console, before: Path, changes: list[Change], times: Times | None
+) -> None:
+    """Nothing where nothing was compared."""
+    console.table(
+        f"Against {before}",
+        ["figure", "before", "after", "change"],
+        [
+            [row.what, figure(row.before), figure(row.after), change(row.change_pct)]
+            for row in changes
+        ],
+    )
+    if times is None:
+        return
+    both = [row for row in times.rows if row.difference_s is not None]
+    # the step and kinds always; of the rest what is no noise, where that can be told
+    told = any(row.significant is not None for row in both)
+    shown = [
+        row
+        for row in both
+        if row.measure in ("step", "kind") or row.significant or (not told and row.difference_s)
+    ]
+    console.table(
+        f"Against {before}, ms of a step and rank",
+        ["what", "name", "before", "after", "difference", "95 % interval", "p", "beyond noise"],
+        [_cells(row) for row in shown[:MOST_ROWS]],
+    )
+    if len(shown) > MOST_ROWS:
+        console.say(f"and {len(shown) - MOST_ROWS} more rows (--json)")
+    quiet = len(both) - len(shown)
+    if told:
+        console.say(
+            f"{quiet} more rows differ no more than steps do. Steps: {times.steps[0]} before,"
+            f" {times.steps[1]} after; {times.test}."
+        )
+    else:
+        console.say(
+            f"Steps: {times.steps[0]} before, {times.steps[1]} after: too few to tell a"
+            " difference from the noise of steps."
+        )
+    if len(both) < len(times.rows):
+        console.say(
+            f"{len(times.rows) - len(both)} rows are of one run alone, whose traces name them"
+            " otherwise (--json)."
+        )
+
+
+def _cells(row: TimeChange) -> list[object]:
+    interval = (
+        "–"
+        if row.low_s is None or row.high_s is None
+        else f"{1e3 * row.low_s:+.3g} to {1e3 * row.high_s:+.3g}"
+    )
+    name = row.name if len(row.name) <= MOST_NAME else f"{row.name[: MOST_NAME - 1]}…"
+    return [
+        row.measure,
+        name,
+        _ms(row.before_s),
+        _ms(row.after_s),
+        _ms(row.difference_s),
+        interval,
+        "–" if row.p is None else f"{row.p:.2g}",
+        {None: "–", True: "yes", False: "no"}[row.significant],
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else figure(1e3 * seconds)
