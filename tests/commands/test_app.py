@@ -44,6 +44,7 @@ def test_the_commands_are_the_promised_ones():
         "sample",
         "export",
         "data serve",
+        "data index",
         "data check",
         "data latents",
     ]
