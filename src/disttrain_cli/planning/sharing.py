@@ -1,8 +1,9 @@
 """When context parallelism pays: the plan beside the best layouts without it, or, for long
 sequences, with it.
 
-Without it layouts are ranked as plans are, beside the baselines that have none; with it the
-formula's best few are run in the simulator. All over the same global batches as the plan.
+Without it layouts are ranked as plans are, beside the baselines that have none; with it (in the
+LLM) the formula's best few are run in the simulator, beside those that the plan was ranked with.
+All over the same global batches as the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from disttrain_cli.planning.units import Cluster, Unit, group
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 
-TRIED = 3  # of the formula's best layouts, simulated
+TRIED = 6  # of the formula's best layouts, simulated
 
 
 def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | None:
@@ -60,33 +61,35 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
         why = misfit(profile, [profile.inputs.llm], 1, 2) or "no group fits evenly into a node"
         return f"Context   sequences of {length:,} tokens are not shared (CP): {why}."
     found = search(units, cluster, TRIED, keep=_shared(units)).best
-    other_s = _fastest_s(profile, cluster, units, found, plan)
+    ranked_s = [
+        other.iteration_s
+        for other in (*plan.alternatives, *plan.baselines.values())
+        if other and other.plan and other.plan.unit_of(profile.inputs.llm).cp > 1
+    ]
+    other_s = min(ranked_s + _times_s(profile, cluster, units, found, plan), default=None)
     return f"Context   sequences of {length:,} tokens are not shared (CP): {_with(plan, other_s)}."
 
 
-def _fastest_s(
+def _times_s(
     profile: Profile,
     cluster: Cluster,
     units: list[Unit],
     found: Sequence[Candidate],
     plan: Plan,
-) -> float | None:
-    """Simulated time of the fastest of some layouts; None where there are none."""
+) -> list[float]:
+    """Simulated times of some layouts."""
     ranked = ranked_as(cluster)
     draws = Draws(profile, ranked)
     layouts = [layout_of(units, cluster, one, plan.plan.strategy) for one in found]
     numbers = batches(ranked)
-    return min(
-        (timed(profile, ranked, layout, numbers, draws)[1] for layout in layouts), default=None
-    )
+    return [timed(profile, ranked, layout, numbers, draws)[1] for layout in layouts]
 
 
 def _shared(units: list[Unit]) -> Keep:
-    """Restricts a search to layouts in which every unit that may share tokens does."""
-    may = [any(cp > 1 for _, cp in unit.widths) for unit in units]
+    """Restricts a search to layouts in which the LLM's unit shares tokens."""
 
     def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
-        return (rows.cp > 1) | (not may[number])
+        return (rows.cp > 1) | (not units[number].holds_llm)
 
     return keep
 
