@@ -156,6 +156,28 @@ def test_scripts_are_written_and_named(
     assert code == 2 and "torchrun" in err
 
 
+def test_manifests_are_written_and_named(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = planned / "disttrain.yaml"
+    before = file.read_text()
+    code, _, err = call(["train", planned, "--emit", "jobset"], capsys)
+    assert code == 1 and "cluster.kubernetes.image" in err and "Traceback" not in err
+    spec = f"kubernetes: {{image: a/b:1, claim: runs, mount: {planned}}}"
+    file.write_text(before.replace("  nodes: 1", f"  nodes: 1\n  {spec}"))
+    code, out, err = call(["train", planned, "--emit", "jobset", "--json", "--quiet"], capsys)
+    assert code == 0, err
+    manifest = planned / "runs" / "tiny" / "launch" / "jobset.yaml"
+    document = json.loads(out)
+    assert document["scripts"][0] == str(manifest)
+    assert document["commands"] == [f"kubectl apply --filename {manifest}"]
+    code, out, _ = call(["train", planned, "--dry-run", "--emit", "jobset"], capsys)
+    assert code == 0 and f"kubectl apply --filename {manifest}" in out
+    code, _, err = call(["train", planned, "--emit", "skypilot"], capsys)
+    assert code == 1 and "cluster.skypilot.accelerator" in err
+    file.write_text(before.replace("  nodes: 1", "  nodes: 1\n  skypilot: {accelerator: H100}"))
+    code, out, _ = call(["train", planned, "--emit", "skypilot"], capsys)
+    assert code == 0 and "sky jobs launch" in out
+
+
 def test_preflight_tells_what_rank_0_told(
     planned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
