@@ -173,3 +173,11 @@ def test_two_generators_in_buckets_are_refused(make_run):
     modules["second"] = {**modules[NAME], "buckets": None}
     with pytest.raises(SpecError, match="one generator"):
         read_configs(type(run)(path=run.path, file=type(run.file).model_validate(plain)))
+
+
+@pytest.mark.parametrize("kind", ["flux", "lumina2"])
+def test_sizes_from_json_are_taken(setting, kind):
+    """As the processes that measure layers are given them."""
+    *_, layers, batch, state = setting(kind, grids=[list(grid) for grid in GRIDS])
+    assert batch.of("target").grids == sorted(GRIDS)
+    assert through(layers, batch, state)["loss/image"].isfinite()

@@ -50,8 +50,10 @@ def probe_work(
 
 def grids_of(given: Given) -> list[Grid]:
     """Grids of items, of which there may be a number only where all are alike; equal ones are
-    adjacent."""
-    return [(1, 1)] * given if isinstance(given, int) else sorted(given)
+    adjacent. Those from JSON are lists and become tuples."""
+    if isinstance(given, int):
+        return [(1, 1)] * given
+    return sorted((rows, columns) for rows, columns in given)
 
 
 def probe_batch(
