@@ -275,7 +275,9 @@ class Pods:
         logs.mkdir(parents=True, exist_ok=True)
         tools = folder / "tools"
         tools.mkdir()
-        (tools / "getent").write_text("#!/bin/bash\nexit 0\n")
+        (tools / "getent").write_text(
+            f'#!/bin/bash\ntouch "{folder}/asked-$NODE"\n[[ ! -e {folder}/unknown ]]\n'
+        )
         (tools / "python3").write_text(f"""#!/bin/bash
 echo "$*" >> {folder}/calls
 case "$*" in
@@ -298,7 +300,7 @@ exit "$RANKS"
 
     def start(self, ranks: str, begin: int = 0, script: int = 1) -> list[subprocess.Popen[bytes]]:
         """Start both nodes' scripts, or the one of a preprocessing node."""
-        for path in self.folder.glob("up-*"):
+        for path in (*self.folder.glob("up-*"), *self.folder.glob("asked-*")):
             path.unlink()
         (self.folder / "calls").write_text("")
         return [
@@ -355,6 +357,13 @@ def test_pods_end_with_the_code_that_the_jobset_acts_on(tmp_path: Path) -> None:
     pods.wait_for("up-0", "up-1")
     waiting[1].send_signal(signal.SIGTERM)  # one node is drained
     assert codes(waiting) == [143, 143]
+    (tmp_path / "unknown").touch()  # the first node's name
+    waiting = pods.start("wait")
+    pods.wait_for("asked-0", "asked-1")
+    for process in waiting:
+        process.send_signal(signal.SIGTERM)
+    assert codes(waiting) == [143, 143] and not pods.calls()
+    (tmp_path / "unknown").unlink()
     waiting = pods.start("wait")
     pods.wait_for("up-0", "up-1")
     stop_file(pods.run.dir.logs).touch()

@@ -24,7 +24,8 @@ begin() {
 
 # The first node's name may take a while to be known.
 for ((waited = 0; waited < 300; waited++)); do
-  if [[ -n "$stopping" ]] || getent ahosts "${hosts[0]}" > /dev/null; then break; fi
+  if [[ -n "$stopping" ]]; then exit 143; fi # before there is anything to stop
+  if getent ahosts "${hosts[0]}" > /dev/null; then break; fi
   sleep 1
 done
 
