@@ -1,9 +1,6 @@
-"""When context parallelism pays: the plan beside the best layouts without it, or, for long
-sequences, with it.
-
-Without it layouts are ranked as plans are, beside the baselines that have none; with it (in the
-LLM) the formula's best few are run in the simulator, beside those that the plan was ranked with.
-All over the same global batches as the plan.
+"""When context parallelism pays: the plan beside the best plan without it, or, for long sequences,
+beside the best layouts with it (in the LLM): the formula's best few, run in the simulator over the
+same global batches as the plan, and those that the plan was ranked with.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.context import misfit
+from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import CP_GAIN, shares
@@ -23,7 +21,7 @@ from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.search import Candidate, search
-from disttrain_cli.planning.solve import ranked_as, ranking
+from disttrain_cli.planning.solve import ranked_as, solve_for
 from disttrain_cli.planning.splitting import timed
 from disttrain_cli.planning.units import Cluster, Unit, group
 from disttrain_cli.spec.plan import Plan
@@ -41,18 +39,15 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
     """
     length, strategy = profile.inputs.sequence_length, plan.plan.strategy
     if shares(plan.plan):
-        alone = replace(cluster, most_cp=1)
-        ranked = ranking(profile, alone, strategy)[0]
         shared = ", ".join(
             f"{unit.name} over {unit.cp} ranks" for unit in plan.plan.units if unit.cp > 1
         )
-        times_s = [one.iteration_s for one in ranked]
-        times_s += [
-            other.iteration_s
-            for other in plan.baselines.values()
-            if other and other.plan and not shares(other.plan)
-        ]
-        other_s = min(times_s, default=None)
+        other_s: float | None
+        try:
+            alone = solve_for(profile, replace(cluster, most_cp=1), strategy)
+            other_s = alone.predicted.iteration_s
+        except InfeasibleError:
+            other_s = None
         return f"Context   sequences are shared (CP), {shared}: {_without(plan, other_s)}."
     if length < LONG or strategy != "disaggregated" or cluster.most_cp == 1:
         return None
