@@ -122,9 +122,12 @@ def _look_through(folder: Path) -> Traces:
             ", ".join(str(run) for run in runs[:5]),
             f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}",
         )
-    if dumps := _dumps(folder):
-        return Traces("flight recorder", dumps, [])
     said: list[str] = []
+    if dumps := _dumps(folder):
+        beside = [*_json_files(folder, said), *sorted(folder.glob("*.parquet"))]
+        others = [file for file in beside if file not in dumps]
+        said += _left_out(others, "the flight recorder's dumps are analysed")
+        return Traces("flight recorder", dumps, said)
     kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
     for file in _json_files(folder, said):
         head, problem = _head(file)

@@ -9,23 +9,27 @@ from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.flight.verdict import Dumped
+    from disttrain_cli.analysis.formats import Traces
 
 MOST_ROWS = 16  # shown; --json has all
 
 
-def find_dumps(paths: list[Path]) -> list[Path]:
-    """The dumps that the paths hold; none where they hold traces."""
+def find_dumps(paths: list[Path]) -> Traces | None:
+    """The dumps that the paths hold; None where they hold traces."""
     from disttrain_cli.analysis.formats import find_format
 
     found = find_format(paths)
-    return found.files if found.format == "flight recorder" else []
+    return found if found.format == "flight recorder" else None
 
 
-def show_dumps(console: Console, files: list[Path]) -> None:
+def show_dumps(console: Console, dumps: Traces) -> None:
     """Judge them, and show it."""
+    from msgspec.structs import replace
+
     from disttrain_cli.analysis.flight.verdict import analyze_dumps
 
-    found = analyze_dumps(files)
+    found = analyze_dumps(dumps.files)
+    found = replace(found, warnings=[*dumps.said, *found.warnings])
     console.result(found.to_json(), found.verdict.sentence)
     _render(console, found)
 

@@ -169,7 +169,8 @@ def test_the_command_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = tmp_path / "dumps"
     write(folder, cases()["one is missing"][0])
     (folder / "notes.txt").write_text("ours")
-    assert find_format([folder]).format == "flight recorder" and len(find_dumps([folder])) == 4
+    dumps = find_dumps([folder])
+    assert dumps is not None and len(dumps.files) == 4 and not dumps.said
     code, out, _ = call(["analyze", folder], capsys)
     assert code == 0 and out.startswith(
         "Rank 2 has not joined all_reduce number 2 of the world, in which ranks 0, 1, 3 wait; rank"
@@ -183,5 +184,7 @@ def test_the_command_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for option in (["--html", "x"], ["--sql", "SELECT 1"], ["--fail-if", "job.ranks > 1"]):
         code, _, err = call(["analyze", folder, *option], capsys)
         assert code == 2 and f"{option[0]} needs traces" in err
+    (folder / "trace.json").write_text('{"traceEvents": []}')
+    assert find_format([folder]).said[0].startswith("trace.json in the same folder left out")
     code, _, err = call(["analyze", tmp_path, "--compare", folder], capsys)
-    assert code == 1
+    assert code == 1 and "Traceback" not in err
