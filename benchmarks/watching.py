@@ -21,6 +21,7 @@ import json
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,8 +217,10 @@ def _case(folder: Path, kind: str, seed: int, rehearse: bool) -> Row:
         stem = f"{kind}-{seed}".replace(" ", "-")
         before = recorded(job, calm, BEFORE, rehearse, traces / f"{family}-{stem}-before")
         then = recorded(job, one, WITH + 1, rehearse, traces / f"{family}-{stem}-then")
+        began_s = time.process_time()
         seen = list(looks(before, then, Path(name) / "watched"))
-    return judged(kind, truths, seen)
+        look_s = (time.process_time() - began_s) / len(seen)
+    return judged(kind, truths, seen) | {"CPU s per step and look": round(look_s, 2)}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,6 +128,18 @@ def test_training_says_what_slows_it(runs, monkeypatch):
     (line,) = said
     assert line.startswith("Steps 1 to 7: Rank 3 (llm, stage 1, replica 0) is slow")
     assert line.endswith("--once")
+
+
+def test_training_says_what_is_sure_and_when_it_is_over(runs):
+    def row(cause, confidence):
+        known = {"first_step": 1, "last_step": 5, "headline": f"{cause}.", "drift": []}
+        return json.dumps(known | {"cause": cause, "confidence": confidence}) + "\n"
+
+    told = [row("none", 0.9), row("host", 0.4), row("worker", 0.8), row("none", 0.9), "cut"]
+    said = []
+    beside = watching._Beside(runs / "slow", said.append)
+    beside._listen(SimpleNamespace(stdout=told))
+    assert [line.split()[4] for line in said] == ["worker.", "none."]
 
 
 def test_short_runs_are_not_watched(runs, monkeypatch):

@@ -16,6 +16,8 @@ from disttrain_cli.naming import short_path
 #: Runs that are shorter are not watched.
 AFTER_S = 60.0
 LOWEST_PRIORITY = 19
+#: A verdict less sure is left to `disttrain watch`: of ranks that share cores most are.
+LEAST_SURE = 0.5
 
 
 @contextmanager
@@ -77,7 +79,8 @@ class _Beside:
                 return
             if self._ended or "error" in row:
                 return
-            found = row["cause"] != "none" or bool(row["drift"])
+            sure = row["cause"] != "none" and row["confidence"] >= LEAST_SURE
+            found = sure or bool(row["drift"])
             if found or slowed:
                 self._say(_sentence(row, self._root))
             slowed = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,31 @@ def test_a_fault_that_begins_is_told_within_five_steps_and_once(tmp_path, growin
     (calm, slow) = told
     assert calm[1] == "none" and slow[1:] == ("worker", 3)
     assert BEFORE <= slow[0] < BEFORE + 5
+
+
+@pytest.mark.parametrize(
+    ("gain", "stood", "clear"),
+    [
+        (0.051, None, False),
+        (0.051, "none", False),
+        (0.061, "none", True),
+        (0.051, "unit", True),
+        (0.049, "unit", False),
+        (0.039, "unit", True),
+        (0.049, "none", True),
+        (0.049, "data", True),
+    ],
+)
+def test_what_hardly_gains_does_not_come_and_go(gain, stood, clear):
+    verdict = SimpleNamespace(
+        cause="unit" if gain >= 0.05 else "none", lost_s=gain if gain >= 0.05 else 0.0
+    )
+    found = SimpleNamespace(
+        verdict=verdict,
+        job=SimpleNamespace(iteration_s=1.0),
+        causes=[SimpleNamespace(cause="unit", gain_s=gain)],
+    )
+    assert looking._clear(found, stood) == clear
 
 
 def test_data_that_move_are_told_within_five_steps(tmp_path, growing):

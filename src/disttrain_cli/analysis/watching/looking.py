@@ -2,7 +2,8 @@
 
 A look is an analysis of the last steps, as `analyze` makes it of all. One step more or less can
 turn a verdict that is not sure, so it stands once it is sure enough, or was found by two looks in
-succession.
+succession. What gains about as much as divides a fault from none would come and go: it is told
+when it gains clearly more, and is over when it gains clearly less.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from disttrain_cli.analysis.causes import LEAST_SHARE
 from disttrain_cli.analysis.job.analysis import analyze_database
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.result.summary import Analysis
@@ -29,6 +31,8 @@ from disttrain_cli.spec.rundir import RunDir
 STEPS, WARM_UP = 5, 2
 #: A verdict this sure stands at once.
 SURE = 0.9
+#: Of a step, by how much a fault gains more than `LEAST_SHARE`, or one that is over less.
+MARGIN = 0.01
 #: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
 SHARE = 0.005
 POLL_S, QUIET_S = 1.0, 5.0
@@ -114,10 +118,29 @@ class Watcher:
         finally:
             database.close()
         said = _said(analysis)
-        stands = said == self._before or analysis.verdict.confidence >= SURE
+        stands = (said == self._before or analysis.verdict.confidence >= SURE) and _clear(
+            analysis, self._stood and self._stood[0]
+        )
         changed = stands and said != self._stood
         self._before, self._stood = said, said if stands else self._stood
         return Look(analysis, self._tail.first, self._tail.last, datetime.now(UTC), stands, changed)
+
+
+def _clear(analysis: Analysis, stood: str | None) -> bool:
+    """Whether a verdict is not between fault and none.
+
+    Args:
+        stood: the cause that stood before, if any.
+    """
+    verdict, step_s = analysis.verdict, analysis.job.iteration_s or 0.0
+    if verdict.cause == "none":
+        left_s = max((one.gain_s for one in analysis.causes if one.cause == stood), default=0.0)
+        return left_s < (LEAST_SHARE - MARGIN) * step_s
+    return (
+        verdict.lost_s == 0.0  # nothing can be told
+        or verdict.cause == stood
+        or verdict.lost_s >= (LEAST_SHARE + MARGIN) * step_s
+    )
 
 
 def _said(analysis: Analysis) -> Said:
