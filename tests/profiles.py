@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.spec.profile import (
     DataProfile,
     Distribution,
@@ -164,5 +165,6 @@ def data(
         targets=500 * targets,
         fill_fraction=0.9,
         images_per_sequence=counts,
+        order=NEWEST,
         sample=sample,
     )

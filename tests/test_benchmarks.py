@@ -22,6 +22,7 @@ from benchmarks import (
     data_wait,
     decode,
     efficiency,
+    epoch_order,
     gains,
     hiding,
     index,
@@ -572,3 +573,24 @@ def test_more_evidence_is_fitted_to_be_no_less_sure():
     rows = [row(n, 0.2, n % 2 == 0) for n in range(8)] + [row(n, 0.6, False) for n in range(8)]
     rows += [row(n, 0.99, True) for n in range(18)] + [row(1000, 0.99, False)]
     assert calibration.fit(rows)["disttrain"] == [(0.0, 0.0), (0.4, 0.278), (0.99, 0.95)]
+
+
+def test_orders_of_epochs_are_made_opened_and_mixed():
+    packed, mixed, processes = epoch_order.measure(small=True).values()
+    assert (
+        [row["order"] for row in packed]
+        == [row["order"] for row in mixed]
+        == ["windows", "histogram"]
+    )
+    assert packed[1]["filled %"] >= packed[0]["filled %"] > 99
+    for row in mixed:
+        for name in ("samples", "images", "Σ length²"):
+            assert 0.7 < row[f"spread of steps, {name}"] < 1.3
+            assert abs(row[f"next to it, {name}"]) < 0.1
+    assert [row["process"].split()[0] for row in processes] == [
+        "makes",
+        "opens",
+        "makes",
+        "resumes",
+    ]
+    assert all(0 < row["own MiB"] < 100 for row in processes)

@@ -47,6 +47,7 @@ def test_the_commands_are_the_promised_ones():
         "data index",
         "data check",
         "data latents",
+        "data order",
     ]
 
 

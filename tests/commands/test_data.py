@@ -160,3 +160,31 @@ def test_sizes_alone_cannot_be_checked(tmp_path, capsys):
     capsys.readouterr()
     code, _, err = check(capsys, tmp_path)
     assert code == 1 and "data.distribution has sizes only" in err
+
+
+def test_orders_are_made_ahead_and_once(damaged_folder, capsys):
+    def order(*words):
+        with pytest.raises(SystemExit) as left:
+            main(["data", "order", str(damaged_folder), *words])
+        return left.value.code, capsys.readouterr().out
+
+    code, out = order("--epochs", "3", "--json", "--quiet")
+    told = json.loads(out)
+    assert code == 0 and told["order"] == 2
+    assert [one["epoch"] for one in told["epochs"]] == [0, 1, 2]
+    ends = [one["first_sequence"] + one["sequences"] for one in told["epochs"]]
+    assert [one["first_sequence"] for one in told["epochs"]] == [0, *ends[:-1]]
+    made = sorted(damaged_folder.glob("runs/*/orders/*/epoch-*"))
+    times = [path.stat().st_mtime_ns for path in made]
+    assert len(made) == 3
+    code, out = order()
+    assert code == 0 and "Epoch 0:" in out
+    assert [path.stat().st_mtime_ns for path in made] == times
+
+
+def test_sizes_alone_have_no_order_to_keep(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["init", str(tmp_path), "--preset", "mllm-9b"])
+    with pytest.raises(SystemExit) as left:
+        main(["data", "order", str(tmp_path)])
+    assert left.value.code == 1 and "data.distribution" in capsys.readouterr().err

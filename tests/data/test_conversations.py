@@ -136,7 +136,7 @@ def test_every_form_gives_the_tokens_of_transformers(tmp_path: Path, form: str) 
     run, index, tokens = made(tmp_path, form)
     assert not index.skipped and len(index) == 4
     assert read_index(run, WIDE).fingerprint == index.fingerprint
-    assert index.specials.tolist() == [0, 0, 0, 2]
+    assert index.specials().tolist() == [0, 0, 0, 2]
     reference = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokens")
     packing, reader = pack(index, WIDE, 0, 0), ShardReader(index, tokens)
     seen = set()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.packing import Packing, SequenceStream, _fill, pack
+from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
 from tests.data.dataset import INPUTS, PROPERTY
@@ -60,17 +60,6 @@ def test_pairs_of_tokens_follow_the_windows() -> None:
     assert pack(windowed, windowed.inputs, 0, 0).length_sq.sum() == 9 + (100 - 6 * 7) + (
         1600 - 36 * 37
     )
-
-
-@given(st.lists(st.integers(1, 128), min_size=1, max_size=300))
-@PROPERTY
-def test_fill_holds_everything_once(lengths: list[int]) -> None:
-    bins = _fill(lengths, 128)
-    assert sorted(place for members in bins for place in members) == list(range(len(lengths)))
-    loads = sorted(sum(lengths[place] for place in members) for members in bins)
-    assert loads[-1] <= 128
-    # best fit never opens a sequence that was not needed
-    assert len(loads) < 2 or loads[0] + loads[1] > 128
 
 
 def test_a_packing_counts_its_members(index: Index) -> None:

@@ -332,6 +332,8 @@ def test_an_index_without_parts_is_read_and_its_fingerprint_stays(
             table = group.drop_columns([*OPTIONAL]).cast(before.schema)
             writer.write_table(table, row_group_size=len(table))
     old = read_stored(path)
-    assert old.rows().equals(stored.rows()) and old.fingerprint == index.fingerprint
+    for (_, ours, _), (_, theirs, _) in zip(old.by_shard(), stored.by_shard(), strict=True):
+        assert ours.equals(theirs)
+    assert old.fingerprint == index.fingerprint
     for (_, one, _), (_, other, _) in zip(old.by_shard(), stored.by_shard(), strict=True):
         assert one.equals(other)

@@ -74,6 +74,16 @@ in the run's folder. An interrupted call goes on where it was; new shards are ad
 data.max_bad_fraction it ends with exit code 1.
 """
 
+ORDER_EPILOG = """Examples:
+
+$ disttrain data order
+$ disttrain data order demo/disttrain.yaml --epochs 3
+
+Training makes the order of an epoch itself, on the first process that needs it, while the others
+wait. This makes it ahead: of the epoch that training begins or goes on in, and of those after it.
+What is there already is not made again.
+"""
+
 app = typer.Typer()
 
 
@@ -292,6 +302,49 @@ def latents(
             f" {of.encoded:,} were encoded now, {len(of.broken):,} of all cannot be decoded"
         )
     console.hint(next_command(_after_latents(opened, index), run_file))
+
+
+@app.command("order", epilog=ORDER_EPILOG)
+def order(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    epochs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many, from the one that comes next.")
+    ] = 1,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Make the orders of the next epochs ahead of training."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    opened = open_run(run_file)
+    from disttrain_cli.data.index import open_index
+    from disttrain_cli.data.index_checks import check_sources
+    from disttrain_cli.data.packing import SequenceStream
+    from disttrain_cli.models.graph import describe
+    from disttrain_cli.runtime.checkpoints.folder import describe as checkpoint
+    from disttrain_cli.runtime.checkpoints.folder import latest, order_of
+
+    check_sources(opened)
+    train, newest = opened.file.train, latest(opened.dir.checkpoints)
+    step = 0 if newest is None else int(checkpoint(newest)["step"])
+    version = order_of(opened.dir.checkpoints)
+    with console.progress() as progress:
+        index = open_index(opened, describe(opened), progress)
+        stream = SequenceStream(index, train.seed, version, progress, keep=True)
+        first = stream.epoch_of(step * train.global_batch_size)
+        ranges = {number: stream.range_of(number) for number in range(first, first + epochs)}
+    console.result(
+        {
+            "order": version,
+            "path": str(opened.dir.orders),
+            "epochs": [
+                {"epoch": number, "first_sequence": begin, "sequences": end - begin}
+                for number, (begin, end) in ranges.items()
+            ],
+        },
+        opened.dir.orders,
+    )
+    for number, (begin, end) in ranges.items():
+        console.say(f"Epoch {number}: {end - begin:,} sequences")
 
 
 def _after_latents(run: Run, index: Index) -> str:

@@ -66,7 +66,7 @@ def try_decoding(
 
 def allowed_broken(run: RunFile, index: Index) -> float:
     """How many images and clips of the data may be broken (`data.max_bad_fraction`)."""
-    return run.data.max_bad_fraction * int(index.files.sum())
+    return run.data.max_bad_fraction * index.file_count
 
 
 def check_broken(run: RunFile, broken: Sequence[Skipped], allowed: float) -> None:

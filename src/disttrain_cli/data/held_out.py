@@ -21,15 +21,21 @@ def chosen(keys: pa.ChunkedArray, fraction: float) -> NDArray[np.bool_]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=bool)
 
 
-def hashes(keys: pa.Array) -> NDArray[np.uint64]:
-    """[N] hash of every key: SplitMix64 over its length and its bytes, one place of all keys at a
-    time."""
+def bytes_of(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """(where each key begins [N + 1], bytes)."""
     import pyarrow as pa
 
     keys = keys.cast(pa.large_binary())
     _, offsets, content = keys.buffers()
     starts = np.frombuffer(offsets, dtype=np.int64)[keys.offset : keys.offset + len(keys) + 1]
-    bytes_ = np.frombuffer(content or b"", dtype=np.uint8).astype(np.int64)
+    return starts, np.frombuffer(content or b"", dtype=np.uint8)
+
+
+def hashes(keys: pa.Array) -> NDArray[np.uint64]:
+    """[N] hash of every key: SplitMix64 over its length and its bytes, one place of all keys at a
+    time."""
+    starts, content = bytes_of(keys)
+    bytes_ = content.astype(np.int64)
     lengths = np.diff(starts)
     state = mix(lengths)
     for index in range(int(lengths.max(initial=0))):

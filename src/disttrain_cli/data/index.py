@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, overload
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import draw
-from disttrain_cli.data.held_out import chosen
 from disttrain_cli.data.index_checks import (
     State,
     check_files,
@@ -30,37 +30,66 @@ from disttrain_cli.data.index_checks import (
     made_for,
     states_of,
 )
+from disttrain_cli.data.index_columns import columns_of, stored_index
 from disttrain_cli.data.index_file import Stored, read_stored
-from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_of
 from disttrain_cli.data.index_writing import stored_for, write_index
-from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts
+from disttrain_cli.data.parts import counts_of_parts, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import IMAGE, KINDS, SAMPLE_SPECIALS, TEXT
+from disttrain_cli.spec.index import SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DistributionSpec
 
+#: Fields of `Index` that are columns, of every index and of some.
+FIELDS = (
+    *("source", "shard", "segment_start", "kinds", "tokens", "trained", "ended"),
+    *("offsets", "sizes", "grids"),
+)
+OPTIONAL_FIELDS = ("pieces", "drawn", "templated", "part", "numbers")
+#: Properties that are columns as well: of every index, where files are cut, where there are
+#: videos.
+DERIVED = ("lengths", "label_tokens", "end_trained", "own_texts", "files")
+OF_PARTS, OF_FILMS = ("file", "parts"), ("frames",)
+COUNTED = ("file_count", "held_count")  # properties that are sums over all samples
+
 
 class Keys(Sequence[str]):
-    """Names of samples, kept as one array instead of an object each."""
+    """Names of samples, kept as their bytes and where each begins [N + 1] instead of an object
+    each."""
 
-    def __init__(self, array: Any) -> None:
-        self._array = array
+    def __init__(self, content: NDArray[np.uint8], start: Ints) -> None:
+        self._content, self._start = content, start
 
     def __len__(self) -> int:
-        return len(self._array)
+        return len(self._start) - 1
 
     @overload
     def __getitem__(self, at: int) -> str: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Keys: ...
+    def __getitem__(self, at: slice) -> list[str]: ...
 
-    def __getitem__(self, at: int | slice) -> str | Keys:
-        return Keys(self._array[at]) if isinstance(at, slice) else self._array[at].as_py()
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        return self._content[self._start[at] : self._start[at + 1]].tobytes().decode()
+
+
+Value = TypeVar("Value")
+
+
+def derived(compute: Callable[[Index], Value]) -> cached_property[Value]:
+    """A property that follows from the fields; taken from `Index.known` where it stands there."""
+    name = compute.__name__
+
+    def taken(index: Index) -> Value:
+        return index.known[name] if name in index.known else compute(index)
+
+    return cached_property(taken)
 
 
 @dataclass(frozen=True)
@@ -91,7 +120,7 @@ class Index:
     scaled_down: int | None = None
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
-    drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
+    drawn: NDArray[np.bool_] | None = None  # [N] samples that training draws; None = all
     #: [N] whether a chat template wrote a sample: it has no BOS and EOS but the template's; None =
     #: there is no such sample
     templated: NDArray[np.bool_] | None = None
@@ -103,6 +132,9 @@ class Index:
     numbers: Ints | None = None
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    held: bool = False  # of the samples that training leaves out
+    orders: Path | None = None  # folder of its epochs' orders (`data.epochs.making`)
+    known: Mapping[str, Any] = field(default_factory=dict)  # properties that need no computing
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -112,18 +144,28 @@ class Index:
         total = starts_of(values)
         return total[self.segment_start[1:]] - total[self.segment_start[:-1]]
 
-    @cached_property
-    def specials(self) -> Ints:
-        """[N] BOS and EOS of each sample: both, or none where `templated`."""
-        of_all = np.full(len(self), SAMPLE_SPECIALS, dtype=np.int64)
-        return of_all if self.templated is None else np.where(self.templated, 0, of_all)
+    def specials(self, samples: Any = slice(None)) -> Ints:
+        """BOS and EOS of these samples: both, or none where `templated`."""
+        if self.templated is None:
+            return np.broadcast_to(np.int64(SAMPLE_SPECIALS), len(self))[samples]
+        return np.where(self.templated[samples], 0, SAMPLE_SPECIALS)
 
-    @cached_property
+    @property
+    def chosen(self) -> NDArray[np.bool_] | None:
+        """[N] samples that sequences are made of; None = all."""
+        return ~self.drawn if self.held and self.drawn is not None else self.drawn
+
+    @derived
+    def held_count(self) -> int:
+        """Samples that training leaves out."""
+        return 0 if self.drawn is None else int((~self.drawn).sum())
+
+    @derived
     def lengths(self) -> Ints:
         """[N] tokens of each sample, BOS and EOS included."""
-        return self.per_sample(self.tokens) + self.specials
+        return self.per_sample(self.tokens) + self.specials()
 
-    @cached_property
+    @derived
     def end_trained(self) -> NDArray[np.bool_]:
         """[N] whether a sample's EOS is a label: not where its last text is not trained, its
         document goes on, or it has none."""
@@ -140,38 +182,43 @@ class Index:
         inside = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
         return (~inside | self.trained[last]) & ~goes_on
 
-    @cached_property
+    @derived
     def own_texts(self) -> NDArray[np.bool_]:
         """[segments] texts that are not written around the parts of a file."""
         texts = self.kinds == TEXT
         return texts if self.part is None else texts & (self.part >= 0)
 
-    @cached_property
+    @derived
     def file(self) -> Ints:
         """[segments] of each item the first part of its file; of a text itself."""
         if self.part is None:
             return np.arange(len(self.kinds))
         return first_parts(self.kinds, self.part)
 
-    @cached_property
+    @derived
     def parts(self) -> Ints:
         """[segments] how many items the file of each is."""
         return counts_of_parts(self.file)
 
-    @cached_property
+    @derived
     def files(self) -> NDArray[np.bool_]:
         """[segments] items that are the first, or only, part of their file."""
         items = self.kinds != TEXT
         return items if self.part is None else items & (self.part == 0)
 
-    @cached_property
+    @derived
+    def file_count(self) -> int:
+        """Images, clips and other files of all samples."""
+        return int(self.files.sum())
+
+    @derived
     def frames(self) -> Ints:
         """[segments] frames of the video that an item is a part of; 0 of all others."""
         if self.numbers is None or self.numbers.shape[1] < 4:
-            return np.zeros(len(self.kinds), dtype=np.int64)
+            return np.broadcast_to(np.int64(0), len(self.kinds))
         return np.where(self.kinds == TEXT, 0, self.numbers[:, 2])
 
-    @cached_property
+    @derived
     def label_tokens(self) -> Ints:
         """[N] label tokens of each sample: those of its trained texts, and EOS where
         `end_trained`."""
@@ -194,9 +241,9 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     shards = list_shards(run)
     stored = stored_for(run, inputs, tokenizer, shards)
     if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
-        return _index(run, inputs, stored, shards)
+        return _index(run, inputs, stored, shards, progress)
     write_index(run, inputs, tokenizer, shards, progress, stored)
-    return _index(run, inputs, read_stored(run.dir.index), shards)
+    return _index(run, inputs, read_stored(run.dir.index), shards, progress)
 
 
 def build_index(
@@ -218,7 +265,7 @@ def build_index(
     check_sources(run)
     tokenizer, shards = checked_tokenizer(run, inputs), list_shards(run)
     write_index(run, inputs, tokenizer, shards, progress, processes=processes)
-    return _index(run, inputs, read_stored(run.dir.index), shards)
+    return _index(run, inputs, read_stored(run.dir.index), shards, progress)
 
 
 def read_index(run: Run, inputs: ModelInputs) -> Index:
@@ -231,7 +278,7 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
             went or changed.
     """
     check_sources(run)
-    stored = read_stored(run.dir.index)
+    stored = stored_index(run, inputs)
     check_same(stored, made_for(run, inputs, checked_tokenizer(run, inputs)))
     shards = list_shards(run)
     check_files(stored, states_of(shards), shards)
@@ -255,19 +302,21 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
     return _index(run, inputs, read_stored(run.dir.index), shards)
 
 
-def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int, Shard]]) -> Index:
-    """Read the rows of an index whose shards are the same as those on disk; those of training are
-    drawn."""
-    rows = stored.rows()
+def _index(
+    run: Run,
+    inputs: ModelInputs,
+    stored: Stored,
+    shards: list[tuple[int, Shard]],
+    progress: Progress = silent,
+) -> Index:
+    """Open an index whose shards are the same as those on disk; those of training are drawn."""
     fraction = run.file.data.held_out
-    counts = [indexed.rows for indexed in stored.files]
-    kinds, widths, heights, parts, frames, rates = (
-        flat(rows, name) for name in ("kinds", "widths", "heights", "parts", "frames", "rates")
-    )
-    of_files = {"widths": widths, "heights": heights, "frames": frames, "rates": rates}
-    numbers = numbers_of(of_files)
-    budget = inputs.image.max_pixels if inputs.image else 0
-    start, cut = starts_of(counts_of(rows)), cutting(inputs)
+    header, columns = columns_of(run, inputs, stored, partial(_derive, inputs), progress)
+    counts = header["counts"]
+    fields: dict[str, Any] = {
+        name: columns[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name in columns
+    }
+    of_all = {name: columns[name] for name in (*DERIVED, *OF_PARTS, *OF_FILMS) if name in columns}
     return Index(
         fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16]
         if fraction
@@ -276,28 +325,37 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         weights=[source.weight for source in run.file.data.sources],
         shards=[shard for _, shard in shards],
         skipped=[one for _, one in stored.skipped],
-        source=np.repeat(np.array([source for source, _ in shards], dtype=np.int64), counts),
-        shard=np.repeat(np.arange(len(shards), dtype=np.int64), counts),
-        keys=Keys(rows.column("key")),
-        segment_start=start,
-        kinds=kinds,
-        tokens=flat(rows, "tokens"),
-        trained=flat(rows, "trained").astype(bool),
-        ended=flat(rows, "ended").astype(bool),
-        offsets=flat(rows, "offsets"),
-        sizes=flat(rows, "sizes"),
-        grids=_grids(inputs, kinds, numbers),
-        pieces=_pieces(start, kinds, widths, heights),
-        templated=_templated(start, kinds, heights),
-        part=parts if cut else None,
-        numbers=numbers if cut else None,
+        keys=Keys(columns["keys"], columns["key_start"]),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
-        scaled_down=int(
-            ((kinds == IMAGE) & (parts == 0) & (frames == 0) & (widths * heights > budget)).sum()
-        ),
-        drawn=~chosen(rows.column("key"), fraction) if fraction else None,
+        scaled_down=counts["scaled_down"],
+        orders=run.dir.orders,
+        known={**of_all, **{name: counts[name] for name in COUNTED}},
+        **fields,
     )
+
+
+def _derive(
+    inputs: ModelInputs, fields: Mapping[str, Any], samples: int
+) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
+    """Properties that are columns, and those that are sums, of some samples with these fields."""
+    zeros = np.zeros(samples, dtype=np.int64)
+    index = Index(
+        fingerprint="",
+        inputs=inputs,
+        weights=[],
+        shards=[],
+        skipped=[],
+        source=zeros,
+        shard=zeros,
+        keys=Keys(np.zeros(0, np.uint8), np.zeros(samples + 1, np.int64)),
+        **fields,
+    )
+    films = index.numbers is not None and index.numbers.shape[1] == 4
+    names = (*DERIVED, *(OF_PARTS if index.part is not None else ()), *(OF_FILMS if films else ()))
+    return {name: getattr(index, name) for name in names}, {
+        name: getattr(index, name) for name in COUNTED
+    }
 
 
 def held_out(index: Index) -> Index:
@@ -306,14 +364,13 @@ def held_out(index: Index) -> Index:
     Raises:
         DataError: there is none.
     """
-    kept = np.zeros(len(index), dtype=bool) if index.drawn is None else ~index.drawn
-    if not kept.any():
+    if not index.held_count:
         raise DataError(
             "No sample is held out for the evaluation",
             f"samples: {len(index)}",
             "Raise data.held_out, or leave train.evaluation out.",
         )
-    return replace(index, drawn=kept)
+    return replace(index, held=True)
 
 
 def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
@@ -342,28 +399,3 @@ def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
         sizes=nowhere,
         grids=drawn.grids,
     )
-
-
-def _pieces(segment_start: Ints, kinds: Ints, widths: Ints, heights: Ints) -> Ints | None:
-    """`Index.pieces`; such a sample has one segment."""
-    texts = (kinds == TEXT) & (heights > 0)
-    if not texts.any():
-        return None
-    first = segment_start[:-1]
-    return np.where(texts[first, None], np.stack([widths, heights], axis=1)[first], 0)
-
-
-def _templated(segment_start: Ints, kinds: Ints, heights: Ints) -> NDArray[np.bool_] | None:
-    """`Index.templated`."""
-    templated = specials_of(kinds, heights, segment_start) == 0
-    return templated if templated.any() else None
-
-
-def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
-    """Grids [segments, 2] of items whose files' headers say these numbers."""
-    grids = np.zeros((len(kinds), 2), dtype=np.int64)
-    for item, kind in KINDS.items():
-        indices = np.flatnonzero(kinds == kind)
-        if len(indices):
-            grids[indices] = inputs.of(item)[0].grids(sizes[indices])
-    return grids

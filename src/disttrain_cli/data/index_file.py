@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,21 +52,30 @@ class Stored(NamedTuple):
     inputs: dict[str, Any]  # what it was made for, besides the shards
     files: list[Indexed]
     skipped: list[tuple[int, Skipped]]  # with the place of the shard in `files`
-    file: Any
+    file: Any = None  # Parquet
+    flat: Any = None  # or what `data.columns` opened
 
-    def rows(self) -> pa.Table:
-        """All rows."""
-        return _completed(self.file.read())
+    def described(self) -> dict[str, Any]:
+        """The inverse of `stored_of`."""
+        return {
+            "fingerprint": self.fingerprint,
+            "inputs": self.inputs,
+            "files": self.files,
+            "skipped": [[index, *one] for index, one in self.skipped],
+        }
 
-    def by_shard(self) -> Iterator[ShardRows]:
-        """Every shard with its rows and what was left out of it, in order; one shard's rows are in
-        memory."""
+    def by_shard(self, columns: list[str] | None = None) -> Iterator[ShardRows]:
+        """Every shard with its rows, or these columns of them, and what was left out of it, in
+        order; one shard's rows are in memory."""
         left_out: dict[int, list[Skipped]] = {}
         for index, one in self.skipped:
             left_out.setdefault(index, []).append(one)
         group = 0
         for index, indexed in enumerate(self.files):
-            rows = self.file.read_row_group(group) if indexed.rows else schema().empty_table()
+            if indexed.rows:
+                rows = self.file.read_row_group(group, columns)
+            else:
+                rows = schema().empty_table()
             group += indexed.rows > 0
             yield ShardRows(indexed, _completed(rows), left_out.get(index, []))
 
@@ -92,17 +101,27 @@ def read_stored(path: Path) -> Stored:
         }
         version = stored["version"]
         if version == INDEX_VERSION:
-            files = [Indexed(*entry) for entry in stored["files"]]
-            skipped = [(index, Skipped(*entry)) for index, *entry in stored["skipped"]]
-            if file.num_row_groups != sum(indexed.rows > 0 for indexed in files):
+            opened = stored_of(path, stored)._replace(file=file)
+            if file.num_row_groups != sum(indexed.rows > 0 for indexed in opened.files):
                 raise ValueError("its row groups are not those of the shards it names")
-            return Stored(path, stored["fingerprint"], stored["inputs"], files, skipped, file)
+            return opened
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"Cannot read the sample index {path}", str(error), PROFILE) from None
     raise MismatchError(
         f"The sample index {path} has another version",
         f"index: {version}, this program: {INDEX_VERSION}",
         PROFILE,
+    )
+
+
+def stored_of(path: Path, described: Mapping[str, Any]) -> Stored:
+    """An index of what is said of it."""
+    return Stored(
+        path,
+        described["fingerprint"],
+        described["inputs"],
+        [Indexed(*entry) for entry in described["files"]],
+        [(index, Skipped(*entry)) for index, *entry in described["skipped"]],
     )
 
 

@@ -98,9 +98,9 @@ def flat(rows: pa.Table, name: str) -> Ints:
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.int64)
 
 
-def numbers_of(columns: Mapping[str, Ints]) -> Ints:
+def numbers_of(columns: Mapping[str, Ints], films: bool) -> Ints:
     """[segments, 2] what the headers of files say, or [segments, 4] where there are videos."""
-    names = ["widths", "heights", *(("frames", "rates") if columns["frames"].any() else ())]
+    names = ["widths", "heights", *(("frames", "rates") if films else ())]
     return np.stack([columns[name] for name in names], axis=1)
 
 
@@ -262,7 +262,7 @@ def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInput
     tokens = np.zeros(len(kinds), dtype=np.int64)
     tokens[kinds == TEXT] = of_texts
     tokens += columns["ended"]
-    sizes = numbers_of(columns)
+    sizes = numbers_of(columns, bool(columns["frames"].any()))
     parts = counts_of_parts(first_parts(kinds, columns["parts"]))
     for item, kind in KINDS.items():
         at = np.flatnonzero(kinds == kind)

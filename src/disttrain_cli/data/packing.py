@@ -1,38 +1,33 @@
-"""Packs whole samples into sequences of fixed length, and numbers the sequences of all epochs in
+"""Whole samples packed into sequences of fixed length; the sequences of all epochs are numbered in
 one stream.
 
-Samples are drawn in a shuffled order and put, block by block, the longest first, into the fullest
-open sequence that still has room (best fit decreasing within a bounded window): O(n log n), equal
-on every machine. Sequence k of the stream belongs to the same samples whatever the layout; a global
-batch is a range of it.
+Which sample lies in which sequence is `data.epochs`' to say: equal on every machine. Sequence k of
+the stream has the same samples whatever the layout; a global batch is a range of it.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from disttrain_cli.data.arrays import mix, ranges, starts_of
+from disttrain_cli.data.epochs import NEWEST
+from disttrain_cli.data.epochs.making import Epoch, Epochs
+from disttrain_cli.data.epochs.sizes import joined, part_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.errors import DataError
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.progress import Progress, silent
 
-BLOCK_SAMPLES = 2048  # samples that are sorted together
-MOST_DRAWN = 20_000_000  # samples of an epoch, where there are not that many
-OPEN_SEQUENCES = 512  # sequences kept open from block to block, those with the most room
-
-KEPT_EPOCHS = 2  # whose sequences are remembered: a batch may lie on the end of one
-
-# Purposes of `mix`, so that equal numbers used for different things give different hashes.
-DRAW, ORDER, SEQUENCE_ORDER = 1, 2, 3
+KEPT_EPOCHS = 2  # that stay open: a batch may lie on the end of one
+AHEAD_SAMPLES = 1 << 20  # of an epoch, from which on the next one is made before it begins
 
 
 @dataclass(frozen=True)
@@ -80,152 +75,117 @@ class Packing:
         return float(self.tokens.sum()) / (len(self) * self.index.inputs.sequence_length)
 
 
-def pack(index: Index, inputs: ModelInputs, seed: int, epoch: int) -> Packing:
+def pack(
+    index: Index,
+    inputs: ModelInputs,
+    seed: int,
+    epoch: int,
+    order: int = NEWEST,
+    progress: Progress = silent,
+) -> Packing:
     """All sequences of one epoch; their ids count from 0.
 
     Raises:
-        DataError: the weights of the sources draw no sample.
+        DataError: the weights of the sources draw no sample, or too many.
+        MismatchError: this program does not know the order.
     """
     assert inputs == index.inputs
-    sample_start, samples = _pack_epoch(index, seed, epoch)
-    return _describe(index, np.arange(len(sample_start) - 1, dtype=np.int64), sample_start, samples)
+    stream = SequenceStream(index, seed, order, progress)
+    first, last = stream.range_of(epoch)
+    packing = stream.batch(first, last - first)
+    return replace(packing, ids=packing.ids - first)
 
 
 class SequenceStream:
     """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache; any thread
-    may ask."""
+    may ask.
 
-    def __init__(self, index: Index, seed: int) -> None:
-        self._index = index
-        self._first, self._lock = (
-            [0],
-            threading.Lock(),
-        )  # stream number of the first sequence of each epoch known
-        self._epoch = Once(lambda epoch: _pack_epoch(index, seed, epoch), KEPT_EPOCHS)
+    Args:
+        progress: told when the order of an epoch is made or waited for.
+        keep: orders of earlier epochs, where more are made.
+
+    Raises:
+        MismatchError: this program does not know the order.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        seed: int,
+        order: int = NEWEST,
+        progress: Progress = silent,
+        keep: bool = False,
+    ) -> None:
+        self._index, self._epochs = index, Epochs(index, seed, order, progress, keep)
+        # stream numbers of the first sequences of the epochs that are known, and of the next one
+        self._firsts, self._lock = [0], threading.Lock()
+        self._epoch = Once(self._known, KEPT_EPOCHS)
+        self._ahead = 0  # the last epoch that was begun before it was asked for
 
     def batch(self, first: int, count: int) -> Packing:
         """Sequences first .. first + count - 1 of the stream, over the ends of epochs where need
         be."""
-        counts, samples = [], []
-        at = first
+        parts, at = [], first
         while at < first + count:
-            epoch = self._epoch_of(at)
-            start, rows = self._epoch(epoch)
-            low = at - self._first[epoch]
-            high = min(len(start) - 1, first + count - self._first[epoch])
-            counts.append(np.diff(start[low : high + 1]))
-            samples.append(rows[start[low] : start[high]])
-            at = self._first[epoch] + high
-        ids = np.arange(first, first + count, dtype=np.int64)
-        return _describe(
-            self._index, ids, starts_of(np.concatenate(counts)), np.concatenate(samples)
-        )
+            number = self.epoch_of(at)
+            epoch = self._epoch(number)
+            begin, end = epoch.firsts[number : number + 2]
+            high = min(end, first + count)
+            parts.append(part_of(epoch.columns, at - begin, high - begin))
+            if high > (begin + end) // 2 and len(epoch.columns["samples"]) >= AHEAD_SAMPLES:
+                self._begin(number + 1)
+            at = high
+        return _packing(self._index, first, joined(parts))
 
-    def _epoch_of(self, number: int) -> int:
-        while self._first[-1] <= number:
-            epoch = len(self._first) - 1
-            start, _ = self._epoch(epoch)
-            with self._lock:
-                if epoch == len(self._first) - 1:  # else another thread was faster
-                    self._first.append(self._first[epoch] + len(start) - 1)
-        return bisect_left(self._first, number + 1) - 1
+    def range_of(self, epoch: int) -> tuple[int, int]:
+        """Numbers of the first sequence of an epoch, and of the one behind its last; its order is
+        made where it is not there."""
+        while len(self._firsts) < epoch + 2:
+            self._epoch(len(self._firsts) - 1)
+        self._epoch(epoch)
+        return self._firsts[epoch], self._firsts[epoch + 1]
 
+    def epoch_of(self, number: int) -> int:
+        """The epoch of a sequence of the stream; its order is made where it is not there."""
+        if self._firsts[-1] <= number:
+            self._learn(self._epochs.firsts())
+        while self._firsts[-1] <= number:
+            self._epoch(len(self._firsts) - 1)
+        epoch = bisect_right(self._firsts, number) - 1
+        self._epoch(epoch)
+        return epoch
 
-def _pack_epoch(index: Index, seed: int, epoch: int) -> tuple[Ints, Ints]:
-    """(start [Q + 1], samples) of one epoch's sequences."""
-    drawn = _draw(index, seed, epoch)
-    bins = _fill(index.lengths[drawn].tolist(), index.inputs.sequence_length)
-    order = np.argsort(mix(seed, epoch, SEQUENCE_ORDER, np.arange(len(bins))), kind="stable")
-    members = [sorted(bins[number]) for number in order]
-    start = starts_of(np.array([len(positions) for positions in members], dtype=np.int64))
-    return start, drawn[
-        np.array([position for positions in members for position in positions], dtype=np.int64)
-    ]
+    def _begin(self, number: int) -> None:
+        """Have an epoch opened in the background; what fails is told to whoever asks for it."""
+        if number > self._ahead:
+            self._ahead = number
+            threading.Thread(target=self._try, args=(number,), name="epoch", daemon=True).start()
 
+    def _try(self, number: int) -> None:
+        with suppress(Exception):
+            self._epoch(number)
 
-def _draw(index: Index, seed: int, epoch: int) -> Ints:
-    """Rows of an epoch in shuffled order: weight 2.5 draws every sample twice and half of them once
-    more."""
-    wanted = sum(
-        weight * int((index.source == source).sum()) for source, weight in enumerate(index.weights)
-    )
-    most = max(MOST_DRAWN, 16 * len(index.source))
-    if wanted > most:
-        raise DataError(
-            f"The weights of data.sources draw {wanted:,.0f} samples in an epoch",
-            f"weights: {index.weights}, of {len(index.source):,} samples; allowed: {most:,}",
-            "Lower all of them: the mixture follows from their ratios.",
-        )
-    rows, copies = [], []
-    for source, weight in enumerate(index.weights):
-        eligible = np.flatnonzero(
-            index.source == source
-            if index.drawn is None
-            else (index.source == source) & index.drawn
-        )
-        again = round((weight - int(weight)) * len(eligible))
-        by_chance = eligible[np.argsort(mix(seed, epoch, DRAW, eligible), kind="stable")[:again]]
-        for copy, part in enumerate([*[eligible] * int(weight), by_chance]):
-            rows.append(part)
-            copies.append(np.full(len(part), copy, dtype=np.int64))
-    drawn, copy_number = np.concatenate(rows), np.concatenate(copies)
-    if not len(drawn):
-        raise DataError(
-            "The weights of data.sources draw no sample",
-            f"weights: {index.weights}",
-            "Raise the weight of at least one source, or lower data.held_out.",
-        )
-    return drawn[np.argsort(mix(seed, epoch, ORDER, drawn, copy_number), kind="stable")]
+    def _known(self, number: int) -> Epoch:
+        epoch = self._epochs.epoch(number, self._firsts)
+        self._learn(epoch.firsts)
+        return epoch
+
+    def _learn(self, firsts: list[int]) -> None:
+        with self._lock:  # else another thread may know more
+            if len(firsts) > len(self._firsts):
+                self._firsts = firsts
 
 
-def _fill(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Places of `lengths` by sequence; none exceeds `capacity`."""
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # open sequences as (tokens free, number), sorted
-    shortest = min(lengths)
-    for first in range(0, len(lengths), BLOCK_SAMPLES):
-        block = range(first, min(first + BLOCK_SAMPLES, len(lengths)))
-        for index in sorted(block, key=lambda i: (-lengths[i], i)):
-            length = lengths[index]
-            at = bisect_left(room, (length, -1))
-            if at < len(room):
-                free, number = room.pop(at)
-                bins[number].append(index)
-            else:
-                free, number = capacity, len(bins)
-                bins.append([index])
-            if free - length >= shortest:
-                insort(room, (free - length, number))
-        del room[:-OPEN_SEQUENCES]
-    return bins
-
-
-def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Packing:
-    """Everything an ordering needs of the given sequences."""
-    lengths, labels = index.lengths[samples], index.label_tokens[samples]
-
-    def per_sequence(values: Ints) -> Ints:
-        total = starts_of(values)
-        return total[sample_start[1:]] - total[sample_start[:-1]]
-
-    counts = np.diff(index.segment_start)[samples]
-    segments = ranges(index.segment_start[samples], counts)
-    sequence = np.repeat(np.repeat(np.arange(len(ids)), np.diff(sample_start)), counts)
-    chosen = {item: np.flatnonzero(index.kinds[segments] == kind) for item, kind in KINDS.items()}
+def _packing(index: Index, first: int, columns: Mapping[str, Ints]) -> Packing:
     return Packing(
         index=index,
-        ids=ids,
-        sample_start=sample_start,
-        samples=samples,
-        tokens=per_sequence(lengths),
-        length_sq=per_sequence(index.inputs.length_sq(lengths)),
-        label_tokens=per_sequence(labels),
+        ids=first + np.arange(len(columns["tokens"]), dtype=np.int64),
         items={
-            item: Members(
-                starts_of(np.bincount(sequence[areas], minlength=len(ids))),
-                segments[areas],
-                index.grids[segments[areas]],
-            )
-            for item, areas in chosen.items()
+            item: Members(*(columns[f"{item}.{name}"] for name in ("start", "segment", "grid")))
+            for item in KINDS
+        },
+        **{
+            name: columns[name]
+            for name in ("sample_start", "samples", "tokens", "length_sq", "label_tokens")
         },
     )

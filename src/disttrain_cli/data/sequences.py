@@ -41,18 +41,18 @@ class SequencePlan:
         ]
         self.length = index.inputs.sequence_length
         self.inputs = index.inputs
-        self.sample_tokens = index.lengths[self.samples]
+        self.sample_tokens = index.lengths[self.samples].astype(np.int64)
         self.sample_at = starts_of(self.sample_tokens)[:-1]
         counts = index.segment_start[self.samples + 1] - index.segment_start[self.samples]
         segments = ranges(index.segment_start[self.samples], counts)
         self.kinds = index.kinds[segments]
-        self.tokens = index.tokens[segments]
-        self.grids = index.grids[segments]
+        self.tokens = index.tokens[segments].astype(np.int64)
+        self.grids = index.grids[segments].astype(np.int64)
         self.segments, self.index = segments, index
         self.trained = index.trained[segments]
         self.films = index.frames[segments] > 0
         self.end_trained = index.end_trained[self.samples]
-        self.specials = index.specials[self.samples]
+        self.specials = index.specials(self.samples)
         # Besides the segments before it, a segment lies behind the specials of earlier samples and
         # its own BOS.
         begins = self.specials // SAMPLE_SPECIALS

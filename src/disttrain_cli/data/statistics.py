@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
@@ -23,8 +24,8 @@ NAMED = 3  # samples left out that the profile names
 SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
 
 
-def describe_data(packing: Packing) -> DataProfile:
-    """What the profile says of the data; `packing` is one epoch."""
+def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
+    """What the profile says of the data; `packing` is one epoch, in this order."""
     index = packing.index
     return DataProfile(
         samples=len(index),
@@ -46,6 +47,7 @@ def describe_data(packing: Packing) -> DataProfile:
             f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]
         ],
         unread=index.unread,
+        order=order,
         sample=size_sample(packing),
     )
 

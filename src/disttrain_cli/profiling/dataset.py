@@ -13,6 +13,7 @@ from disttrain_cli.data.statistics import describe_data, mean_and_max_work, sequ
 from disttrain_cli.errors import DataError
 from disttrain_cli.profiling.preprocess import decode_like, measure_preprocessing
 from disttrain_cli.profiling.sizes import SEQUENCES
+from disttrain_cli.runtime.checkpoints.folder import order_of
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import DataProfile, PreprocessProfile
 from disttrain_cli.spec.progress import Progress, silent
@@ -63,9 +64,10 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
         SpecError: the tokenizer does not fit the model, or the distribution is not known.
     """
     index = open_index(run, inputs, progress)
-    epoch = pack(index, inputs, run.file.train.seed, 0)
+    seed, order = run.file.train.seed, order_of(run.dir.checkpoints)
+    epoch = pack(index, inputs, seed, 0, order, progress)
     _check_work(run, inputs, epoch)
-    drawn = SequenceStream(index, run.file.train.seed).batch(0, SEQUENCES)
+    drawn = SequenceStream(index, seed, order).batch(0, SEQUENCES)
     progress("measure preprocessing", 0, 0)
     rates = decode_like(epoch) if run.file.data.distribution else measure_preprocessing(run, drawn)
     known = epoch if len(epoch) >= SEQUENCES else drawn
@@ -79,7 +81,7 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
             name: 1.0 - float(np.mean(np.any(rows > 0, axis=1)))
             for name, rows in sequence_work(known).items()
         },
-        profile=describe_data(epoch),
+        profile=describe_data(epoch, order),
         preprocess=rates,
         provenance={"preprocess": SYNTHETIC} if run.file.data.distribution else {},
     )

@@ -101,7 +101,7 @@ def run_steps(
     with (
         Saver(
             task.dir.checkpoints,
-            made_from(run, profile.fingerprints.data),
+            made_from(run, profile.fingerprints.data, profile.data.order),
             engine,
             run.file.train.checkpoint.keep,
             task.average,

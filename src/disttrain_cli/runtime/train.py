@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.latents import described
+from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
@@ -104,6 +105,8 @@ def train(
         from disttrain_cli.data.serving.client import check_workers
 
         check_workers(run, plan.plan, index, profile, total, progress)
+    stream = SequenceStream(index, run.file.train.seed, profile.data.order, progress)
+    stream.epoch_of((resumed or 0) * run.file.train.global_batch_size)  # before ranks wait for it
     rows: list[dict[str, Any]] = []
 
     def take(step: dict[str, Any]) -> None:

@@ -124,7 +124,10 @@ def main(payload: dict[str, Any]) -> None:
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
         first = (
             checkpoint.resume(
-                run.dir.checkpoints, made_from(run, job.index.fingerprint), engine, average
+                run.dir.checkpoints,
+                made_from(run, job.index.fingerprint, job.profile.data.order),
+                engine,
+                average,
             )
             if told["resume"]
             else 0
@@ -138,6 +141,7 @@ def main(payload: dict[str, Any]) -> None:
                 coords,
                 fields,
                 message_dtype(run.file.train),
+                job.profile.data.order,
             )
             if run.file.train.evaluation
             else None
@@ -234,17 +238,21 @@ def open_loader(
     }
     searches = run.file.train.ordering_on(profile.device.kind) == "best"
     if not run.file.preprocess.addresses or not (searches or reads_files(fields)):
-        return Loader(run, Orders(run.file, layout, index, profile), **known)
+        return Loader(run, Orders(run.file, layout, index, profile, progress=_log), **known)
     from disttrain_cli.data.serving.client import PulledOrders, Workers
 
     def say(what: str, done: int, total: int) -> None:
-        print(f"{what} {done}/{total}" if total else what, flush=True)
+        _log(what, done, total)
         publish(reports, {"note": what, "done": done, "total": total})
 
     workers = Workers(run, layout, index, profile, say)
     orders = (
         PulledOrders(run.file, layout, index, profile, workers)
         if searches
-        else Orders(run.file, layout, index, profile)
+        else Orders(run.file, layout, index, profile, progress=_log)
     )
     return Loader(run, orders, source=workers, **known)
+
+
+def _log(what: str, done: int, total: int) -> None:
+    print(f"{what} {done}/{total}" if total else what, flush=True)

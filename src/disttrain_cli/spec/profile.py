@@ -444,6 +444,13 @@ class DataProfile(Strict):
         default_factory=dict,
         description="Images and clips of the samples that the model has no module for.",
     )
+    order: int = Field(
+        1,
+        description=(
+            "Version of the order of the data (docs/data.md); 1 where none is said. A run keeps the"
+            " one that it began with."
+        ),
+    )
     sample: SizeSample
 
     def count(self, item: Item) -> int:

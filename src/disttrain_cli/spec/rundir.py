@@ -23,6 +23,16 @@ class RunDir:
         return self.root / "index.partial"
 
     @property
+    def columns(self) -> Path:
+        """The index as flat files (`data.index_columns`)."""
+        return self.root / "columns"
+
+    @property
+    def orders(self) -> Path:
+        """Orders of epochs, flat files (`data.epochs.making`)."""
+        return self.root / "orders"
+
+    @property
     def latents(self) -> Path:
         """Latents prepared beforehand, by generator (`spec.latents`)."""
         return self.root / "latents"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
@@ -18,6 +19,7 @@ from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import RunFile
 
 # steps: the next one, this one, and those before it, whose last slots may still be in preparation
@@ -65,6 +67,8 @@ class Orders:
     Args:
         profile: the policy `best` needs it.
         known: assignments of steps, found before for the very same arguments.
+        order: of the data (`data.epochs`), where there is no profile that says it.
+        progress: told when an epoch's order is made or waited for.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Orders:
         index: Index,
         profile: Profile | None = None,
         known: Mapping[int, Assignment] | None = None,
+        order: int = NEWEST,
+        progress: Progress = silent,
     ) -> None:
         self.layout, self.index = layout, index
         self._policy = Policy(
@@ -84,7 +90,9 @@ class Orders:
             run.cluster.gpus_per_node,
             run.cluster.memory_gib,
         )
-        self._stream = SequenceStream(index, run.train.seed)
+        self._stream = SequenceStream(
+            index, run.train.seed, profile.data.order if profile else order, progress
+        )
         self._known = known or {}
         #: What every replica of every unit does in a step, and the global batch, in the order of
         #: the stream.

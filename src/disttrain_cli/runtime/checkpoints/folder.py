@@ -10,9 +10,11 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.data.epochs import NEWEST, WINDOWS
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
@@ -110,12 +112,22 @@ def describe(folder: Path) -> dict[str, Any]:
     return value
 
 
-def made_from(run: Run, data_fingerprint: str) -> dict[str, Any]:
+def order_of(checkpoints: Path) -> int:
+    """The order of the data that a run began with, as its newest checkpoint says; the newest order
+    where it has none."""
+    for folder in reversed(all_of(checkpoints)):
+        with suppress(SpecError):  # damaged
+            return int(describe(folder).get("order", BEFORE["order"]))
+    return NEWEST
+
+
+def made_from(run: Run, data_fingerprint: str, order: int) -> dict[str, Any]:
     """What a checkpoint must have been made from for a run to go on from it: model, data, and its
     place in them."""
     return {
         **model_of(run),
         "dataset": data_fingerprint,
+        "order": order,
         "seed": run.file.train.seed,
         "global_batch_size": run.file.train.global_batch_size,
     }
@@ -144,12 +156,21 @@ REMEDIES = {
         "give r, lora_alpha and use_rslora of the adapters their old values",
     ),
     "dataset": ("another dataset", "bring the data back as it was"),
+    "order": (
+        "another order of the data",
+        "profile and plan again, which keeps the order of the newest checkpoint: disttrain profile"
+        " && disttrain plan",
+    ),
     "seed": ("another seed", "give train.seed its old value"),
     "global_batch_size": (
         "another global batch size",
         "give train.global_batch_size its old value",
     ),
 }
+
+
+#: What checkpoints were made from that do not say it.
+BEFORE = {"order": WINDOWS}
 
 
 def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
@@ -161,7 +182,7 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
     """
     described = describe(folder)
     for what, ours in here.items():
-        theirs = described.get(what, ours)
+        theirs = described.get(what, BEFORE.get(what, ours))
         if theirs != ours:
             other, remedy = REMEDIES[what]
             raise MismatchError(

@@ -46,7 +46,7 @@ def held_out_questions(run: Run, inputs: ModelInputs) -> Iterator[Question]:
     """
     index, tokenizer = read_index(run, inputs), read_tokenizer(run)
     reader = ShardReader(index, tokenizer)
-    drawn = None if index.drawn is None else held_out(index).drawn
+    drawn = None if index.drawn is None else held_out(index).chosen
     for row in range(len(index)) if drawn is None else np.flatnonzero(drawn).tolist():
         question = _question(index, reader, tokenizer, row)
         if question is not None:
@@ -65,7 +65,7 @@ def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int)
     since = int(answers[-2]) + 1 if len(answers) > 1 else 0
     texts = iter(reader.texts(row))
     ids = [next(texts) if kind == TEXT else [IMAGE_ROW] for kind in kinds.tolist()]
-    begin = [tokenizer.bos] if index.specials[row] else []
+    begin = [tokenizer.bos] if index.specials(row) else []
     said = [at for at in range(since, answer) if own[at]]
     asked = [id_ for at in said for id_ in ids[at]]
     files = (kinds == IMAGE) & index.files[first:last]

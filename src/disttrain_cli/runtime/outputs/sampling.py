@@ -251,7 +251,7 @@ def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
     the text after."""
     index = read_index(run, model.inputs)
     reader = ShardReader(index, tokenizer := read_tokenizer(run))
-    drawn = None if index.drawn is None else held_out(index).drawn
+    drawn = None if index.drawn is None else held_out(index).chosen
     for row in range(len(index)) if drawn is None else np.flatnonzero(drawn).tolist():
         if index.templated is not None and index.templated[row]:
             continue  # what follows an image there is a question

@@ -134,7 +134,11 @@ def main(payload: dict[str, Any]) -> None:
             for messages in hidden(profile, layout, stages, payload["gpus_per_node"])
         )
         first = (
-            checkpoint.resume(folder.checkpoints, made_from(run, profile.fingerprints.data), engine)
+            checkpoint.resume(
+                folder.checkpoints,
+                made_from(run, profile.fingerprints.data, profile.data.order),
+                engine,
+            )
             if payload["resume"]
             else 0
         )

@@ -1,0 +1,200 @@
+"""The index as flat columns that every process of a host maps into memory: a rank touches the pages
+of the samples that it works on.
+
+Parquet is what the index is exchanged in; the columns lie beside it in the run's folder, made once
+from it and again where it changed. Besides what Parquet says they hold what follows from it for
+every sample or segment, and what is counted over all of them. Numbers are as narrow as they are in
+Parquet.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.arrays import starts_of
+from disttrain_cli.data.columns import Columns, ColumnWriter, alone, open_columns, writing_columns
+from disttrain_cli.data.held_out import bytes_of, chosen
+from disttrain_cli.data.index_file import Stored, read_stored, stored_of
+from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_of
+from disttrain_cli.data.parts import cutting
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.progress import Progress
+from disttrain_cli.spec.runfile import Run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VERSION = 1
+NARROW = {  # types of columns whose values are computed with in 64 bits
+    "kinds": np.int8,
+    "tokens": np.int32,
+    "grids": np.int32,
+    "pieces": np.int32,
+    "part": np.int32,
+    "lengths": np.int32,
+    "label_tokens": np.int32,
+    "parts": np.int32,
+    "frames": np.int32,
+}
+#: Given fields that are columns, and how many samples: further columns, and what is to be summed
+#: over all samples.
+Derive = Callable[[dict[str, Any], int], tuple[dict[str, NDArray[Any]], dict[str, int]]]
+
+
+def stored_index(run: Run, inputs: ModelInputs) -> Stored:
+    """What the index on disk was made for; of its columns where they are there, else of Parquet.
+
+    Raises:
+        DataError, MismatchError: as `read_stored`.
+    """
+    path = run.dir.index
+    opened = open_columns(run.dir.columns / _name(run, inputs)) if path.is_file() else None
+    if opened is None:
+        return read_stored(path)
+    header, columns = opened
+    return stored_of(path, header["stored"])._replace(flat=(header, columns))
+
+
+def columns_of(
+    run: Run, inputs: ModelInputs, stored: Stored, derive: Derive, progress: Progress
+) -> tuple[dict[str, Any], Columns]:
+    """(what is counted over all samples, the columns by name).
+
+    Raises:
+        SpecError: they cannot be written (missing permission, disk full).
+    """
+    if stored.flat is not None:
+        return stored.flat
+    folder = run.dir.columns / _name(run, inputs)
+    with alone(run.dir.columns / "lock", "the columns of the index", progress):
+        if (opened := open_columns(folder)) is None:
+            with writing_columns(folder) as writer:
+                _write(run, inputs, stored, derive, writer, progress)
+            for other in run.dir.columns.glob("[0-9a-f]*"):
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+            opened = open_columns(folder)
+    assert opened is not None
+    return opened
+
+
+def _name(run: Run, inputs: ModelInputs) -> str:
+    """Of the folder of an index as it lies there now."""
+    there = run.dir.index.stat()
+    file = [there.st_size, there.st_mtime_ns, there.st_ino]
+    return fingerprint([VERSION, *file, inputs.fingerprint(), run.file.data.held_out])
+
+
+def _write(
+    run: Run,
+    inputs: ModelInputs,
+    stored: Stored,
+    derive: Derive,
+    writer: ColumnWriter,
+    progress: Progress,
+) -> None:
+    fraction, has = run.file.data.held_out, _looked_through(stored)
+    counts = Counter[str]()
+    for number, (indexed, rows, _) in enumerate(stored.by_shard()):
+        progress("columns of the index", number, len(stored.files))
+        arrays = arrays_of(inputs, rows, has)
+        if fraction:
+            arrays["drawn"] = ~chosen(rows.column("key"), fraction)
+        derived, counted = derive(arrays, len(rows))
+        counts.update(counted)
+        counts["scaled_down"] += _scaled_down(inputs, rows)
+        if "file" in derived:
+            derived["file"] = derived["file"] + writer.ends.get("segment_start", 0)
+        arrays |= derived
+        arrays["source"] = np.full(len(rows), indexed.source, np.int32)
+        arrays["shard"] = np.full(len(rows), number, np.int32)
+        arrays["keys"], key_start = _keys(rows)
+        writer.add_starts("segment_start", arrays.pop("segment_start"))
+        writer.add_starts("key_start", key_start)
+        for name, values in arrays.items():
+            writer.add(name, values.astype(NARROW.get(name, values.dtype), copy=False))
+    progress("columns of the index", len(stored.files), len(stored.files))
+    writer.close({"stored": stored.described(), "counts": counts})
+
+
+def _looked_through(stored: Stored) -> dict[str, bool]:
+    """Which columns that most indexes lack this one has, by name."""
+    has = dict.fromkeys(("pieces", "templated", "frames"), False)
+    for _, rows, _ in stored.by_shard(["kinds", "heights", "frames"]):
+        of_texts = flat(rows, "heights")[flat(rows, "kinds") == TEXT]
+        has["pieces"] |= bool((of_texts > 0).any())
+        has["templated"] |= bool((of_texts < 0).any())
+        has["frames"] |= bool(flat(rows, "frames").any())
+    return has
+
+
+def arrays_of(inputs: ModelInputs, rows: pa.Table, has: dict[str, bool]) -> dict[str, Any]:
+    """Fields of `Index` that rows of its Parquet file say."""
+    files = {name: flat(rows, name) for name in ("widths", "heights", "frames", "rates")}
+    kinds, start = flat(rows, "kinds"), starts_of(counts_of(rows))
+    numbers = numbers_of(files, has["frames"])
+    arrays: dict[str, Any] = {
+        "segment_start": start,
+        "kinds": kinds,
+        "tokens": flat(rows, "tokens"),
+        "trained": flat(rows, "trained").astype(bool),
+        "ended": flat(rows, "ended").astype(bool),
+        "offsets": flat(rows, "offsets"),
+        "sizes": flat(rows, "sizes"),
+        "grids": _grids(inputs, kinds, numbers),
+    }
+    if has["pieces"]:
+        arrays["pieces"] = _pieces(start, kinds, numbers)
+    if has["templated"]:
+        arrays["templated"] = specials_of(kinds, files["heights"], start) == 0
+    if cutting(inputs):
+        arrays |= {"part": flat(rows, "parts"), "numbers": numbers}
+    return arrays
+
+
+def _pieces(segment_start: Ints, kinds: Ints, numbers: Ints) -> Ints:
+    """`Index.pieces`; such a sample has one segment."""
+    pieces = np.zeros((len(segment_start) - 1, 2), dtype=np.int64)
+    own = np.flatnonzero(np.diff(segment_start))
+    first = segment_start[own]
+    texts = (kinds[first] == TEXT) & (numbers[first, 1] > 0)
+    pieces[own[texts]] = numbers[first[texts], :2]
+    return pieces
+
+
+def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
+    """Grids [segments, 2] of items whose files' headers say these numbers."""
+    grids = np.zeros((len(kinds), 2), dtype=np.int64)
+    for item, kind in KINDS.items():
+        indices = np.flatnonzero(kinds == kind)
+        if len(indices):
+            grids[indices] = inputs.of(item)[0].grids(sizes[indices])
+    return grids
+
+
+def _scaled_down(inputs: ModelInputs, rows: pa.Table) -> int:
+    """Images read, not of videos, that have more pixels than the model's budget."""
+    names = ("kinds", "parts", "frames", "widths", "heights")
+    kinds, parts, frames, widths, heights = (flat(rows, name) for name in names)
+    budget = inputs.image.max_pixels if inputs.image else 0
+    images = (kinds == IMAGE) & (parts == 0) & (frames == 0)
+    return int((images & (widths * heights > budget)).sum())
+
+
+def _keys(rows: pa.Table) -> tuple[NDArray[np.uint8], Ints]:
+    """Names of samples as bytes, and where each begins."""
+    contents, counts = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+    for chunk in rows.column("key").chunks:
+        offsets, content = bytes_of(chunk)
+        contents.append(content[offsets[0] : offsets[-1]])
+        counts.append(np.diff(offsets))
+    return np.concatenate(contents), starts_of(np.concatenate(counts))

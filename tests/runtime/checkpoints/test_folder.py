@@ -1,0 +1,41 @@
+"""Which order of the data a run has: the one that it began with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disttrain_cli.data.epochs import HISTOGRAM, NEWEST, WINDOWS
+from disttrain_cli.errors import MismatchError
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, check_belongs, order_of, sealed
+
+
+def checkpoint(root: Path, step: int, **said: Any) -> Path:
+    folder = root / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    about = {"version": 3, "step": step, "model": "m", "files": [], **said}
+    (folder / DESCRIPTION).write_text(json.dumps(sealed(about)))
+    return folder
+
+
+def test_a_run_keeps_the_order_that_it_began_with(tmp_path: Path) -> None:
+    assert order_of(tmp_path / "none") == NEWEST == HISTOGRAM
+    checkpoint(tmp_path / "old", 3)  # as they were written when there was one order
+    assert order_of(tmp_path / "old") == WINDOWS
+    checkpoint(tmp_path / "new", 3, order=HISTOGRAM)
+    assert order_of(tmp_path / "new") == HISTOGRAM
+    damaged = checkpoint(tmp_path / "old", 6, order=HISTOGRAM)
+    (damaged / DESCRIPTION).write_text("{")
+    assert order_of(tmp_path / "old") == WINDOWS
+
+
+def test_a_checkpoint_of_another_order_is_refused(tmp_path: Path) -> None:
+    old = checkpoint(tmp_path, 3)
+    assert check_belongs(old, {"order": WINDOWS}) == 3
+    with pytest.raises(MismatchError, match="another order of the data") as error:
+        check_belongs(old, {"order": HISTOGRAM})
+    assert error.value.why == "order of the checkpoint: 1; here: 2"
+    assert "disttrain profile && disttrain plan" in (error.value.next_step or "")
