@@ -24,6 +24,7 @@ from disttrain_cli.runtime.engine.optimizer import set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.feeding import fetcher, message_dtype
 from disttrain_cli.runtime.launching.process import joined
+from disttrain_cli.runtime.units.routes import place_of
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
@@ -94,7 +95,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
         for step in range(first, case["last"]):
             order = loader.order(step)
             set_lrs(engine.optimizer, engine.train_spec, step)
-            engine.run_step(order, fetcher(loader, device, dtype)(order))
+            engine.run_step(order, fetcher(loader, device, dtype, place_of(place))(order))
             average.update()
             losses = world_losses(engine, run.file.model.loss_weights)
             history.append(

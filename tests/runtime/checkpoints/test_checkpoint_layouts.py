@@ -17,6 +17,7 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.outputs.export import export
+from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.runtime.checkpoints.checkpoint_parts import engine_of
@@ -41,6 +42,11 @@ STARTS = {
     "from export bf16": ("bf16", "pp2dp2", "export"),
     "from export frozen": ("frozen", "1-2-1", "export"),
 }
+
+
+def shared(one: UnitPlan) -> UnitPlan:
+    """The unit, each replica's work on twice the ranks."""
+    return one.model_copy(update={"cp": 2, "gpus": 2 * one.gpus})
 
 
 def _run(
@@ -99,6 +105,15 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             unit("gen", [GENERATOR], [g]),
         ],
         "tp2dp2": [unit("all", ALL, [e + m + g], 2, 2)],
+        "cp2-1-1": [
+            shared(unit("enc", [ENCODER], [e])),
+            unit("llm", [LLM], [m]),
+            unit("gen", [GENERATOR], [g]),
+        ],
+        "cp2-2": [
+            shared(unit("sees", [ENCODER, LLM], [e + m])),
+            unit("gen", [GENERATOR], [g], 2),
+        ],
     }
     cases: list[dict[str, Any]] = []
 
@@ -136,6 +151,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case("back", plain, "1-2-1", 4, "zero tp2dp2/checkpoints/step-000003")
     for layout in ("pp2dp2", "1-tp2-1"):
         case(f"again {layout}", zero, layout, 4, f"zero {layout}/checkpoints/step-000003")
+    for layout in ("cp2-1-1", "cp2-2"):
+        case(f"zero {layout}", zero, layout, 4, from_2, save=(3,))
+        case(f"again {layout}", zero, layout, 4, f"zero {layout}/checkpoints/step-000003")
+    case("cp2 to tp2", zero, "tp2dp2", 4, "zero cp2-1-1/checkpoints/step-000003")
+    case("cp2 to pp2", plain, "1-pp2-1", 4, "zero cp2-2/checkpoints/step-000003")
+    case("cp2 to cp2", zero, "cp2-2", 4, "zero cp2-1-1/checkpoints/step-000003")
     case("bf16", bf16, "pp2dp2", 3, save=(2,))
     case("bf16 same", bf16, "pp2dp2", 3, "bf16/checkpoints/step-000002")
     case("bf16 other", bf16, "1-tp2-1", 3, "bf16/checkpoints/step-000002")
@@ -168,7 +189,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
     assert torch.equal(history_of(out, "same"), history_of(out, "whole")[2:])
-    for layout in ("pp2dp2", "1-tp2-1"):
+    for layout in ("pp2dp2", "1-tp2-1", "cp2-1-1", "cp2-2"):
         assert torch.equal(
             history_of(out, f"again {layout}"), history_of(out, f"zero {layout}")[1:]
         )
@@ -183,16 +204,24 @@ def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["plain 1-pp2-1", "plain pp2dp2", "plain tp2dp2", "zero 1-tp2-1", "zero pp2dp2", "zero tp2dp2"],
+    [
+        "plain 1-pp2-1",
+        "plain pp2dp2",
+        "plain tp2dp2",
+        "zero 1-tp2-1",
+        "zero pp2dp2",
+        "zero tp2dp2",
+        "zero cp2-1-1",
+        "zero cp2-2",
+    ],
 )
 def test_another_layout_goes_on_with_equal_losses(out: Path, name: str) -> None:
     assert torch.allclose(history_of(out, name), history_of(out, "whole")[2:], rtol=1e-5, atol=1e-5)
 
 
-def test_what_another_layout_went_on_to_is_opened_by_the_first(out: Path) -> None:
-    assert torch.allclose(
-        history_of(out, "back"), history_of(out, "whole")[3:], rtol=1e-5, atol=1e-5
-    )
+@pytest.mark.parametrize("name", ["back", "cp2 to tp2", "cp2 to pp2", "cp2 to cp2"])
+def test_what_another_layout_went_on_to_is_opened_by_others(out: Path, name: str) -> None:
+    assert torch.allclose(history_of(out, name), history_of(out, "whole")[3:], rtol=1e-5, atol=1e-5)
 
 
 def test_another_layout_of_bf16_goes_on_alike(out: Path) -> None:
