@@ -579,7 +579,8 @@ DYNAMIC = FLOW | {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 
         ({"_class_name": "FlowMatchHeunDiscreteScheduler"}, {}, "of another family"),
         ({"num_train_timesteps": 1000}, {}, "no _class_name"),
         (FLOW | {"invert_sigmas": True}, {}, "invert_sigmas"),
-        (FLOW | {"shift": "much"}, {}, r"noise\.shift"),
+        (FLOW | {"shift": "much"}, {}, "shift of its folder's scheduler_config"),
+        (FLOW | {"num_train_timesteps": 0}, {}, "num_train_timesteps of its folder's scheduler"),
     ],
 )
 def test_a_flows_schedule_is_its_folders_and_no_other_familys(
@@ -626,7 +627,7 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
         ),
         ("pixart", {"attention_head_dim": 11}, {}, ("config.attention_head_dim", "multiple of 12")),
         ("pixart", {"norm_type": "ada_norm"}, {}, ("config.norm_type", "ada_norm_single")),
-        ("pixart", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
+        ("pixart", {"patch_size": 3}, {}, ("image_size", "multiples of 6", "patches of 3")),
         (
             "pixart",
             {"num_heads": 3},
@@ -649,7 +650,7 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
         ("sd3", {"pos_embed_max_size": 3}, {}, ("config.pos_embed_max_size", "4 or more")),
         ("sd3", {"qk_norm": "l2"}, {}, ("config.qk_norm", "rms_norm, layer_norm, or nothing")),
         ("sd3", {"dual_attention_layers": [3]}, {}, ("dual_attention_layers", "below 3")),
-        ("sd3", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
+        ("sd3", {"patch_size": 3}, {}, ("image_size", "multiples of 6", "patches of 3")),
         ("sd3", {"attention_head_dim": 0}, {}, ("config.attention_head_dim", "1 or more")),
         ("flux", {"in_channels": 4}, {}, ("config.in_channels", "16: 4 times 4")),
         ("flux", {"axes_dims_rope": [2, 4, 8]}, {}, ("config.axes_dims_rope", "(12)")),
@@ -661,7 +662,7 @@ def test_a_flows_schedule_is_its_folders_and_no_other_familys(
         ("lumina2", {"axes_dim_rope": [4, 4, 6]}, {}, ("config.axes_dim_rope", "(12)")),
         ("lumina2", {"axes_lens": [8, 3, 8]}, {}, ("config.axes_lens", "4 or more")),
         ("lumina2", {"axes_lens": [4, 8, 8]}, {}, (f"{NAME}.context_tokens", "less than 4")),
-        ("lumina2", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
+        ("lumina2", {"patch_size": 3}, {}, ("image_size", "multiples of 6", "patches of 3")),
         ("lumina2", {"num_refiner_layers": -1}, {}, ("num_refiner_layers", "0 or more")),
         ("lumina2", {}, {"noise": {"prediction": "epsilon"}}, ("prediction", "lumina2's own")),
     ],

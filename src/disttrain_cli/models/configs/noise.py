@@ -21,6 +21,12 @@ FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 
 #: Fields of the run file by what they belong to.
 _OF_FLOWS = ("density", "logit_mean", "logit_std", "mode_scale", "shift")
+#: What `scheduler_config.json` calls fields that have another name here.
+_PUBLISHED = {
+    "prediction": "prediction_type",
+    "betas": "beta_schedule",
+    "timesteps": "num_train_timesteps",
+}
 _OF_DENSITIES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 #: Options of a flow's scheduler that change its schedule in ways that nothing here trains.
 _UNSUPPORTED = (
@@ -54,14 +60,13 @@ def read_noise(
             "Give the model its own scheduler_config.json, or take this one away.",
         )
     given: dict[str, Any] = {
-        "prediction": "flow" if flow or architecture in FLOWS else fields.get("prediction_type"),
-        "betas": fields.get("beta_schedule"),
-        "beta_start": fields.get("beta_start"),
-        "beta_end": fields.get("beta_end"),
-        "timesteps": fields.get("num_train_timesteps"),
-        "shift": _shift(name, fields) if flow else None,
-    } | ({} if spec.noise is None else spec.noise.model_dump(exclude_none=True))
-    checked = _checked(name, {field: value for field, value in given.items() if value is not None})
+        field: fields.get(_PUBLISHED.get(field, field))
+        for field in ("prediction", "betas", "beta_start", "beta_end", "timesteps")
+    } | {"shift": _shift(name, fields) if flow else None}
+    if flow or architecture in FLOWS:
+        given["prediction"] = "flow"
+    own = {} if spec.noise is None else spec.noise.model_dump(exclude_none=True)
+    checked = _checked(name, given, own)
     _check_fields(name, architecture, checked)
     plain = checked.model_dump(exclude_none=True)
     if plain.get("shift") == "resolution":
@@ -74,13 +79,18 @@ def read_noise(
     return noise
 
 
-def _checked(name: str, given: dict[str, Any]) -> NoiseSpec:
+def _checked(name: str, published: dict[str, Any], own: dict[str, Any]) -> NoiseSpec:
+    given = {field: value for field, value in published.items() if value is not None} | own
     try:
         return NoiseSpec.model_validate(given)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise wrong(
-            name, str(problem["loc"][0]), problem["input"], problem["msg"], "noise"
+        field = str(problem["loc"][0])  # the run file's own fields are valid already
+        raise SpecError(
+            f"model.modules.{name}: {_PUBLISHED.get(field, field)} of its folder's"
+            " scheduler_config.json does not fit",
+            f"given: {problem['input']!r}; {problem['msg']}",
+            f"Correct it there, or give noise.{field} in the run file.",
         ) from None
 
 

@@ -21,7 +21,7 @@ def check_pixart(name: str, config: dict[str, Any], image_size: int, side: int) 
             raise wrong(name, field, config[field], ", ".join(allowed))
     # sinusoids of two axes; a third for each size told
     width = _check_transformer(
-        name, config, side, multiple=12 if config["use_additional_conditions"] else 4
+        name, config, image_size, side, multiple=12 if config["use_additional_conditions"] else 4
     )
     if config["cross_attention_dim"] is None:
         raise wrong(
@@ -37,7 +37,7 @@ def check_pixart(name: str, config: dict[str, Any], image_size: int, side: int) 
 
 
 def check_sd3(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
-    width = _check_transformer(name, config, side, multiple=4)  # sinusoids of two axes
+    width = _check_transformer(name, config, image_size, side, multiple=4)  # sinusoids of two axes
     for field in ("joint_attention_dim", "pooled_projection_dim", "pos_embed_max_size"):
         _check_positive(name, config, field)
     if config["qk_norm"] not in (None, "rms_norm", "layer_norm"):
@@ -62,16 +62,12 @@ def check_sd3(name: str, config: dict[str, Any], image_size: int, side: int) -> 
 
 
 def check_flux(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
-    _check_transformer(name, config, side, multiple=2)
+    _check_transformer(name, config, image_size, side, multiple=2)
     for field in ("joint_attention_dim", "pooled_projection_dim", "num_single_layers"):
         _check_positive(name, config, field)
     if config["patch_size"] != 1:
         raise wrong(name, "patch_size", config["patch_size"], "1: its patches are its channels")
-    if side % FLUX_PATCH:
-        what = f"model.modules.{name}.image_size does not fit Flux's patches"
-        raise SpecError(
-            what, f"given: {image_size}; allowed: multiples of {image_size // side * FLUX_PATCH}"
-        )
+    _check_side(name, image_size, side, FLUX_PATCH)
     head = config["attention_head_dim"]
     _check_axes(name, config, "axes_dims_rope", head, "attention_head_dim")
 
@@ -92,7 +88,7 @@ def check_lumina2(name: str, config: dict[str, Any], image_size: int, side: int)
         allowed = f"a multiple of num_attention_heads ({heads})"
         raise wrong(name, "hidden_size", width, allowed)
     _check_axes(name, config, "axes_dim_rope", width // heads, "hidden_size / num_attention_heads")
-    _check_patches(name, config, side)
+    _check_patches(name, config, image_size, side)
     lengths, patches = config["axes_lens"], side // config["patch_size"]
     if (
         not isinstance(lengths, (list, tuple))
@@ -104,7 +100,9 @@ def check_lumina2(name: str, config: dict[str, Any], image_size: int, side: int)
         raise wrong(name, "axes_lens", lengths, f"{allowed} {image_size}")
 
 
-def _check_transformer(name: str, config: dict[str, Any], side: int, multiple: int) -> int:
+def _check_transformer(
+    name: str, config: dict[str, Any], image_size: int, side: int, multiple: int
+) -> int:
     """Checks that all transformers share; returns the width of their blocks."""
     for field in ("num_attention_heads", "attention_head_dim", "num_layers"):
         _check_positive(name, config, field)
@@ -116,18 +114,23 @@ def _check_transformer(name: str, config: dict[str, Any], side: int, multiple: i
             config["attention_head_dim"],
             f"times num_attention_heads ({config['num_attention_heads']}) a multiple of {multiple}",
         )
-    _check_patches(name, config, side)
+    _check_patches(name, config, image_size, side)
     return width
 
 
-def _check_patches(name: str, config: dict[str, Any], side: int) -> None:
+def _check_patches(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
     _check_positive(name, config, "patch_size")
-    if side % config["patch_size"]:
-        raise wrong(
-            name,
-            "patch_size",
-            config["patch_size"],
-            f"a divisor of {side}, the side of what is denoised",
+    _check_side(name, image_size, side, config["patch_size"])
+
+
+def _check_side(name: str, image_size: int, side: int, patch: int) -> None:
+    """Raise SpecError where patches do not divide the side of what is denoised."""
+    if side % patch:
+        per_latent = image_size // side
+        raise SpecError(
+            f"model.modules.{name}.image_size does not fit the patches",
+            f"given: {image_size}; allowed: multiples of {per_latent * patch}: {per_latent} pixels"
+            f" per latent times patches of {patch}",
         )
 
 
