@@ -104,6 +104,7 @@ RANGES: dict[str, Any] = {
     "data.max_image_pixels": [2048, 4096],
     "data.max_bad_fraction": [0.5, 0.6],
     "data.held_out": [0.2, 0.3],
+    "data.deduplicate": [True],
     "data.distribution": [None],
     "cluster.nodes": [1],
     "cluster.gpus_per_node": [2],

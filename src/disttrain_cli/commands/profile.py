@@ -167,6 +167,8 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
         f"{data.skipped:,} skipped"
     )
+    if data.duplicates:
+        console.say(f"         {data.duplicates:,} not used: they say what an earlier one says")
     for named in data.skipped_first:
         console.say(f"         skipped {named}")
     if data.skipped > len(data.skipped_first):

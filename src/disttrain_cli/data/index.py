@@ -33,6 +33,7 @@ from disttrain_cli.data.index_checks import (
 from disttrain_cli.data.index_columns import columns_of, stored_index
 from disttrain_cli.data.index_file import Stored, read_stored
 from disttrain_cli.data.index_writing import stored_for, write_index
+from disttrain_cli.data.mixtures import weights_of
 from disttrain_cli.data.parts import counts_of_parts, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped
@@ -48,12 +49,16 @@ FIELDS = (
     *("source", "shard", "segment_start", "kinds", "tokens", "trained", "ended"),
     *("offsets", "sizes", "grids"),
 )
-OPTIONAL_FIELDS = ("pieces", "drawn", "templated", "part", "numbers")
+OPTIONAL_FIELDS = ("pieces", "drawn", "repeated", "templated", "part", "numbers")
 #: Properties that are columns as well: of every index, where files are cut, where there are
 #: videos.
 DERIVED = ("lengths", "label_tokens", "end_trained", "own_texts", "files")
 OF_PARTS, OF_FILMS = ("file", "parts"), ("frames",)
-COUNTED = ("file_count", "held_count")  # properties that are sums over all samples
+COUNTED = (
+    "file_count",
+    "held_count",
+    "repeated_count",
+)  # properties that are sums over all samples
 
 
 class Keys(Sequence[str]):
@@ -121,6 +126,8 @@ class Index:
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that training draws; None = all
+    #: [N] whether a sample says what an earlier one says: it is never drawn; None = nobody looked
+    repeated: NDArray[np.bool_] | None = None
     #: [N] whether a chat template wrote a sample: it has no BOS and EOS but the template's; None =
     #: there is no such sample
     templated: NDArray[np.bool_] | None = None
@@ -153,12 +160,22 @@ class Index:
     @property
     def chosen(self) -> NDArray[np.bool_] | None:
         """[N] samples that sequences are made of; None = all."""
-        return ~self.drawn if self.held and self.drawn is not None else self.drawn
+        kept = ~self.drawn if self.held and self.drawn is not None else self.drawn
+        if self.repeated is None:
+            return kept
+        return ~self.repeated if kept is None else kept & ~self.repeated
 
     @derived
     def held_count(self) -> int:
         """Samples that training leaves out."""
-        return 0 if self.drawn is None else int((~self.drawn).sum())
+        if self.drawn is None:
+            return 0
+        return int((~self.drawn if self.repeated is None else ~(self.drawn | self.repeated)).sum())
+
+    @derived
+    def repeated_count(self) -> int:
+        """Samples that say what an earlier one says."""
+        return 0 if self.repeated is None else int(self.repeated.sum())
 
     @derived
     def lengths(self) -> Ints:
@@ -310,7 +327,6 @@ def _index(
     progress: Progress = silent,
 ) -> Index:
     """Open an index whose shards are the same as those on disk; those of training are drawn."""
-    fraction = run.file.data.held_out
     header, columns = columns_of(run, inputs, stored, partial(_derive, inputs), progress)
     counts = header["counts"]
     fields: dict[str, Any] = {
@@ -318,11 +334,13 @@ def _index(
     }
     of_all = {name: columns[name] for name in (*DERIVED, *OF_PARTS, *OF_FILMS) if name in columns}
     return Index(
-        fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16]
-        if fraction
-        else stored.fingerprint,
+        fingerprint=_fingerprint(run, stored),
         inputs=inputs,
-        weights=[source.weight for source in run.file.data.sources],
+        weights=weights_of(
+            [source.weight for source in run.file.data.sources],
+            [counts[f"drawn {number}"] for number in range(len(run.file.data.sources))],
+            run.file.data.temperature,
+        ),
         shards=[shard for _, shard in shards],
         skipped=[one for _, one in stored.skipped],
         keys=Keys(columns["keys"], columns["key_start"]),
@@ -333,6 +351,20 @@ def _index(
         known={**of_all, **{name: counts[name] for name in COUNTED}},
         **fields,
     )
+
+
+def _fingerprint(run: Run, stored: Stored) -> str:
+    """Of an index, and of which of its samples are drawn."""
+    data, named = run.file.data, []
+    if data.held_out:
+        named.append(str(data.held_out))
+    if data.deduplicate:
+        named.append("deduplicated")
+    if data.temperature != 1:
+        named.append(f"temperature {data.temperature}")
+    if not named:
+        return stored.fingerprint
+    return hashlib.sha256(" ".join([stored.fingerprint, *named]).encode()).hexdigest()[:16]
 
 
 def _derive(

@@ -129,7 +129,10 @@ def shard_label(run: Run, shard: Shard) -> str:
 def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, Any]:
     """What an index depends on besides the shards."""
     chat = {"chat template": tokenizer.chat.fingerprint} if tokenizer.chat else {}
-    return chat | {
+    hashed = {"data.deduplicate": True} if run.file.data.deduplicate else {}
+    return {
+        **chat,
+        **hashed,
         "model inputs": inputs.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
         "data.sources": [source.model_dump(mode="json") for source in run.file.data.sources],

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.columns import Columns, ColumnWriter, alone, open_columns, writing_columns
+from disttrain_cli.data.duplicates import of_samples, repeated
 from disttrain_cli.data.held_out import bytes_of, chosen
 from disttrain_cli.data.index_file import Stored, read_stored, stored_of
 from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_of
@@ -91,7 +92,8 @@ def _name(run: Run, inputs: ModelInputs) -> str:
     """Of the folder of an index as it lies there now."""
     there = run.dir.index.stat()
     file = [there.st_size, there.st_mtime_ns, there.st_ino]
-    return fingerprint([VERSION, *file, inputs.fingerprint(), run.file.data.held_out])
+    drawn = [run.file.data.held_out, run.file.data.deduplicate]
+    return fingerprint([VERSION, *file, inputs.fingerprint(), *drawn])
 
 
 def _write(
@@ -104,13 +106,18 @@ def _write(
 ) -> None:
     fraction, has = run.file.data.held_out, _looked_through(stored)
     counts = Counter[str]()
+    again = _repeated(stored) if run.file.data.deduplicate else None
+    first = 0
     for number, (indexed, rows, _) in enumerate(stored.by_shard()):
         progress("columns of the index", number, len(stored.files))
         arrays = arrays_of(inputs, rows, has)
         if fraction:
             arrays["drawn"] = ~chosen(rows.column("key"), fraction)
+        if again is not None:
+            arrays["repeated"] = again[first : (first := first + len(rows))]
         derived, counted = derive(arrays, len(rows))
         counts.update(counted)
+        counts[f"drawn {indexed.source}"] += int(_used(arrays, len(rows)).sum())
         counts["scaled_down"] += _scaled_down(inputs, rows)
         if "file" in derived:
             derived["file"] = derived["file"] + writer.ends.get("segment_start", 0)
@@ -124,6 +131,22 @@ def _write(
             writer.add(name, values.astype(NARROW.get(name, values.dtype), copy=False))
     progress("columns of the index", len(stored.files), len(stored.files))
     writer.close({"stored": stored.described(), "counts": counts})
+
+
+def _used(arrays: dict[str, Any], samples: int) -> NDArray[np.bool_]:
+    """[N] whether each sample is for training."""
+    kept = arrays.get("drawn", np.ones(samples, dtype=bool))
+    return kept & ~arrays["repeated"] if "repeated" in arrays else kept
+
+
+def _repeated(stored: Stored) -> NDArray[np.bool_]:
+    """[N] whether each sample of the index says what an earlier one says."""
+    names = ("kinds", "contents")
+    hashes = [
+        of_samples(starts_of(counts_of(rows)), *(flat(rows, name) for name in names))
+        for _, rows, _ in stored.by_shard(list(names))
+    ]
+    return repeated(np.concatenate(hashes))
 
 
 def _looked_through(stored: Stored) -> dict[str, bool]:

@@ -219,5 +219,6 @@ def schema() -> pa.Schema:
         "parts": pa.list_(pa.int32()),
         "frames": pa.list_(pa.int32()),
         "rates": pa.list_(pa.int64()),
+        "contents": pa.list_(pa.int64()),
     }
     return pa.schema([(name, kinds[name]) for name in COLUMNS])

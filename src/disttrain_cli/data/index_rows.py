@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.documents import pieces
+from disttrain_cli.data.duplicates import contents_of
 from disttrain_cli.data.index_file import schema
 from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts, in_parts
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources import Sample, Segment, Skipped, printable
+from disttrain_cli.data.sources import OpenShard, Sample, Segment, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.index import (
@@ -50,7 +51,11 @@ def own_schema() -> pa.Schema:
 
 
 def shard_rows(
-    read: Iterator[Sample | Skipped], label: str, inputs: ModelInputs, tokenizer: Tokenizer
+    read: Iterator[Sample | Skipped],
+    label: str,
+    inputs: ModelInputs,
+    tokenizer: Tokenizer,
+    opened: OpenShard | None = None,
 ) -> tuple[pa.Table, list[Skipped], dict[str, int]]:
     """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is
     left out of samples).
@@ -60,7 +65,7 @@ def shard_rows(
     one text and all of it trained, becomes a sample for each of its pieces, all of its name. Files
     that the model's processor cuts become their parts (`data.parts`). Images and clips that the
     model has no module for are no segments, and a text right before an image to be generated, which
-    asks for it, is then not trained.
+    asks for it, is then not trained. `opened`: the shard, where `contents` are asked for.
     """
     import pyarrow as pa
 
@@ -68,7 +73,7 @@ def shard_rows(
     while chunk := list(islice(read, CHUNK_SAMPLES)):
         samples = [one for one in chunk if isinstance(one, Sample)]
         skipped += [one for one in chunk if isinstance(one, Skipped)]
-        batches.append(_batch(samples, label, inputs, tokenizer, skipped, unread))
+        batches.append(_batch(samples, label, inputs, tokenizer, opened, skipped, unread))
     named = [
         Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON))
         for one in skipped
@@ -123,6 +128,7 @@ def _batch(
     label: str,
     inputs: ModelInputs,
     tokenizer: Tokenizer,
+    opened: OpenShard | None,
     skipped: list[Skipped],
     unread: Counter[str],
 ) -> pa.RecordBatch:
@@ -142,6 +148,7 @@ def _batch(
         inputs.sequence_length - SAMPLE_SPECIALS,
         tokenizer,
     )
+    contents, unreadable = _contents(samples, opened)
     per_sample = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in per_sample], dtype=np.int64)
     kinds, locations, _, widths, heights, trained, ended, _, parts, frames, rates = (
@@ -158,6 +165,7 @@ def _batch(
         "parts": np.array(parts, np.int64),
         "frames": np.array(frames, np.int64),
         "rates": np.array(rates, np.int64),
+        "contents": np.array(contents or [0] * len(kinds), np.int64),
     }
     for name, values in zip(
         ("offsets", "sizes"), zip(*locations, strict=True) if locations else ((), ()), strict=True
@@ -167,7 +175,10 @@ def _batch(
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + specials_of(columns["kinds"], columns["heights"], starts_of(counts))
     heads = _heads(inputs)
-    misfits = [_misfit(segments, heads) for segments in per_sample]
+    misfits = [
+        unreadable.get(number) or _misfit(segments, heads)
+        for number, segments in enumerate(per_sample)
+    ]
     fits = np.array([reason is None for reason in misfits], dtype=bool)
     keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
     for index in np.flatnonzero(~keep).tolist():
@@ -188,6 +199,20 @@ def _batch(
         for name in LISTS
     ]
     return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
+
+
+def _contents(samples: list[Sample], opened: OpenShard | None) -> tuple[list[int], dict[int, str]]:
+    """(`contents` of all segments, nothing where no shard is opened for them; by number, samples
+    whose files cannot be read, and why)."""
+    contents, unreadable = list[int](), dict[int, str]()
+    for number, sample in enumerate(samples if opened else ()):
+        assert opened is not None
+        try:
+            contents += contents_of(sample, opened)
+        except (ValueError, LookupError, OSError) as error:
+            contents += [0] * len(sample.segments)
+            unreadable[number] = f"its files cannot be read: {error}"
+    return contents, unreadable
 
 
 def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segment]:

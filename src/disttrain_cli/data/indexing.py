@@ -68,7 +68,7 @@ def in_order(
         for number, (job, path) in enumerate(zip(jobs, paths, strict=True)):
             if number in reading:
                 reading.pop(number).result()
-            yield read_rows(path) or read_job(job, inputs, tokenizer)
+            yield read_rows(path) or read_job(run, job, inputs, tokenizer)
 
 
 def read_share(

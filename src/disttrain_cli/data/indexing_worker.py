@@ -43,7 +43,7 @@ def main() -> None:
         try:
             state, shard, label, path = json.loads(line)
             job = Job(State(*state), Shard(*shard), label)
-            write_rows(Path(path), read_job(job, inputs, tokenizer))
+            write_rows(Path(path), read_job(run, job, inputs, tokenizer))
         except DisttrainError as error:
             told = [error.what, error.why, error.next_step]
             answer = {"error": [type(error).__name__, *told]}

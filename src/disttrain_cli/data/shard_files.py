@@ -17,7 +17,15 @@ from disttrain_cli import __version__
 from disttrain_cli.data.index_checks import State, made_for
 from disttrain_cli.data.index_file import Indexed, ShardRows
 from disttrain_cli.data.index_rows import digest, shard_rows
-from disttrain_cli.data.sources import Shard, Skipped, read_shard
+from disttrain_cli.data.sources import (
+    ChatForm,
+    OpenShard,
+    RowGroups,
+    Shard,
+    Skipped,
+    open_shard,
+    read_shard,
+)
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.files import fingerprint
@@ -38,13 +46,24 @@ class Job(NamedTuple):
     label: str
 
 
-def read_job(job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> ShardRows:
+def read_job(run: Run, job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> ShardRows:
     """Read a shard from end to end; raises DataError as `read_shard`."""
     chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
     read = read_shard(job.shard, job.label, chat)
-    rows, skipped, unread = shard_rows(read, job.label, inputs, tokenizer)
+    rows, skipped, unread = shard_rows(read, job.label, inputs, tokenizer, _opened(run, job, chat))
     indexed = Indexed(*job.state, len(rows), digest(rows), unread, content_of(job.shard.path))
     return ShardRows(indexed, rows, skipped)
+
+
+def _opened(run: Run, job: Job, chat: ChatForm | None) -> OpenShard | None:
+    """The shard, where its files are compared; None where it cannot be opened, which reading it
+    tells."""
+    if not run.file.data.deduplicate:
+        return None
+    try:
+        return open_shard(job.shard, RowGroups(), chat)
+    except (ValueError, OSError):
+        return None
 
 
 def paths_of(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, jobs: list[Job]) -> list[Path]:

@@ -42,6 +42,7 @@ def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
         others={item: len(packing.items[item]) for item in KINDS if item not in NAMED_ITEMS},
         fill_fraction=packing.fill_fraction,
         images_per_sequence=distribution(packing.items["image"].counts),
+        duplicates=index.repeated_count,
         skipped=len(index.skipped),
         skipped_first=[
             f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]

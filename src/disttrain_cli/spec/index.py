@@ -27,6 +27,8 @@ place); the rows of a shard are one row group:
     text that the model's processor writes around a file's parts `AROUND`; else 0. Indexes without
     this column have no such item. The parts of a file follow each other, with texts between; each
     has the file's widths, heights, offsets and sizes.
+  - contents, int64: a hash of the text or of the file's bytes (`data.duplicates`) where
+    `data.deduplicate` asks for it; else 0, and in indexes without this column.
 
 The file's key-value metadata holds `fingerprint`, `version`, `inputs`, `files` and `skipped`
 (JSON).
@@ -59,9 +61,10 @@ COLUMNS = (
     "parts",
     "frames",
     "rates",
+    "contents",
 )
 #: Columns that an index may lack: all 0 then.
-OPTIONAL = ("parts", "frames", "rates")
+OPTIONAL = ("parts", "frames", "rates", "contents")
 #: Number of an item's segments in `kinds`; in the order in which a slot's items are listed.
 KINDS: dict[str, int] = {item: head.kind for item, head in HEADS.items()}
 IMAGE, TARGET, AUDIO = KINDS["image"], KINDS["target"], KINDS["audio"]

@@ -436,6 +436,11 @@ class DataProfile(Strict):
     others: dict[str, int] = Field(default_factory=dict, description="Items of further modalities.")
     fill_fraction: float = Field(description="Tokens that are not padding, of all.")
     images_per_sequence: Distribution
+    duplicates: int = Field(
+        0,
+        exclude_if=lambda given: not given,
+        description="Samples that are not used because an earlier one says the same.",
+    )
     skipped: int = Field(0, description="Samples that could not be read.")
     skipped_first: list[str] = Field(
         default_factory=list, description="The first of them, and why."

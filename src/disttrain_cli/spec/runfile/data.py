@@ -102,6 +102,22 @@ class DataSpec(Strict):
             "Instead of sources: sizes drawn from a named distribution; plans only, no training."
         ),
     )
+    temperature: float = Field(
+        1.0,
+        ge=1,
+        le=1000,
+        description=(
+            "Evens the sources out: shares of the samples drawn go with (weight × samples) to the"
+            " power of 1 / temperature; an epoch has as many as at 1, where weights alone count."
+        ),
+    )
+    deduplicate: bool = Field(
+        False,
+        description=(
+            "Of samples with the same texts and files only the first is used; indexing then reads"
+            " every file as a whole."
+        ),
+    )
     tokenizer: str = Field(
         "bytes",
         description=(
