@@ -451,6 +451,7 @@ class DataProfile(Strict):
     )
     order: int = Field(
         1,
+        exclude_if=lambda given: given == 1,  # fingerprints of older profiles stay
         description=(
             "Version of the order of the data (docs/data.md); 1 where none is said. A run keeps the"
             " one that it began with."
