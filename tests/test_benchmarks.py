@@ -96,11 +96,12 @@ def test_pillow_and_disttrain_prepare_the_same_image():
 
 
 def test_index():
-    rows = only(index.measure(small=True))
+    rows, beside = index.measure(small=True).values()
     assert [row["dataset"] for row in rows[::2]] == list(index.FORMS) and {
         row["samples"] for row in rows
     } == {20}
     assert all(row["µs to index one"] > 0 and row["speed of the index over it"] > 0 for row in rows)
+    assert all(row["samples"] == 200 and row["speed by CPU"] > 0 for row in beside)
 
 
 def test_levelling_by_images_is_never_worse_than_by_sequences():
