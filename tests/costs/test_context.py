@@ -217,6 +217,16 @@ def test_a_group_does_not_keep_a_fused_tensor_whole() -> None:
     assert "fused_heads" not in cost.model_dump()
 
 
+def test_what_a_frozen_projection_reads_is_not_kept() -> None:
+    frozen, unit = {"frozen_projection": True}, eye(4).units[0]
+    cost = WITH_EYE.modules["image_encoder"].costs["block"]
+    adapted = cost.model_copy(update=frozen)
+    assert kept_bytes(WITH_EYE, cost, unit, "trained") > 0.0
+    assert kept_bytes(WITH_EYE, adapted, unit, "trained") == 0.0
+    assert kept_bytes(WITH_EYE, adapted, unit, "passes") == 0.0
+    assert "frozen_projection" not in cost.model_dump()
+
+
 def eye(cp: int) -> Layout:
     """The encoder on CP groups."""
     given = layout(4)

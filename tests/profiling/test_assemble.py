@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s
-from disttrain_cli.profiling.assemble import NOTHING, message_ms, sent_bytes
+from disttrain_cli.models.graph import build_layers, layer_table
+from disttrain_cli.profiling.assemble import (
+    NOTHING,
+    frozen_projection,
+    message_ms,
+    sent_bytes,
+)
 from disttrain_cli.profiling.fitting import fit
 from disttrain_cli.profiling.footprints import Messages
 from disttrain_cli.spec.profile import Polynomial, combine
 from disttrain_cli.spec.work import Work
 from tests.profiles import links
+from tests.profiling.test_analytic import MODULES, make_run
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -42,3 +51,20 @@ def test_fits_have_no_terms_that_are_rounding_errors() -> None:
     found = fit(works, np.array([5e6 * work.items for work in works]))
     assert found.per_item == pytest.approx(5e6)
     assert found.base == found.per_token == found.per_length_sq == 0.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "frozen"),
+    [(None, False), ("all-linear", False), (["o_proj"], False), (["q_proj", "v_proj"], True)],
+)
+def test_what_attention_leaves_is_read_by_a_trained_projection_or_not(
+    tmp_path: Path, targets: list[str] | str | None, frozen: bool
+) -> None:
+    lora = {"lora": {"r": 2, "target_modules": targets}} if targets else {}
+    run = make_run(tmp_path, {"llm": MODULES["llm"] | lora})
+    layers = build_layers(run, 0, len(layer_table(run)))
+    assert {layer.kind: frozen_projection(layer) for layer in layers} == {
+        "embed": False,
+        "block": frozen,
+        "head": False,
+    }

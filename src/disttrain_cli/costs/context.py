@@ -110,7 +110,8 @@ def kept_bytes(
     if unit.cp == 1 or cost.heads is None or does == "still":
         return 0.0
     query, key = _widths(profile, cost.heads, unit)
-    shared = query * (does == "trained") + 2.0 * key * (_again(cost.heads, unit) - 1)
+    by_rows = does == "trained" and not cost.frozen_projection
+    shared = query * by_rows + 2.0 * key * (_again(cost.heads, unit) - 1)
     return shared - (query + key) * cost.fused_heads
 
 

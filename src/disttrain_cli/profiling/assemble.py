@@ -58,6 +58,7 @@ class Part:
     hidden: dict[int, Hidden]  # by TP size at which its messages may travel behind products
     heads: Heads | None
     fused_heads: bool
+    frozen_projection: bool
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def known_parts(
             {tp: kinds[kind] for tp, kinds in hidden.items() if kind in kinds},
             None if (heads := shards[1][kind].exchanged) is None else Heads(*heads),
             shards[1][kind].fused_heads,
+            frozen_projection(shards[1][kind]),
         )
         for kind in shards[1]
     }
@@ -110,6 +112,16 @@ def _trained_parameters(layer: PipelineLayer) -> int | None:
     trained = sum(size for path, size in sizes.items() if layer.trains(path))
     partly = not layer.frozen and trained != sum(sizes.values())
     return trained if layer.adapted or partly else None
+
+
+def frozen_projection(layer: PipelineLayer) -> bool:
+    """Whether the projection behind an attention that ranks may share is never trained and has no
+    adapter: of a layer's row-parallel linears the first."""
+    return layer.exchanged is not None and not any(
+        layer.trains(path)
+        for path, _ in layer.named_parameters()
+        if f".{layer.division.row[0]}." in path and path.endswith("weight")
+    )
 
 
 def module_profile(
@@ -155,6 +167,7 @@ def module_profile(
             weight_flops=counts.flops.weights,
             heads=counts.heads,
             fused_heads=counts.fused_heads,
+            frozen_projection=counts.frozen_projection,
         )
         for part, counts in known.items()
     }

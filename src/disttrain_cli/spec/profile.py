@@ -197,6 +197,14 @@ class LayerCost(Strict):
             " values, ranks that share rows the values."
         ),
     )
+    frozen_projection: bool = Field(
+        False,
+        exclude_if=lambda frozen: not frozen,
+        description=(
+            "The projection behind that attention is never trained and has no adapter: what it"
+            " reads is not kept."
+        ),
+    )
 
 
 class ModuleTime(Strict):
