@@ -192,6 +192,31 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert str(tmp_path / "disttrain.yaml") in caught.value.what
 
 
+def test_data_that_is_not_on_the_volume_is_named(tmp_path: Path) -> None:
+    elsewhere = {"sources": [{"path": "/elsewhere/tars"}]}
+    volume = {"volume": "training", "mount": str(tmp_path)}
+    for where in ({"kubernetes": kubernetes(tmp_path)}, {"skypilot": volume}):
+        with pytest.raises(SpecError, match="would not find /elsewhere/tars"):
+            emitted(tmp_path, {"nodes": 2} | where, data=elsewhere)
+
+
+def test_workers_that_run_already_are_asked_with_secrets(tmp_path: Path) -> None:
+    asked = {"addresses": ["grpc+tls://data:8815"], "token_file": "/etc/token", "tls_ca": "/etc/ca"}
+    with pytest.raises(SpecError) as caught:
+        emitted(tmp_path, {"nodes": 2, "kubernetes": kubernetes(tmp_path)}, preprocess=asked)
+    assert "tls_secret, cluster.kubernetes.token_secret" in caught.value.why
+    secrets = {"tls_secret": "a", "token_secret": "b"}
+    cluster = {"nodes": 2, "kubernetes": kubernetes(tmp_path, **secrets)}
+    (job,) = manifest(emitted(tmp_path, cluster, preprocess=asked)[0])["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert [each["secret"]["secretName"] for each in pod["volumes"][2:]] == ["a", "b"]
+    mounts = pod["containers"][0]["volumeMounts"][2:]
+    assert [each["mountPath"] for each in mounts] == ["/etc/ca", "/etc/token"]
+    on_volume = asked | {"token_file": "token", "tls_ca": str(tmp_path / "ca")}
+    (job,) = manifest(emitted(tmp_path, cluster, preprocess=on_volume)[0])["spec"]["replicatedJobs"]
+    assert len(job["template"]["spec"]["template"]["spec"]["volumes"]) == 2
+
+
 # ---- YAML --------------------------------------------------------------------------------------
 WORDS = [
     "1e3",
@@ -238,6 +263,15 @@ def test_a_task_of_skypilot(tmp_path: Path) -> None:
     assert written.commands == [f"sky jobs launch {tmp_path / 'out' / 'skypilot.yaml'}"]
     assert '"$attempt" -ge 2' in Path(written.scripts[1]).read_text()
     shellcheck(written.scripts[1])
+
+
+@pytest.mark.parametrize("name", ["run-", "run_", "a---b", "a._.b", "7b.v2", "a__b-c"])
+def test_skypilot_takes_the_name_of_a_task(tmp_path: Path, name: str) -> None:
+    run, plan, profile = make_run(tmp_path, {"nodes": 2, "device": "cpu", "skypilot": {}})
+    run = run.model_copy(update={"file": run.file.model_copy(update={"name": name})})
+    written = emit_skypilot(run, plan, profile, tmp_path, Start(1), plan_file=run.dir.plan)
+    # sky/task.py
+    assert re.fullmatch(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", manifest(written)["name"])
 
 
 def test_what_skypilot_cannot_have_is_refused(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class KubernetesSpec(Strict):
         default_factory=dict,
         description=(
             "More resources of every pod with ranks, requested and limited, such as memory: 1500Gi"
-            " or rdma/ib: 8."
+            " or rdma/ib: 8; cpu takes the place of the cores that ranks are found to need."
         ),
     )
     grace_s: int = Field(

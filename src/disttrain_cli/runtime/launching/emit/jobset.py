@@ -36,6 +36,10 @@ HOST_NAME = 63  # longest name of a pod, which ends in five letters of Kubernete
 REFUSED, STOPPED = (1, 2, 3), 143  # exit codes of a node's script (`templates/launch/node.sh`)
 
 
+#: By secret (tls, token) its keys, and the file that each is mounted as.
+Secrets = dict[str, dict[str, str | None]]
+
+
 def emit_jobset(
     run: Run, plan: Plan, profile: Profile, folder: Path, start: Start, *, plan_file: Path
 ) -> Emitted:
@@ -124,13 +128,12 @@ def _check_said(run: Run, serving: bool) -> None:
     if serving:
         check_protected(run)
     needed = {"image": spec.image, "claim": spec.claim, "mount": spec.mount}
-    if serving:
-        needed |= {"tls_secret": spec.tls_secret, "token_secret": spec.token_secret}
+    needed |= {f"{name}_secret": _secret(run, name) for name in _secrets(run, serving)}
     missing = [f"cluster.kubernetes.{name}" for name, value in needed.items() if value is None]
     if missing:
         raise SpecError(
             "A JobSet needs an image and a volume"
-            + ", and secrets for preprocessing nodes" * serving,
+            + ", and secrets to be served data" * (len(needed) > 3),
             f"missing in the run file: {', '.join(missing)}",
             "docs/howto/kubernetes.md says what they are.",
         )
@@ -149,6 +152,28 @@ def _check_said(run: Run, serving: bool) -> None:
                 "Name where the secret is to be mounted, such as /etc/disttrain/tls/tls.crt; one"
                 " certificate serves all pods (*.NAME, see docs/howto/kubernetes.md).",
             )
+
+
+def _secrets(run: Run, serving: bool) -> Secrets:
+    """What ranks read from secrets: by secret, its keys and the file that each is mounted as.
+
+    Where preprocessing workers run already, only files that are not on the volume.
+    """
+    given, mount = run.file.preprocess, run.file.cluster.kubernetes.mount
+    files = {"tls": {"ca.crt": given.tls_ca}, "token": {"token": given.token_file}}
+    if serving:
+        return files
+    return {
+        secret: {key: str(run.resolve(path))}
+        for secret, keys in files.items()
+        for key, path in keys.items()
+        if given.addresses and path and mount and not run.resolve(path).is_relative_to(mount)
+    }
+
+
+def _secret(run: Run, kind: str) -> str | None:
+    spec = run.file.cluster.kubernetes
+    return spec.tls_secret if kind == "tls" else spec.token_secret
 
 
 def _workers(run: Run, name: str, ended: str) -> str:
@@ -213,7 +238,7 @@ def _ranks_job(
     devices = {} if cluster.device == "cpu" else {"nvidia.com/gpu": cluster.gpus_per_node}
     limits = devices | spec.resources
     requests = {"cpu": cpus_per_rank(run, serving) * most} | limits
-    secrets = {"tls": {"ca.crt": run.file.preprocess.tls_ca}} if serving else {}
+    secrets = _secrets(run, serving)
     policy = {
         "rules": [
             {
@@ -231,7 +256,7 @@ def _ranks_job(
         ]
     }
     pod = {"restartPolicy": "Never", "nodeSelector": dict(spec.node_selector)} | _pod(
-        run, RANKS, script, {"requests": requests, "limits": limits}, secrets, serving
+        run, RANKS, script, {"requests": requests, "limits": limits}, secrets
     )
     return _job(RANKS, nodes, {"podFailurePolicy": policy}, pod)
 
@@ -239,9 +264,10 @@ def _ranks_job(
 def _data_job(run: Run, script: Path) -> dict[str, Any]:
     """The job of the preprocessing nodes; a pod whose workers fail is started again where it is."""
     cluster, spec, tls = run.file.cluster, run.file.cluster.kubernetes, run.file.preprocess
-    secrets = {"tls": {"ca.crt": tls.tls_ca, "tls.crt": tls.tls_cert, "tls.key": tls.tls_key}}
+    secrets = _secrets(run, serving=True)
+    secrets["tls"] |= {"tls.crt": tls.tls_cert, "tls.key": tls.tls_key}
     pod = {"restartPolicy": "OnFailure", "nodeSelector": dict(spec.cpu_node_selector)} | _pod(
-        run, DATA, script, {"requests": {"cpu": cluster.cpu_node_cores}}, secrets, True
+        run, DATA, script, {"requests": {"cpu": cluster.cpu_node_cores}}, secrets
     )
     return _job(DATA, cluster.cpu_nodes, {}, pod)
 
@@ -269,14 +295,12 @@ def _pod(
     name: str,
     script: Path,
     resources: dict[str, Any],
-    secrets: dict[str, dict[str, str | None]],
-    serving: bool,
+    secrets: Secrets,
 ) -> dict[str, Any]:
     """What a pod of either job has: the volume, shared memory, secrets by reference.
 
     Args:
-        secrets: keys of the TLS secret, and the file that each is mounted as.
-        serving: there are preprocessing nodes, for which both sides have a token.
+        secrets: see `_secrets`.
     """
     spec = run.file.cluster.kubernetes
     volumes: list[dict[str, Any]] = [
@@ -287,11 +311,8 @@ def _pod(
         {"name": "run", "mountPath": spec.mount},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
     ]
-    if serving:
-        secrets = secrets | {"token": {"token": run.file.preprocess.token_file}}
     for volume, keys in secrets.items():
-        secret = spec.tls_secret if volume == "tls" else spec.token_secret
-        volumes.append({"name": volume, "secret": {"secretName": secret}})
+        volumes.append({"name": volume, "secret": {"secretName": _secret(run, volume)}})
         mounts += [
             {"name": volume, "mountPath": path, "subPath": key, "readOnly": True}
             for key, path in keys.items()

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from disttrain_cli.data.sources.files import is_url
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
@@ -50,9 +51,10 @@ def _without_nothing(value: Any) -> Any:
 def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> None:
     """SpecError where a file of the run would not be found in a container that mounts its volume at
     `mount`."""
+    named = [run.resolve(path) for path in _named(run)]
     outside = [
         str(path.resolve())
-        for path in (run.path, run.dir.root, *files)
+        for path in (run.path, run.dir.root, *files, *named)
         if not path.resolve().is_relative_to(mount)
     ]
     if outside:
@@ -60,5 +62,17 @@ def check_mounted(run: Run, mount: str, files: Sequence[Path], field: str) -> No
             f"Containers would not find {outside[0]}",
             f"{field}: {mount} is all that they mount",
             "Mount the volume here under the path that it has there, put the run file, runs/, the"
-            " plan and --out on it, and emit from there.",
+            " plan, --out, data and models on it, and emit from there.",
         )
+
+
+def _named(run: Run) -> list[str]:
+    """Data and models on this host that the run file names by their paths."""
+    file = run.file
+    data = [path for source in file.data.sources for path in (source.path, source.images)]
+    models = [spec.folder for spec in file.model.modules.values()]
+    return [path for path in (*data, file.model.folder, *models) if path and _is_local(run, path)]
+
+
+def _is_local(run: Run, path: str) -> bool:
+    return not is_url(path) and path not in run.revisions

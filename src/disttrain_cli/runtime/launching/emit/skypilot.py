@@ -6,6 +6,7 @@ nodes are refused.
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def emit_skypilot(
     nodes = numbered_nodes(run, plan, profile)
     _check_said(run, start)
     if spec.mount is not None:
-        check_mounted(run, spec.mount, [folder, plan_file], "cluster.skypilot.mount")
+        given = run.file.preprocess
+        protected = [given.tls_ca, given.token_file] if given.addresses else []
+        files = [folder, plan_file, *(run.resolve(path) for path in protected if path)]
+        check_mounted(run, spec.mount, files, "cluster.skypilot.mount")
     job = write_job(run, plan, profile, folder, nodes, start)
     script = write_script(
         run, job, start, nodes, kind="skypilot", place=PLACE, restarts=start.restarts(run)
@@ -49,7 +53,7 @@ def emit_skypilot(
     cpus = cpus_per_rank(run, serving=False) * max(len(node.ranks) for node in nodes)
     gpus = None if cluster.device == "cpu" else {str(spec.accelerator): cluster.gpus_per_node}
     task = {
-        "name": run.file.name,
+        "name": _name(run.file.name),
         "num_nodes": len(nodes),
         "resources": {
             "infra": spec.infra,
@@ -74,6 +78,11 @@ def commands(folder: Path) -> list[str]:
 
 def _file(folder: Path) -> Path:
     return folder / "skypilot.yaml"
+
+
+def _name(name: str) -> str:
+    """What a task is called in SkyPilot's lists: no signs in a row, and none at an end."""
+    return re.sub(r"([._-])[._-]+", r"\1", name).strip("._-")
 
 
 def _check_said(run: Run, start: Start) -> None:
