@@ -9,6 +9,7 @@ plain Python.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Synthetic:
     unit_factor: dict[str, float] = field(default_factory=dict)
     slow_rank: dict[int, float] = field(default_factory=dict)
     slow_stage: dict[int, float] = field(default_factory=dict)
+    cp: int = 1  # of the LLM: its ranks for rank, and again from `len(ranks)` on
+    slow_cp_rank: int | None = None  # that makes `slow_rank` slow: the others wait for it
     load_ms: float = 0.2
     gap_ms: float = 0.0
     transfer_ms: float = 0.3
@@ -100,7 +103,21 @@ def simulate(spec: Synthetic) -> Truth:
             if stage == 0
         }
         clock = _step(spec, step, clock, tokens, truth)
+    truth.rows = [one for row in truth.rows for one in _of_group(spec, row)]
     return truth
+
+
+def _of_group(spec: Synthetic, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row of every rank of its CP group: a tenth of their passes is in exchanges, which are
+    over when the slow one has come."""
+    for cp_rank in range(spec.cp if row["unit"] == "llm" else 1):
+        one = row | {"cp_rank": cp_rank, "rank": row["rank"] + cp_rank * len(spec.ranks)}
+        if spec.cp > 1 and row["unit"] == "llm" and row["operation"] in ("forward", "backward"):
+            waits = spec.slow_cp_rank not in (None, cp_rank)
+            factor = spec.slow_rank.get(row["rank"], 1.0) if waits else 1.0
+            length = row["end_ns"] - row["start_ns"]
+            one["exchange_ns"] = length - int(0.9 * length / factor)
+        yield one
 
 
 def _tokens(spec: Synthetic, unit: str, slot: int, random_: random.Random) -> int:
@@ -187,7 +204,7 @@ def _step(
             now += int(spec.gap_ms * (spec.gap_rank in (None, rank)) * MS)
             count = tokens[unit, slot, replica]
             factor = spec.unit_factor.get(unit, 1.0) * spec.slow_rank.get(rank, 1.0)
-            factor *= spec.slow_stage.get(stage, 1.0) if unit == "llm" else 1.0
+            factor *= spec.slow_stage.get(stage, 1.0) / spec.cp if unit == "llm" else 1.0
             passes = 1 if kind == "forward" else 2
             now = emit(
                 rank, kind, now, int(passes * RATE_MS[unit] * count * factor * MS), slot, count
@@ -229,7 +246,7 @@ def _one_f_one_b(slots: int, behind: int) -> list[tuple[str, int]]:
 def write(folder: Path, spec: Synthetic, segments: int = 2, name: str = "segment") -> Truth:
     """Write the run as the trainer would, in several segments per rank, and return the truth."""
     truth = simulate(spec)
-    for rank in range(len(spec.ranks)):
+    for rank in sorted({row["rank"] for row in truth.rows}):
         rows = [row for row in truth.rows if row["rank"] == rank]
         size = -(-len(rows) // segments)
         for part in range(segments):
@@ -290,7 +307,7 @@ def make_job(spec: Synthetic) -> Job:
             cut_bytes_per_sequence=[1.0] * layers,
         )
 
-    gpus = len(spec.ranks)
+    gpus = len(spec.ranks) + (spec.cp - 1) * spec.dp * spec.pp
     profile = Profile(
         precision="fp32",
         fingerprints=Fingerprints(model="m", data="d", cluster="c"),
@@ -326,7 +343,8 @@ def make_job(spec: Synthetic) -> Job:
                 modules=["llm"],
                 dp=spec.dp,
                 pp=spec.pp,
-                gpus=spec.dp * spec.pp,
+                cp=spec.cp,
+                gpus=spec.cp * spec.dp * spec.pp,
                 layers_per_stage=[1] * spec.pp,
             ),
             UnitPlan(name="generator", modules=["image_generator"], gpus=1, layers_per_stage=[1]),

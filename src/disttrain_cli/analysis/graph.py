@@ -68,6 +68,8 @@ class Graph(Passes):
     window: Floats  # [steps]
     devices: dict[str, float]  # unit → devices for which one of its ranks stands
     late: Floats  # [passes, steps] part of `recorded.gap` in which a rehearsal's own host was late
+    # [passes, steps] part of `recorded.compute` in exchanges with a TP or CP group; NaN: not known
+    exchanged: Floats
     # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
     expected: Floats
     # that it expects of reduction and optimizer after the last pass; infinite likewise

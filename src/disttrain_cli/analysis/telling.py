@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disttrain_cli.analysis.causes import Finding
+from disttrain_cli.analysis.causes import SMALLEST_SHARE, Finding
 from disttrain_cli.analysis.confidence import known
 from disttrain_cli.analysis.losses import Losses
 from disttrain_cli.analysis.next_commands import (
@@ -50,6 +50,8 @@ class Record:
     shared_cores: bool = False
     remedies: Sequence[Remedy] = ()
     operations: Sequence[OperationRow] = ()
+    # by rank, the share of its passes for which the others of its TP or CP group wait for it
+    waited_for: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def measured_s(self) -> float:
@@ -251,6 +253,17 @@ def _worker(record: Record, finding: Finding) -> Told:
         f"Look at the device and the other processes of host {place.host}; leave the host out if it"
         " stays slow."
     )
+    waited = record.waited_for.get(int(place.rank or 0), 0.0) if len(finding.places) == 1 else 0.0
+    evidence = []
+    if waited >= SMALLEST_SHARE:
+        told += ", and the others of its group wait for it in their exchanges"
+        evidence.append(
+            Evidence(
+                what=f"rank {place.rank}: passes for which the others of its group wait for it",
+                value=waited,
+                unit="share of their time",
+            )
+        )
     if len(finding.places) > 1:
         told = (
             f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
@@ -270,7 +283,8 @@ def _worker(record: Record, finding: Finding) -> Told:
     return Told(
         place,
         told,
-        [
+        evidence
+        + [
             Evidence(
                 what=f"rank {one.rank}: time over what its work and stage explain",
                 value=record.losses.rank_factor[int(one.rank or 0)],

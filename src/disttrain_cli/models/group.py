@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class Group:
     rank: int  # in the group
     overlap: bool = False  # messages travel chunk by chunk behind products (`overlapped`)
     symmetric: bool = False  # where they can, through memory that its devices share (`symmetric`)
+    # around all in which its ranks wait for each other, but for memory that they share
+    exchanging: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def local_rows(self, rows: int) -> slice:
         """This rank's rows."""
@@ -40,36 +43,42 @@ class Group:
     def all_gather(self, whole: Tensor, local: Tensor) -> None:
         """Fill `whole` with the equal parts of all ranks."""
         if self.ranks is not None:
-            all_gather(whole, local, self.ranks)
+            with self.exchanging():
+                all_gather(whole, local, self.ranks)
 
     def begin_all_gather(self, whole: Tensor, local: Tensor) -> Underway:
         """Begin to fill `whole` with the equal parts of all ranks."""
         if self.ranks is None:
             return Underway()
-        return Underway([all_gather(whole, local, self.ranks, begin=True)], (whole, local))
+        work = all_gather(whole, local, self.ranks, begin=True)
+        return Underway([work], (whole, local), exchanging=self.exchanging)
 
     def reduce_scatter(self, local: Tensor, partial: Tensor) -> None:
         """Fill `local` with this rank's part of the sum of what all ranks have."""
         if self.ranks is not None:
-            reduce_scatter(local, partial, self.ranks)
+            with self.exchanging():
+                reduce_scatter(local, partial, self.ranks)
 
     def all_to_all(self, taken: Tensor, given: Tensor) -> None:
         """Give every rank its equal part of `given`, and fill `taken` with what they give."""
         if self.ranks is not None:
-            dist.all_to_all_single(taken, given, group=self.ranks)
+            with self.exchanging():
+                dist.all_to_all_single(taken, given, group=self.ranks)
 
     def exchanged(self, rows: Tensor, give: list[int], take: list[int]) -> Tensor:
         """Give every rank so many rows, in order, and take so many from each, as a new tensor."""
         sent = rows.to(self.wire(rows)).contiguous()
         taken = sent.new_empty(sum(take), *sent.shape[1:])
         if self.ranks is not None:
-            dist.all_to_all_single(taken, sent, take, give, group=self.ranks)
+            with self.exchanging():
+                dist.all_to_all_single(taken, sent, take, give, group=self.ranks)
         return taken.to(rows.device)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Replace a tensor by its sum (or maximum) over the ranks."""
         if self.ranks is not None:
-            dist.all_reduce(tensor, op=op, group=self.ranks)
+            with self.exchanging():
+                dist.all_reduce(tensor, op=op, group=self.ranks)
 
     def pass_on(self, chunk: Tensor, into: Tensor) -> Underway:
         """Begin to send a chunk to the next rank and to fill `into` with that of the rank before.
@@ -91,7 +100,7 @@ class Group:
         ]
         works = dist.batch_isend_irecv(messages) if messages else []
         arrived = None if taken is into else lambda: into.copy_(taken)
-        return Underway(works, (sent, taken), arrived)
+        return Underway(works, (sent, taken), arrived, self.exchanging)
 
 
 class Underway:
@@ -102,13 +111,17 @@ class Underway:
         works: Sequence[Any] = (),
         tensors: Sequence[Tensor] = (),
         arrived: Callable[[], object] | None = None,
+        exchanging: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._works, self._tensors, self._arrived = works, tensors, arrived
+        self._exchanging = exchanging
 
     def wait(self) -> None:
         """Let what is computed from now on find them arrived (NCCL does not hold up the host)."""
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with self._exchanging():
+                for work in self._works:
+                    work.wait()
         if self._arrived is not None:
             self._arrived()
         self._works, self._tensors, self._arrived = (), (), None

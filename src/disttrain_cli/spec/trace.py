@@ -58,7 +58,8 @@ OPERATIONS = (
 # unit; tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items
 # for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
 # -1 for several or none; late_ns is the part of a rehearsal's `receive_*` in which its message was
-# late because the host was, not the emulated link.
+# late because the host was, not the emulated link; exchange_ns is the part of a forward or backward
+# in which the rank exchanged with its TP or CP group, waiting included; null where it has none.
 TRACE_COLUMNS: dict[str, str] = {
     "run": "string",
     "step": "int32",
@@ -81,6 +82,7 @@ TRACE_COLUMNS: dict[str, str] = {
     "bytes": "int64",
     "peer": "int32",
     "late_ns": "int64",
+    "exchange_ns": "int64",
 }
 
 STEP_COLUMNS: dict[str, str] = {
@@ -150,6 +152,7 @@ LATER_COLUMNS = frozenset(
         "clips",
         "cp_rank",
         "late_ns",
+        "exchange_ns",
     }
 )
 

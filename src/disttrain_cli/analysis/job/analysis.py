@@ -22,6 +22,7 @@ from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_ranks
 from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.rank_times import rank_summaries
+from disttrain_cli.analysis.job.remedies.groups import beside, held_up
 from disttrain_cli.analysis.job.remedies.leaving import without_hosts
 from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies, with_layouts
@@ -340,6 +341,7 @@ def _straggle(
         present=present,
         shared_cores=job is not None and shares_cores(job) and len(ranks) > 1,
         operations=operations,
+        waited_for=beside(graph, held_up(graph)),
     )
     if findings:
         mended = replace(graph, recorded=Delays(*state))

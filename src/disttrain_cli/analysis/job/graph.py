@@ -61,6 +61,7 @@ def build_graph(database: Database) -> Graph | None:
             "received_s",
             "received_from_s",
             "late_s",
+            "exchange_s",
             "handover_s",
             "gap_s",
             *_MESSAGES,
@@ -118,6 +119,7 @@ def build_graph(database: Database) -> Graph | None:
         ),
         window=window,
         late=late,
+        exchanged=table["exchange_s"],
         devices={
             row["unit"]: row["devices_per_rank"]
             for row in database.sql("SELECT unit, devices_per_rank FROM units")

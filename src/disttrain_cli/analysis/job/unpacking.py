@@ -63,6 +63,7 @@ AMOUNTS = (
     "bytes",
     "peer",
     "late_ns",
+    "exchange_ns",
 )
 
 
@@ -77,6 +78,7 @@ class _Args(msgspec.Struct, gc=False):
     bytes: int | None = None
     peer: int | None = None
     late_ns: int = 0
+    exchange_ns: int | None = None
     gib: float | None = msgspec.field(name="GiB", default=None)
 
 
@@ -201,6 +203,7 @@ def _row(
                 "start_ns": start_ns,
                 "end_ns": start_ns,
                 "bytes": round(args.gib * 2**30),
+                "exchange_ns": None,
             }
         )
     # of no slot: a bar of a whole step

@@ -28,7 +28,8 @@ WITH rows AS (
         ph: 'X', name: if(slot >= 0, operation || ' ' || slot, operation), cat: operation, pid: place, tid: rank,
         ts: (start_ns - $origin) / 1e3, dur: duration_ns / 1e3,
         args: {step: step, slot: slot, module: module, tokens: tokens, images: images, sequences: sequences,
-               sum_length_sq: sum_length_sq, bytes: bytes, peer: peer, late_ns: late_ns}}) AS event
+               sum_length_sq: sum_length_sq, bytes: bytes, peer: peer, late_ns: late_ns,
+               exchange_ns: exchange_ns}}) AS event
     FROM rows
     UNION ALL
     SELECT sent_ns, to_json({ph: 's', name: 'transfer', cat: 'transfer', id: number + $first_id, pid: from_place,

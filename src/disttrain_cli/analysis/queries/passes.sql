@@ -6,7 +6,8 @@ WITH chosen AS (SELECT step, start_ns FROM windows WHERE list_contains($steps, s
 summed AS (
     SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, any_value(o.stage) AS stage,
            any_value(o.replica) AS replica, any_value(o.depth) AS depth, min(o.start_ns) AS start_ns,
-           max(o.end_ns) AS end_ns, sum(coalesce(o.predicted_ms, 0)) / 1e3 AS predicted_s
+           max(o.end_ns) AS end_ns, sum(coalesce(o.predicted_ms, 0)) / 1e3 AS predicted_s,
+           sum(if(o.operation = 'weights', 0, o.exchange_ns)) / 1e9 AS exchange_s
     FROM operations o JOIN chosen USING (step) WHERE o.operation IN ('forward', 'backward', 'weights')
     GROUP BY o.step, o.rank, o.slot, o.operation
 ), passes AS (  -- passes without work take no time: of those that start at once, place says which comes first
@@ -32,7 +33,7 @@ summed AS (
            sum(bytes) AS sent_bytes, any_value(peer) AS sent_peer
     FROM others WHERE operation LIKE 'send%' GROUP BY ALL
 )
-SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth, p.predicted_s,
+SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth, p.predicted_s, p.exchange_s,
        (p.start_ns - c.start_ns) / 1e9 AS start_s, (p.end_ns - p.start_ns) / 1e9 AS duration_s,
        coalesce(q.load_ns, 0) / 1e9 AS load_s, coalesce(q.received_ns, 0) / 1e9 AS received_s,
        (coalesce(q.received_from_ns, p.start_ns) - c.start_ns) / 1e9 AS received_from_s,

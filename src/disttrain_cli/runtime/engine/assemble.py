@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -90,9 +91,12 @@ def _build_engine(
     own = [layer for layer in layers if layer.name not in given]
     for note in load_into(own, run) + load_adapters(own, run):
         print(note, flush=True)
-    group = agreed(grid.tp, device)
+    tp, cp = (
+        group and replace(group, exchanging=tracer.exchanging)
+        for group in (agreed(grid.tp, device), grid.cp)
+    )
     for layer in layers:
-        join(layer, group, grid.cp)
+        join(layer, tp, cp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
     deferring = stage.weight_delay is not None

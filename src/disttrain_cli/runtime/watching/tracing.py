@@ -8,7 +8,8 @@ import io
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.watching.marks import Marks
 
     Time = int | Mark | Later  # of the host, or a place in the device's work
+    Spans = list[tuple[Time, Time]]
 
 SEGMENT_ROWS = 20_000
 _NOTHING = {
@@ -152,6 +154,8 @@ class Tracer:
     marks: Marks | None = None  # in torch's profile, while there is one
     silent = False  # rows are dropped
     _device: DeviceClock | None = None
+    # exchanges with the rank's TP and CP group since it turned to something, if it has one
+    _exchanges: Spans | None = None
 
     def __init__(
         self,
@@ -165,7 +169,9 @@ class Tracer:
         self._writer = SegmentWriter(folder / f"rank-{coords.rank:05d}", TRACE_COLUMNS, run, say)
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet
-        self._ahead: list[tuple[dict[str, Any], Mark | Later, Mark | Later]] = []
+        self._ahead: list[tuple[dict[str, Any], Mark | Later, Mark | Later, Spans | None]] = []
+        if coords.unit.width > 1:
+            self._exchanges = []
         self.step = 0
         self._coords: dict[str, Any] = {
             "run": run,
@@ -186,6 +192,8 @@ class Tracer:
             self.pulse.begin(operation, self.step, slot, module, reached)
         if self.marks is not None:
             self.marks.begin(operation, slot, module)
+        if self._exchanges is not None:
+            self._exchanges = []
 
     def mark(self) -> int | Mark:
         """This place in the rank's work, where a row begins or ends: the time, or what the device
@@ -196,6 +204,14 @@ class Tracer:
         """Say that the host has just waited for all of the device's work."""
         if self._device is not None:
             self._device.anchor()
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """An exchange of a forward or backward with the rank's TP or CP group."""
+        start = self.mark()
+        yield
+        if self._exchanges is not None:
+            self._exchanges.append((start, self.mark()))
 
     def record(self, operation: str, start: Time, end: Time | None = None, **amounts: Any) -> None:
         """Add a row from one mark to another, or to this place."""
@@ -215,11 +231,12 @@ class Tracer:
                 "end_ns": end,
             }
         )
+        exchanges = self._exchanges if operation in ("forward", "backward") else None
         if isinstance(start, int):
-            self._writer.rows.append(row)
+            self._writer.rows.append(row | _exchanged(exchanges))
         else:
             assert not isinstance(end, int)
-            self._ahead.append((row, start, end))
+            self._ahead.append((row, start, end, exchanges))
 
     def end_step(self) -> None:
         """Keep the step's rows; those that the device has yet to do are kept with the next
@@ -238,9 +255,23 @@ class Tracer:
         self._device.read()
         known = list(takewhile(lambda row: row[2].ns is not None, self._ahead))
         self._writer.rows += [
-            row | {"start_ns": start.ns, "end_ns": end.ns} for row, start, end in known
+            row | {"start_ns": start.ns, "end_ns": end.ns} | _exchanged(exchanges)
+            for row, start, end, exchanges in known
         ]
         del self._ahead[: len(known)]
+
+
+def _exchanged(spans: Spans | None) -> dict[str, int]:
+    """Column `exchange_ns` of a row; none where nobody watched."""
+
+    def ns(time: Time) -> int:
+        known = time if isinstance(time, int) else time.ns
+        assert known is not None, "marks are read in the stream's order"
+        return known
+
+    if spans is None:
+        return {}
+    return {"exchange_ns": sum(ns(end) - ns(start) for start, end in spans)}
 
 
 def wall_clock() -> Callable[[], int]:

@@ -4,6 +4,7 @@ hosts, whole units."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 
 from disttrain_cli.analysis.causes import State, Suspect
 from disttrain_cli.analysis.graph import Delays, Graph
-from disttrain_cli.analysis.losses import CROWDED, Explained
+from disttrain_cli.analysis.job.remedies.groups import held_up, of_groups, without
+from disttrain_cli.analysis.losses import CROWDED, Explained, explain
 from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
@@ -41,9 +43,15 @@ def replayed(graph: Graph, state: State) -> Floats:
 
 def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """Everything that could be mended without another layout."""
+    share, level, alike = held_up(graph), graph, why
+    if share.any():  # what groups wait for one of their ranks is no fault of the others
+        compute = graph.recorded.compute * without(graph, share)
+        level = replace(graph, recorded=replace(graph.recorded, compute=compute))
+        alike = explain(level, compute, graph.predicted)
     return [
-        *of_passes(graph, why, _scaled, where),
-        *_slow_places(graph),
+        *of_passes(graph, alike, _scaled, where),
+        *of_groups(graph, share, where),
+        *_slow_places(level),
         *_transfers(graph),
         *_unheard(graph),
         *_data(graph),

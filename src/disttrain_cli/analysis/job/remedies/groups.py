@@ -1,0 +1,82 @@
+"""Slow ranks inside TP and CP groups, whose passes are equally long whichever of them is slow.
+
+The ranks of a group wait for each other in its exchanges, so the time of a pass that is not spent
+there is the rank's own. The one with most of it in a step holds up the others by what it has more
+than the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.causes import State, Suspect
+from disttrain_cli.analysis.graph import Graph
+from disttrain_cli.analysis.result.verdicts import Place
+from disttrain_cli.analysis.suspects import by_rank
+from disttrain_cli.analysis.walk import Floats, Ints
+from disttrain_cli.spec.trace import WEIGHTS
+
+
+def held_up(graph: Graph) -> Floats:
+    """Share of every pass, [passes, steps], for which its rank held up its group.
+
+    Single late passes do not count: it is no more than in the median pass of the rank in this step,
+    so 0 but for one rank of a group. It is 0 too where exchanges were not recorded.
+    """
+    compute = graph.recorded.compute
+    lead = np.zeros_like(compute)
+    if np.isnan(graph.exchanged).all():
+        return lead
+    own, steps = compute - graph.exchanged, np.arange(len(graph.steps))
+    for members in _members(graph.groups("depth", "replica", "operation", "slot")):
+        if len(members) > 1:
+            ordered = np.sort(own[members], axis=0)
+            others = np.repeat(ordered[-1:], len(members), axis=0)
+            others[own[members].argmax(axis=0), steps] = ordered[-2]
+            lead[members] = (own[members] - others) / np.maximum(compute[members], 1e-12)
+    lead = np.nan_to_num(lead)
+    for members in _members(graph.rank):
+        lead[members] = np.minimum(lead[members], np.median(lead[members], axis=0))
+    return lead.clip(0.0, 1.0)
+
+
+def _members(groups: Ints) -> Iterator[Ints]:
+    """Positions of every group's members."""
+    order = np.argsort(groups, kind="stable")
+    yield from np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+
+
+def of_groups(graph: Graph, share: Floats, where: Mapping[int, Place]) -> list[Suspect]:
+    """Ranks that hold up their groups: mended, they are as fast as the next slowest of them.
+
+    Args:
+        share: `held_up` of the graph.
+    """
+
+    def mend(pick: NDArray[np.bool_]) -> Callable[[State], State]:
+        factor = without(graph, np.where(pick[:, None], share, 0.0))
+        return lambda state: (state[0] * factor, *state[1:])
+
+    return by_rank("worker", graph.rank, where, graph.recorded.compute * share, mend)
+
+
+def without(graph: Graph, share: Floats) -> Floats:
+    """By what passes are multiplied where one rank of a group no longer holds it up: those of all
+    its ranks, of weights' parts, in which nothing is exchanged, its own."""
+    groups = graph.groups("depth", "replica", "operation", "slot")
+    most = np.zeros((groups.max() + 1, share.shape[1]))
+    np.maximum.at(most, groups, share)
+    alone = (graph.operation == WEIGHTS)[:, None]
+    return 1 - np.where(alone, share, most[groups])
+
+
+def beside(graph: Graph, share: Floats) -> dict[int, float]:
+    """Of ranks that hold up their groups, the share of their passes for which they do."""
+    return {
+        int(rank): float(of_rank.mean())
+        for rank in np.unique(graph.rank[share.any(axis=1)])
+        if (of_rank := share[graph.rank == rank]).any()
+    }
