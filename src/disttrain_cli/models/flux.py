@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import FLUX_PATCH, whole_model
 from disttrain_cli.models.division import Division
@@ -33,6 +32,7 @@ from disttrain_cli.models.generator import (
     filled,
 )
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.models.rotary import turns
 from disttrain_cli.models.sd3 import DIVISION
 

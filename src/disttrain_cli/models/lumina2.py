@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import whole_model
 from disttrain_cli.models.division import Division
@@ -34,6 +33,7 @@ from disttrain_cli.models.generator import (
     to_patches,
 )
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.models.rotary import turns
 
 DIVISION = Division(

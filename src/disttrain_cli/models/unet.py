@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import pooled_width, whole_model
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import seeded
 from disttrain_cli.models.generator import Canvas, Finish, GeneratorLayer, Projector, Start, filled
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.processors import with_own_attention
 
 
 class In(Start):

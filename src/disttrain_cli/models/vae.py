@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.generators import latent_side, whole_model
 from disttrain_cli.models.generator import GeneratorLayer, targets_field, targets_of, to_patches
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.posterior import posterior_of
+from disttrain_cli.models.processors import with_own_attention
 from disttrain_cli.spec.buckets import Buckets
 
 #: Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB

@@ -1,0 +1,154 @@
+"""What stands in for diffusers' attention processors: their layers stay as they are, but rows
+attend as in `attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models.attention import attend, equal_segments
+
+
+def with_own_attention(layer: nn.Module) -> nn.Module:
+    """The layer with diffusers' attention, stock except for what computes the scores, attending as
+    above."""
+    from diffusers.models.attention_processor import (
+        Attention,
+        AttnProcessor2_0,
+        JointAttnProcessor2_0,
+    )
+    from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+    from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
+
+    ours = {
+        AttnProcessor2_0: _Processor,
+        JointAttnProcessor2_0: _JointProcessor,
+        FluxAttnProcessor: _TurningProcessor,
+        Lumina2AttnProcessor2_0: _TurningProcessor,
+    }
+    for part in layer.modules():
+        if isinstance(part, (Attention, FluxAttention)):
+            part.set_processor(ours[type(part.processor)]())
+    return layer
+
+
+class _Processor:
+    """As diffusers' AttnProcessor2_0: rows [N, L, D] or an image [N, D, H, W], attending those [N,
+    S, D'] if given."""
+
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        assert (
+            attention_mask is None and attention.spatial_norm is None and not attention.norm_cross
+        )
+        given = hidden
+        if given.ndim == 4:
+            hidden = hidden.flatten(2).transpose(1, 2)
+        if attention.group_norm is not None:
+            hidden = attention.group_norm(hidden.transpose(1, 2)).transpose(1, 2)
+        other = hidden if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            linear(rows).unflatten(-1, (attention.heads, -1)).flatten(0, 1)
+            for linear, rows in (
+                (attention.to_q, hidden),
+                (attention.to_k, other),
+                (attention.to_v, other),
+            )
+        )
+        query = query if attention.norm_q is None else attention.norm_q(query)
+        key = key if attention.norm_k is None else attention.norm_k(key)
+        local, to = (equal_segments(*rows.shape[:2], rows.device) for rows in (hidden, other))
+        made = attend(query, key, value, local, to).flatten(1).unflatten(0, (len(hidden), -1))
+        made = attention.to_out[1](attention.to_out[0](made))
+        if given.ndim == 4:
+            made = made.transpose(1, 2).reshape(given.shape)
+        made = made + given if attention.residual_connection else made
+        return (
+            made
+            if attention.rescale_output_factor == 1.0
+            else made / attention.rescale_output_factor
+        )
+
+
+class _JointProcessor:
+    """As diffusers' JointAttnProcessor2_0: rows [N, L, D] attend themselves and others [N, S, D],
+    which have weights of their own, and these all of them."""
+
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        assert attention_mask is None
+        a, others, rows = attention, encoder_hidden_states, _own_heads(attention, hidden)
+        if others is None:
+            return a.to_out[1](a.to_out[0](_attended(*rows)))
+        rows = [torch.cat(pair, dim=1) for pair in zip(rows, _added(a, others), strict=True)]
+        made, of_others = _attended(*rows).split([hidden.shape[1], others.shape[1]], dim=1)
+        of_others = of_others if a.context_pre_only else a.to_add_out(of_others)
+        return a.to_out[1](a.to_out[0](made)), of_others
+
+
+class _TurningProcessor:
+    """As diffusers' FluxAttnProcessor and Lumina2AttnProcessor2_0: the same with the others first,
+    and queries and keys turned by their positions."""
+
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        assert attention_mask is None and image_rotary_emb is not None
+        a, rows = attention, _own_heads(attention, hidden)
+        others = None if a.added_kv_proj_dim is None else encoder_hidden_states
+        if others is not None:
+            rows = [torch.cat(pair, dim=1) for pair in zip(_added(a, others), rows, strict=True)]
+        query, key = (apply_rotary_emb(one, image_rotary_emb, sequence_dim=1) for one in rows[:2])
+        made = _attended(query, key, rows[2])
+        if others is None:
+            return made if a.pre_only else a.to_out[1](a.to_out[0](made))
+        of_others, made = made.split([others.shape[1], hidden.shape[1]], dim=1)
+        return a.to_out[1](a.to_out[0](made)), a.to_add_out(of_others)
+
+
+def _own_heads(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
+    a = attention
+    return _heads(a, rows_NLD, (a.to_q, a.norm_q), (a.to_k, a.norm_k), (a.to_v, None))
+
+
+def _added(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
+    a = attention
+    norms = (a.norm_added_q, a.norm_added_k, None)
+    return _heads(a, rows_NLD, *zip((a.add_q_proj, a.add_k_proj, a.add_v_proj), norms, strict=True))
+
+
+def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
+    """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm; of
+    keys and values H may be smaller."""
+    heads, width = [], linears[0][0].out_features // attention.heads
+    for linear, norm in linears:
+        made = linear(rows_NLD).unflatten(-1, (-1, width))
+        heads.append(made if norm is None else norm(made))
+    return heads
+
+
+def _attended(query_NLHD: Tensor, key_NLHD: Tensor, value_NLHD: Tensor) -> Tensor:
+    """[N, L, H·D], of every item's rows to all of its rows."""
+    within = equal_segments(*query_NLHD.shape[:2], query_NLHD.device)
+    query, key, value = (one.flatten(0, 1) for one in (query_NLHD, key_NLHD, value_NLHD))
+    return attend(query, key, value, within).flatten(1).unflatten(0, (len(query_NLHD), -1))
