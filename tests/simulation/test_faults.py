@@ -9,7 +9,7 @@ import pytest
 
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
-from disttrain_cli.simulation.faults import check_faults, inject, slowdown
+from disttrain_cli.simulation.faults import check_faults, inject, slowdown, waited
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.profile import PreprocessProfile, Profile
@@ -177,3 +177,21 @@ def test_a_worker_that_prepares_nothing_is_refused(
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].slow"):
         inject(unfed, stages, worker)
     assert pipeline.load_s is not None
+
+
+def test_the_others_of_a_cp_group_wait_for_the_slow_rank() -> None:
+    slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=1, cp_rank=1, factor=4.0)
+    whole = FaultSpec(slow="rank", unit="llm", stage=1, replica=1, factor=2.0)
+    assert waited([slow, whole], "llm", 1, 1, 0) == 0.75
+    assert waited([slow, whole], "llm", 1, 1, 1) == 0.0
+    assert waited([slow, whole], "llm", 1, 0, 0) == waited([slow], "llm", 0, 1, 0) == 0.0
+
+
+def test_a_cp_rank_that_is_not_there_is_refused(
+    case: tuple[Pipeline, list[CostedStage]],
+) -> None:
+    slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=1, cp_rank=1, factor=4.0)
+    with pytest.raises(SpecError, match=r"rehearse.faults\[0\].cp_rank: CP groups of unit llm"):
+        check_faults(case[1], [slow], PROFILE)
+    with pytest.raises(ValueError, match="a slow stage has no cp_rank"):
+        FaultSpec(slow="stage", unit="llm", cp_rank=1, factor=4.0)

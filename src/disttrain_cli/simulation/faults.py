@@ -99,6 +99,17 @@ def slowdown(
     )
 
 
+def waited(faults: Sequence[FaultSpec], unit: str, stage: int, replica: int, cp_rank: int) -> float:
+    """Share of its passes in which a rank waits for slow ones of its CP group."""
+    others = [
+        fault.factor
+        for fault in faults
+        if (fault.unit, fault.stage, fault.replica) == (unit, stage, replica)
+        and fault.cp_rank not in (None, cp_rank)
+    ]
+    return max(0.0, 1 - 1 / math.prod(others))
+
+
 def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
     """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such
     place."""
@@ -119,6 +130,14 @@ def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> li
             fault.replica,
             f"unit {unit.name} has no such replica",
             range(unit.dp),
+        )
+    if fault.cp_rank is not None and fault.cp_rank >= unit.cp:
+        raise _error(
+            number,
+            "cp_rank",
+            fault.cp_rank,
+            f"CP groups of unit {unit.name} have no such rank",
+            range(unit.cp),
         )
     if fault.slow == "worker":
         return of_unit

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.costs.layout import CostedStage, amount
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
@@ -347,3 +347,29 @@ def test_the_time_scale_gives_the_host_room(tmp_path: Path) -> None:
     assert setting_of(run.file, slower).time_scale == pytest.approx(
         setting.time_scale / 10, rel=0.05
     )
+
+
+@pytest.mark.slow
+def test_a_slow_rank_inside_a_cp_group_is_named(tmp_path: Path) -> None:
+    fault = {"slow": "rank", "unit": "llm", "replica": 1, "cp_rank": 1, "factor": 8.0}
+    run, plan, profile = job(tmp_path, (1, 2, 1), faults=[fault], gpus_per_process=1)
+    eye, llm, painter = plan.plan.units
+    units = [eye, llm.model_copy(update={"cp": 2, "gpus": 4}), painter]
+    layout = plan.plan.model_copy(update={"units": units, "gpus_used": 6})
+    result = rehearse(run, plan.model_copy(update={"plan": layout}), profile)
+    assert result.processes == 4
+    asked = ask(
+        [Path(result.trace)],
+        "SELECT replica, cp_rank, round(sum(exchange_ns) / sum(end_ns - start_ns), 3) FROM trace"
+        " WHERE unit = 'llm' AND operation IN ('forward', 'backward') GROUP BY ALL ORDER BY ALL",
+    )
+    assert [tuple(row) for row in asked.rows] == [
+        (0, 0, 0.0),
+        (0, 1, 0.0),
+        (1, 0, 0.875),
+        (1, 1, 0.0),
+    ]
+    found = analyze([Path(result.trace)])
+    named = [one.place for one in found.causes if one.cause == "worker"]
+    assert [(place.replica, place.cp_rank) for place in named] == [(1, 1)]
+    assert "slow rank (llm stage 0 replica 1 CP rank 1, × 8)" in str(found.to_json())

@@ -137,6 +137,7 @@ def _rehearsed(job: Job) -> str | None:
         f"slow {fault.slow} ({fault.unit}"
         + (f" stage {fault.stage}" if fault.slow != "worker" else "")
         + ("" if fault.replica is None else f" replica {fault.replica}")
+        + ("" if fault.cp_rank is None else f" CP rank {fault.cp_rank}")
         + f", × {fault.factor:g})"
         for fault in how.faults
     ]

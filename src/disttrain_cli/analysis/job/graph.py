@@ -97,7 +97,8 @@ def build_graph(database: Database) -> Graph | None:
     # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds
     # them up.
     rehearsed = None if database.job is None else database.job.rehearsed
-    lockstep = rehearsed is not None and rehearsed.processes < len(np.unique(rank))
+    replicas = len(np.unique(np.stack([columns["depth"], columns["replica"]]), axis=1).T)
+    lockstep = rehearsed is not None and rehearsed.processes < replicas
     return Graph(
         walk=walk,
         steps=kept,

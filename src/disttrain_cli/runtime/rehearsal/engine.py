@@ -29,12 +29,29 @@ class NodeTracer(Tracer):
     """The traces of all replicas that a process stands for; what the process does, all of them do.
 
     Args:
+        tracers: those of every replica, one after the other: of its first rank or, where a rank of
+            a CP group is slow, of every CP rank.
+        waited: by tracer, the share of passes in which its rank waits for others of its CP group;
+            None where one rank of a replica is recorded.
         ranks: by process, the rank that it stands for; -1 where there are several.
         device: what the process emulates.
     """
 
-    def __init__(self, tracers: list[Tracer], ranks: Mapping[int, int], device: Device) -> None:
+    def __init__(
+        self,
+        tracers: list[Tracer],
+        ranks: Mapping[int, int],
+        device: Device,
+        waited: Sequence[float] | None = None,
+    ) -> None:
         self.tracers, self.now, self.ranks, self._emulated = tracers, tracers[0].now, ranks, device
+        self._waited = waited
+
+    def exchanged(self, number: int, operation: str, length_ns: int) -> dict[str, int]:
+        """Column `exchange_ns` of a pass of one of the tracers."""
+        if self._waited is None or operation == "weights":
+            return {}
+        return {"exchange_ns": round(self._waited[number] * length_ns)}
 
     @property
     def step(self) -> int:
@@ -152,10 +169,12 @@ class EmulatedEngine(UnitEngine):
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Record one trace row per module and replica, each with the replica's own time."""
-        assert isinstance(self.tracer, NodeTracer)
-        tracers, work = self.tracer.tracers, self.feeder.work(self.order.step)
+        node = self.tracer
+        assert isinstance(node, NodeTracer)
+        tracers, work = node.tracers, self.feeder.work(self.order.step)
         items, current = self.feeder.items(self.order.step, slot), work.order.slots[slot]
-        starts: list[int] = []  # of the next module, by replica
+        each = len(tracers) // len(items)  # ranks of a replica
+        starts: list[int] = []  # of the next module, by tracer
 
         def before(module: str) -> Callable[[], None]:
             if not starts:
@@ -165,17 +184,19 @@ class EmulatedEngine(UnitEngine):
                 starts.extend([self.tracer.now()] * len(tracers))
 
             def after() -> None:
-                for index, (tracer, those) in enumerate(zip(tracers, items, strict=True)):
-                    end = starts[index] + int(1e9 * work.seconds[operation][module][slot, index])
+                for index, tracer in enumerate(tracers):
+                    replica = index // each
+                    length = int(1e9 * work.seconds[operation][module][slot, replica])
                     tracer.record(
                         operation,
                         starts[index],
-                        end,
+                        starts[index] + length,
                         slot=slot,
                         module=module,
-                        **amounts(current, module, those),
+                        **amounts(current, module, items[replica]),
+                        **node.exchanged(index, operation, length),
                     )
-                    starts[index] = end
+                    starts[index] += length
 
             return after
 

@@ -11,8 +11,9 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from disttrain_cli.runtime.steps import Task, publish, run_steps
 from disttrain_cli.runtime.units.broker import Broker, Brokers, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.simulation.faults import slowdown
+from disttrain_cli.simulation.faults import slowdown, waited
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run, read_run
-from disttrain_cli.spec.stage_graph import RankCoords, cuts_of, stage_graph
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
+from disttrain_cli.spec.stage_graph import RankCoords, Stage, cuts_of, stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -92,21 +94,23 @@ def main(payload: dict[str, Any]) -> None:
         def say(text: str) -> None:
             publish(reports, {"note": text, "done": 0, "total": 0})
 
+        recorded, waits = recorded_ranks(
+            whole.stages[coords.stage.number], feeder.replicas, run.file.rehearse.faults
+        )
         tracer = NodeTracer(
             [
                 Tracer(
                     folder.traces,
                     payload["name"],
-                    RankCoords(
-                        whole.stages[coords.stage.number].rank(replica), coords.stage, replica
-                    ),
+                    replace(rank, stage=coords.stage),
                     cluster_clock(clock, payload["began_ns"]),
                     say,
                 )
-                for replica in feeder.replicas
+                for rank in recorded
             ],
             ranks_of(graph, whole, shares),
             clock,
+            waits,
         )
         stack.callback(tracer.close)
         links = brokers(graph, coords, table, message_dtype(run.file.train), device)
@@ -161,6 +165,26 @@ def main(payload: dict[str, Any]) -> None:
             clock,
             time.process_time() - cpu_s,
         )
+
+
+def recorded_ranks(
+    stage: Stage, replicas: Iterable[int], faults: Sequence[FaultSpec]
+) -> tuple[list[RankCoords], list[float] | None]:
+    """The ranks of a stage's replicas that have a trace, and the share of its passes in which each
+    waits for its CP group.
+
+    Those are the first of each replica or, where a CP rank of the unit is slow, all CP ranks; no
+    share is told of the former.
+    """
+    unit = stage.unit.name
+    grouped = any(fault.unit == unit and fault.cp_rank is not None for fault in faults)
+    ranks = [
+        RankCoords(stage.rank(replica, 0, cp_rank), stage, replica, 0, cp_rank)
+        for replica in replicas
+        for cp_rank in range(stage.cp if grouped else 1)
+    ]
+    waits = [waited(faults, unit, stage.index, rank.replica, rank.cp_rank) for rank in ranks]
+    return ranks, waits if grouped else None
 
 
 def emulated_runner(

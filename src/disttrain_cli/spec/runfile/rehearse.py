@@ -32,6 +32,13 @@ class FaultSpec(Strict):
         le=MOST_GPUS,
         description="rank, host, worker: the replica; none: all workers of it.",
     )
+    cp_rank: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_GPUS,
+        description="rank: the rank of the replica's CP group, for which the others wait; none: all"
+        " of them.",
+    )
     factor: float = Field(ge=1e-3, le=1e6, description="Times as long.")
 
     @model_validator(mode="after")
@@ -40,6 +47,8 @@ class FaultSpec(Strict):
             raise ValueError(
                 f"a slow {self.slow} needs replica: the number of the replica of its stage"
             )
+        if self.slow != "rank" and self.cp_rank is not None:
+            raise ValueError(f"a slow {self.slow} has no cp_rank: a slow rank has")
         if self.slow in ("stage", "link") and self.replica is not None:
             raise ValueError(f"a slow {self.slow} has no replica: it is all of them")
         return self
