@@ -15,12 +15,12 @@ from disttrain_cli.costs.context import (
     misfit,
 )
 from disttrain_cli.costs.layout import reduce_s, stages_of
-from disttrain_cli.costs.links import all_to_all_s, exchange_s
+from disttrain_cli.costs.links import all_gather_s, all_to_all_s, exchange_s
 from disttrain_cli.costs.memory import communicators, layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.profile import Heads, Profile
+from disttrain_cli.spec.profile import Heads, Polynomial, Profile
 from tests.costs.test_memory import layout
 from tests.planning import synthetic
 
@@ -128,11 +128,30 @@ def test_keys_that_ranks_share_are_kept_and_sent_again() -> None:
     llm = {cp: shared(cp).units[1] for cp in (1, 2, 4, 8)}
     kept = [kept_bytes(PROFILE, block, llm[cp], "trained") / 16 / number for cp in llm]
     assert kept == [0, 8, 8, 8 + 2 * 4]
-    sent = [exchanged_bytes(PROFILE, block, llm[cp], "trained") / 16 / number for cp in llm]
+    sent = [exchanged_bytes(PROFILE, "llm", block, llm[cp], "trained") / 16 / number for cp in llm]
     assert sent == [0, 2 * 24 / 2, 2 * 24 * 3 / 4, 2 * 32 * 7 / 8]
-    assert exchanged_bytes(PROFILE, block, llm[4], "still") == sent[2] / 2 * 16 * number
+    assert exchanged_bytes(PROFILE, "llm", block, llm[4], "still") == sent[2] / 2 * 16 * number
     again = shared(4, checkpointing=True).units[1]
-    assert exchanged_bytes(PROFILE, block, again, "trained") == sent[2] * 1.5 * 16 * number
+    assert exchanged_bytes(PROFILE, "llm", block, again, "trained") == sent[2] * 1.5 * 16 * number
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_of_encoders_are_gathered_by_the_ranks_of_the_llm(tp: int) -> None:
+    block, unit = PROFILE.modules["llm"].costs["block"], shared(4, tp=tp).units[1]
+    deep = block.model_copy(update={"gathered_bytes": Polynomial(per_token=3e3)})
+    work = PROFILE.modules["llm"].work_per_sequence
+    own_rows, sent = LENGTH * work.items / 4, 3 / 4 * 3e3 * work.tokens / tp
+    for does, passes in (("still", 1), ("trained", 2)):
+        without, found = (
+            exchanged_bytes(PROFILE, "llm", cost, unit, does) for cost in (block, deep)
+        )
+        assert (found - without) * own_rows == pytest.approx(passes * sent)
+    without_ms, found_ms = (
+        exchanged_ms(PROFILE, "llm", cost, unit, "trained")[0](work) for cost in (block, deep)
+    )
+    expected_s = all_gather_s(PROFILE.links, 3e3 * work.tokens / tp, 4)
+    assert found_ms - without_ms == pytest.approx(1e3 * expected_s)
+    assert "gathered_bytes" not in block.model_dump()
 
 
 def test_traffic_names_the_exchanges() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,13 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from disttrain_cli.models.footprint import Message, Noted, footprint
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.group import Group
-from disttrain_cli.models.probe import probe_batch, state_at
+from disttrain_cli.models.layer import Batch, Shared
+from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weight_parts import WeightPart, deferred, split
+from disttrain_cli.profiling.rows import gathered_bytes
 from tests.models.test_generators import GENERATORS, PIXART, VAE
+from tests.models.test_qwen_models import qwen_run
 from tests.models.test_towers import TOWERS
 
 TP = 4
+CP = 2
 SIZES = {
     "image": {"image": [(4, 4), (8, 12)] * TP},
     "audio": {"audio": TP},
@@ -83,6 +88,22 @@ class Sent(TorchDispatchMode):
                 Message(OPERATIONS[name], max(one.numel() * one.element_size() for one in tensors))
             )
         return func(*args, **(kwargs or {}))
+
+
+def first_of(batch: Batch) -> Batch:
+    """What the first rank of a CP group has of a batch, on meta."""
+    assert batch.token_ids is not None and batch.positions is not None
+    own = batch.token_ids.numel() // CP
+    images = batch.of("image")
+    assert images.rows is not None
+    here = (images.rows < own).numpy()
+    shared = Shared(np.flatnonzero(here), len(here))
+    return replace(
+        batch,
+        items={"image": replace(images, rows=images.rows[here].to("meta"), shared=shared)},
+        token_ids=batch.token_ids.flatten()[None, :own].to("meta"),
+        positions=batch.positions.flatten(-2)[..., None, :own].to("meta"),
+    )
 
 
 @pytest.fixture
@@ -199,3 +220,24 @@ def test_messages_are_those_of_a_process_group(make_run, group, name, overlap): 
                     == ["all_gather"] * 4 + ["reduce_scatter"] * 2
                 )
     assert seen > 20
+
+
+def test_a_cp_group_gathers_what_the_profile_says(make_run):  # type: ignore[no-untyped-def]
+    run = qwen_run(make_run, "qwen3_vl")
+    table, inputs = layer_table(run), describe(run)
+    sizes: dict[str, Any] = {"documents": [[30, 34], [64]], "image": [(4, 8), (8, 8), (4, 8)]}
+    batch = probe_batch(inputs, **sizes)
+    works = {module: probe_work(inputs, module, **sizes) for module in ("eye", "llm")}
+    found = []
+    for place, info in enumerate(table):
+        if info.module == "llm" and info.kind != "head":
+            layer = build_layers(run, place, place + 1, "meta")[0]
+            layer.cp = Noted(size=CP, rank=0)
+            state = state_at(table, place, inputs, batch, "meta", tp=CP)
+            footprint(layer, state, first_of(batch))
+            said = gathered_bytes(info, table, inputs, works, 4)(works["llm"])
+            expected = [Message("all_gather", said), Message("reduce_scatter", said)]
+            assert layer.cp.sent[-2:] == (expected if said else [])
+            found.append((info.kind, said > 0))
+    deep = [("block.deepstack", True)] * 2
+    assert found == [("embed", True), *deep, *[("block", False)] * 2]

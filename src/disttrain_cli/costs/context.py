@@ -4,7 +4,8 @@ A CP group divides the work of a replica evenly: each of its C ranks has 1/C of 
 tokens, an encoder's patches), and in attention 1/C of the heads (`models.ulysses`), whatever the
 documents and images. So a rank's time and memory are those of a C-th of the work. What comes on top
 is counted here: two exchanges per attention and direction with the copies around them, what
-attention made by heads beside the same by rows, and keys and values that several ranks have alike.
+attention made by heads beside the same by rows, keys and values that several ranks have alike, and
+the rows of encoders that the ranks of an LLM gather.
 Where queries, keys and values are views of one tensor, a group keeps less: no rank has all of it.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.hardware import moved_s
-from disttrain_cli.costs.links import exchange_s, ring_bytes
+from disttrain_cli.costs.links import all_gather_s, exchange_s, ring_bytes, ring_link
 from disttrain_cli.spec.plan import UnitPlan, UnitShape
 from disttrain_cli.spec.profile import Heads, LayerCost, Polynomial, Profile, combine
 from disttrain_cli.spec.work import Work
@@ -71,10 +72,21 @@ def exchanged_ms(
 ) -> tuple[Polynomial, Polynomial]:
     """Times that exchanges, inside a node or between some, and the copies around them add to a
     layer of a module in its forward and in its backward, by the work of a replica."""
-    if unit.cp == 1 or cost.heads is None:
+    if unit.cp == 1:
         return Polynomial(), Polynomial()
+    parts = (_attention_ms(profile, name, cost.heads, unit), _gathering_ms(profile, cost, unit))
+    once = combine(*((1.0, part) for part in parts))
+    return once, combine((_backwards(unit, does), once))
+
+
+def _attention_ms(
+    profile: Profile, name: str, heads: Heads | None, unit: UnitPlan | UnitShape
+) -> Polynomial:
+    """Time of a pass's two exchanges of an attention and the copies around them."""
+    if heads is None:
+        return Polynomial()
     own_bytes, moved_bytes = (
-        of_row(profile, cost.heads, unit) / unit.cp for of_row in (_row_bytes, _moved_bytes)
+        of_row(profile, heads, unit) / unit.cp for of_row in (_row_bytes, _moved_bytes)
     )
     links, per_node = profile.links, ranks_per_node(profile, unit)
     latency_s = exchange_s(links, 0.0, unit.cp, per_node)
@@ -88,18 +100,36 @@ def exchanged_ms(
         )
         for rows in (each.items, each.tokens)
     )
-    once = Polynomial(base=2e3 * latency_s, per_item=per_item, per_token=per_token)
-    return once, combine((_backwards(unit, does), once))
+    return Polynomial(base=2e3 * latency_s, per_item=per_item, per_token=per_token)
+
+
+def _gathering_ms(profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape) -> Polynomial:
+    """Time in which ranks gather what encoders left, or scatter its gradient, each TP rank's part
+    of it."""
+    if cost.gathered_bytes == Polynomial():
+        return Polynomial()
+    links, per_node = profile.links, ranks_per_node(profile, unit)
+    link = links if per_node == unit.cp else ring_link(links, per_node)
+    latency_s, byte_s = (all_gather_s(link, size, unit.cp) for size in (0.0, 1.0))
+    return combine(
+        (1e3 * latency_s, Polynomial(base=1.0)),
+        (1e3 * (byte_s - latency_s) / unit.tp, cost.gathered_bytes),
+    )
 
 
 def exchanged_bytes(
-    profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
+    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
 ) -> float:
-    """Bytes per own row that leave a rank in a layer's forward and backward."""
-    if unit.cp == 1 or cost.heads is None:
+    """Bytes per own row that leave a rank in a layer's forward and backward, over the data's mean
+    work."""
+    if unit.cp == 1:
         return 0.0
-    passes = 1.0 + _backwards(unit, does)
-    return passes * ring_bytes("all_to_all", _row_bytes(profile, cost.heads, unit), unit.cp)
+    passes, mean = 1.0 + _backwards(unit, does), profile.modules[name].work_per_sequence
+    gathered = cost.gathered_bytes(mean) / unit.tp * unit.cp / max(1.0, rows(profile, name, mean))
+    exchanged = 0.0 if cost.heads is None else _row_bytes(profile, cost.heads, unit)
+    return passes * (
+        ring_bytes("all_gather", gathered, unit.cp) + ring_bytes("all_to_all", exchanged, unit.cp)
+    )
 
 
 def kept_bytes(

@@ -144,7 +144,8 @@ def _context_parallel(
     }
     stages = [
         sum(
-            own[name] * exchanged_bytes(profile, profile.modules[name].costs[kind], unit, does)
+            own[name]
+            * exchanged_bytes(profile, name, profile.modules[name].costs[kind], unit, does)
             for name, kind, does in stage.held
         )
         for stage in of_unit

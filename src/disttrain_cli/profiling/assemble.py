@@ -15,7 +15,7 @@ from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.profiling.dataset import Dataset
 from disttrain_cli.profiling.fitting import Floats, fit, held_out_error_pct
 from disttrain_cli.profiling.footprints import Messages, Running
-from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
+from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, gathered_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import (
     Heads,
@@ -168,6 +168,9 @@ def module_profile(
             heads=counts.heads,
             fused_heads=counts.fused_heads,
             frozen_projection=counts.frozen_projection,
+            gathered_bytes=gathered_bytes(
+                first[part], setting.table, setting.inputs, data.mean, value_bytes
+            ),
         )
         for part, counts in known.items()
     }

@@ -46,16 +46,42 @@ def input_bytes(
     Args:
         mean: by module name, its mean work per packed sequence.
     """
-    index = table.index(layer)
-    specs = [spec for spec in live_tensors(table, index) if spec.name in layer.reads]
-    terms = []
-    for spec in specs:
-        count = rows(spec, inputs)
-        if (owner := _owner(spec, inputs, layer.module)) != layer.module:
-            tokens = mean[layer.module].tokens
-            count = Polynomial(per_token=count(mean[owner]) / tokens if tokens else 0.0)
-        terms.append((math.prod(spec.shape) * value_bytes / (tp if spec.split else 1), count))
-    return combine(*terms)
+    return combine(
+        *(
+            (
+                math.prod(spec.shape) * value_bytes / (tp if spec.split else 1),
+                rows(spec, inputs)
+                if (owner := _owner(spec, inputs, layer.module)) == layer.module
+                else _of_others(spec, inputs, mean[owner], mean[layer.module]),
+            )
+            for spec in _read(layer, table)
+        )
+    )
+
+
+def gathered_bytes(
+    layer: LayerInfo,
+    table: list[LayerInfo],
+    inputs: ModelInputs,
+    mean: Mapping[str, Work],
+    value_bytes: int,
+) -> Polynomial:
+    """Bytes of the rows that encoders left for a layer of the LLM, which a CP group gathers, in the
+    work of the LLM: of each modality once, where the sum of several is read."""
+    owners = {
+        spec.item: (owner, spec)
+        for spec in _read(layer, table)
+        if (owner := _owner(spec, inputs, layer.module)) != layer.module
+    }
+    return combine(
+        *(
+            (
+                float(math.prod(spec.shape) * value_bytes),
+                _of_others(spec, inputs, mean[owner], mean[layer.module]),
+            )
+            for owner, spec in owners.values()
+        )
+    )
 
 
 def batch_bytes(
@@ -111,6 +137,16 @@ def cut_bytes(
         for number, layer in enumerate(table)
         if layer.module == module
     ]
+
+
+def _read(layer: LayerInfo, table: list[LayerInfo]) -> list[TensorSpec]:
+    """The tensors that a layer reads."""
+    return [spec for spec in live_tensors(table, table.index(layer)) if spec.name in layer.reads]
+
+
+def _of_others(spec: TensorSpec, inputs: ModelInputs, owner: Work, own: Work) -> Polynomial:
+    """Rows that another module owns, in own work: with the mean share of tokens."""
+    return Polynomial(per_token=rows(spec, inputs)(owner) / own.tokens if own.tokens else 0.0)
 
 
 def _owner(spec: TensorSpec, inputs: ModelInputs, module: str) -> str:

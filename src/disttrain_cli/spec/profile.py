@@ -205,6 +205,14 @@ class LayerCost(Strict):
             " reads is not kept."
         ),
     )
+    gathered_bytes: Polynomial = Field(
+        default_factory=Polynomial,
+        exclude_if=lambda size: size == Polynomial(),
+        description=(
+            "Bytes of rows of encoders that ranks which share the LLM's tokens (CP) gather for it;"
+            " profiles made before do not know them."
+        ),
+    )
 
 
 class ModuleTime(Strict):
