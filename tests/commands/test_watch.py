@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from disttrain_cli.analysis.watching.ending import Ending
 from disttrain_cli.app import main
 from disttrain_cli.commands import watching
 from disttrain_cli.spec.rundir import RunDir, pulses, verdicts_file
@@ -35,6 +36,21 @@ def call(words, capsys):
         main(["watch", *(str(word) for word in words)])
     shown = capsys.readouterr()
     return left.value.code, shown.out, shown.err
+
+
+@pytest.mark.parametrize("condition", ["((", "verdict.cause ===", "job.mfu"])
+def test_a_condition_that_is_none_is_told_before_the_first_step(tmp_path, capsys, condition):
+    code, _, err = call([tmp_path, "--fail-if", condition], capsys)
+    assert code == 2 and "cannot read" in err and "waiting" not in err
+
+
+def test_it_ends_with_a_job_that_never_began(tmp_path):
+    ending = Ending(RunDir(tmp_path))
+    with (tmp_path / ".training").open("w") as lock:
+        assert not ending.over()  # not begun
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not ending.over()
+    assert ending.over()
 
 
 @pytest.mark.parametrize("once", [["--once"], []])

@@ -60,6 +60,11 @@ def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
     )
 
 
+def check(expression: str) -> None:
+    """Raise UsageError where no analysis could answer: it is no condition."""
+    _Form(expression, {}).read()
+
+
 def fail_if(analysis: Analysis, expression: str) -> None:
     """Raise ConditionHoldsError (exit code 5) where the expression holds; UsageError as `holds`."""
     result, sentence = holds(analysis, expression)
@@ -194,6 +199,13 @@ class _Condition:
             + ", joined by and, or, not, ( )",
             "For example: --fail-if 'slowdown > 1.2 or verdict.cause == data'",
         )
+
+
+class _Form(_Condition):
+    """A condition of which nothing is known but that it is one."""
+
+    def _compared(self, name: str, sign: str, given: Token) -> bool:
+        return False
 
 
 def values(analysis: Analysis) -> dict[str, Value]:

@@ -79,10 +79,13 @@ def run(
     quiet: QuietFlag = False,
 ) -> None:
     """Say what slows a run while it runs, whenever that changes."""
+    from disttrain_cli.analysis.expressions import check
     from disttrain_cli.analysis.watching.record import Record
     from disttrain_cli.spec.rundir import RunDir, run_folder
 
     console = Console(json_mode=json_mode, quiet=quiet)
+    if fail_if is not None:
+        check(fail_if)
     folder = path or open_run(DEFAULT_RUN_FILE).dir.root
     root = RunDir(run_folder(folder) or folder)
     if not once:
@@ -132,6 +135,8 @@ def _tell(console: Console, look: Look, sentence: str) -> None:
         f"{when}  {row['iteration_s']:.3g} s per step  {verdict.headline}"
         f" ({100 * verdict.confidence:.0f} % sure)"
     )
+    for warning in look.analysis.warnings:
+        console.say(f"          Note: {warning}")
     for one in look.analysis.drift:
         console.say(f"          {one.sentence}.")
     if look.found or look.analysis.drift:

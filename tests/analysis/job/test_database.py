@@ -46,6 +46,17 @@ def test_damaged_files_are_named_and_the_rest_analysed(folder):
     assert found.job.steps == 8 and 0 < found.job.steps_measured < 6
 
 
+def test_rows_that_cannot_be_read_are_named(folder):
+    damaged = folder / "rank-00002" / "segment-00001.parquet"
+    content = bytearray(damaged.read_bytes())
+    footer = int.from_bytes(content[-8:-4], "little") + 8
+    content[4:-footer] = b"x" * len(content[4:-footer])
+    damaged.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        analyze([folder])
+    assert str(damaged) in caught.value.next_step
+
+
 def test_older_traces_lack_later_columns(folder):
     for file in [*folder.glob("steps/*.parquet"), *folder.glob("sizes/*.parquet")]:
         rows = pq.read_table(file)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.job.clocks import repair_clocks
 from disttrain_cli.analysis.job.costing import StageCost, known_stages, stage_costs
-from disttrain_cli.analysis.job.files import Footer, TraceFiles, find_traces
+from disttrain_cli.analysis.job.files import Footer, TraceFiles, find_traces, first_damaged
 from disttrain_cli.analysis.job.unpacking import TYPES, unpack
 from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
@@ -118,7 +118,7 @@ def open_database(
     """
     import duckdb
 
-    connection = connect(file or ":memory:")
+    connection, files = connect(file or ":memory:"), None
     try:
         inside(connection)
         files = _make_sources(paths, connection) if held is None else _sourced(held, connection)
@@ -144,8 +144,11 @@ def open_database(
         if not strangers:
             lock(connection)
     except duckdb.Error as error:
+        damaged = first_damaged(files.all) if files is not None else None
         raise DataError(
-            "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
+            "The trace cannot be read",
+            str(error).splitlines()[0],
+            f"Move the damaged {'segment' if damaged is None else damaged} away.",
         ) from None
     return Database(
         connection,

@@ -7,6 +7,7 @@ stream of Arrow batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,6 +118,19 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
     if len(problems) > 5:
         traces.warnings.append(f"{len(problems) - 5} more trace file(s) could not be read")
     return traces
+
+
+def first_damaged(files: Iterable[Path]) -> Path | None:
+    """The first segment with rows that cannot be read, though its footer can."""
+    import duckdb
+
+    for path in files:
+        try:
+            names = literals([path], no_glob)
+            duckdb.execute(f"SELECT count(COLUMNS(*)) FROM read_parquet({names})").fetchall()
+        except duckdb.Error:
+            return path
+    return None
 
 
 def _read_job(folder: Path, traces: TraceFiles) -> None:

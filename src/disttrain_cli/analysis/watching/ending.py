@@ -22,15 +22,16 @@ class Ending:
 
     def __init__(self, folder: RunDir) -> None:
         self._folder = folder
+        self._begun = False  # training held its lock
         self._states: dict[str, bytes] | None = None
         self._heard_s = time.monotonic()
 
     def over(self) -> bool:
         """Whether the job has ended, as far as this host can see; not before it has begun."""
-        if not (self._folder.traces / "job.json").exists():
-            return False
-        if _held(self._folder.root / ".training"):
-            return False
+        held = _held(self._folder.root / ".training")
+        self._begun |= held
+        if held or not (self._folder.traces / "job.json").exists():
+            return self._begun and not held
         states = {}
         for file in pulses(self._folder.logs).glob("rank-*.json"):
             try:
