@@ -1,5 +1,7 @@
 """Attention inside segments against a softmax over all rows with everything else masked."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -130,3 +132,12 @@ def test_flash_attention_is_told_the_window_without_the_row_itself(
     attend(query, key, value, Segments([5, 4, 3], CPU), causal=causal, window=window)
     assert told["window_size"] == said and told["enable_gqa"] and told["longest"] == 5
     assert told["starts"].dtype == torch.int32 and told["starts"].tolist() == [0, 5, 9, 12]
+
+
+def test_a_result_lies_row_by_row_however_its_queries_lie() -> None:
+    """Else the projection behind it would keep a copy of its own."""
+    gpu = torch.device("meta")
+    heads = [torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device=gpu) for _ in range(3)]
+    module = SimpleNamespace(is_causal=False)
+    made, _ = attention._attend(module, *heads, Segments([3, 5], gpu))  # from [N, H, L, D]
+    assert made.is_contiguous() and made.shape == (1, 8, 2, 16)

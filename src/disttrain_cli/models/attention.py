@@ -292,6 +292,8 @@ def _attend(
     """As transformers' layers call it, with heads before rows: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
     rows = _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)))
+    # a result is laid out as its queries: heads before rows, it would be copied, and kept twice
+    rows = rows._replace(query=rows.query.contiguous())
     made = attend(
         rows.query,
         rows.key,
