@@ -11,7 +11,7 @@ import heapq
 import os
 import socket
 from collections.abc import Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
 
+LOOK_S = 0.5  # a signal that comes just before a wait is noticed behind it
 EACH_BYTES = 16 * 1024 * 1024  # of shards for which a process is worth its start
 
 
@@ -67,8 +68,15 @@ def in_order(
             reading = {number: read(jobs[number], paths[number]) for number in left}
         for number, (job, path) in enumerate(zip(jobs, paths, strict=True)):
             if number in reading:
-                reading.pop(number).result()
+                _end_of(reading.pop(number))
             yield read_rows(path) or read_job(run, job, inputs, tokenizer)
+
+
+def _end_of(reading: Future[None]) -> None:
+    """Wait for a shard; raise what it raised."""
+    while not reading.done():
+        wait([reading], LOOK_S)
+    reading.result()
 
 
 def read_share(
@@ -97,7 +105,7 @@ def read_share(
             futures = [read(job, path) for job, path in left]
             for number, future in enumerate(futures, len(own) - len(left)):
                 progress(what, number, len(own))
-                future.result()
+                _end_of(future)
     progress(what, len(own), len(own))
     mark.unlink(missing_ok=True)
     return own
