@@ -374,3 +374,6 @@ def test_ranks_that_share_a_replica_are_not_told_apart():
     )
     assert told.place == Place(unit="llm", stage=0, replica=1)
     assert "--profile-steps" in told.advice
+    others = [Place(unit=unit, stage=0, replica=1, rank=at) for at, unit in ((4, "llm"), (5, "e"))]
+    told = tell(record, Finding("worker", others, gain_s, gain_s))
+    assert "Ranks 4 and 5 are slow" in told.told and "only mending all of them" in told.told

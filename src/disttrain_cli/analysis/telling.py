@@ -269,7 +269,7 @@ def _worker(record: Record, finding: Finding) -> Told:
             f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
         )
         replica = common(finding.places)
-        if replica.replica is not None and replica.stage is not None:
+        if None not in (replica.unit, replica.stage, replica.replica):
             place = replica
             told = (
                 f"{_ranks(finding.places)} ({place.named}), which wait for each other inside every"
