@@ -1,10 +1,12 @@
 """Property tests use the same examples on every run, so that a red test can be run again, and have
 no time limit.
 
-Tables are as wide as they need to be, whatever runs the tests.
+Tables are as wide as they need to be, whatever runs the tests. Ctrl-C reaches the processes that
+tests start, also where the tests themselves run in the background, in which it is ignored.
 """
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 os.environ.pop("COLUMNS", None)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read where huggingface_hub is imported: tests fetch nothing
 
 
