@@ -33,7 +33,7 @@ SMALL = {
     "intermediate_size: 256": "intermediate_size: 64",
     "data/interleaved, weight: 2": "data/mixed",
     "held_out: 0.1": "held_out: 0.0",
-    "global_batch_size: 12": "global_batch_size: 4",
+    "global_batch_size: 6": "global_batch_size: 4",
     "sequence_length: 256": "sequence_length: 128",
     "max_image_pixels: 1024": "max_image_pixels: 4096",
 }

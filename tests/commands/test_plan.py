@@ -170,7 +170,7 @@ def test_a_profile_of_another_model_is_refused_with_both_fingerprints(run_folder
     ("old", "new", "named"),
     [
         ("  steps: ", "  stepz: ", "train.stepz: unknown key"),
-        ("  global_batch_size: 12", "  global_batch_size: 0", "train.global_batch_size"),
+        ("  global_batch_size: 6", "  global_batch_size: 0", "train.global_batch_size"),
         ("  precision: fp32", "  precision: fp8", "'fp32' or 'bf16'"),
         ("name: tiny", "name: [", "not valid YAML"),
     ],
@@ -203,7 +203,7 @@ def edit_profile(run_folder, change):
 
 
 def test_devices_that_no_layout_needs_are_said_to_be_left_over(run_folder, capsys):
-    edit_run(run_folder, "global_batch_size: 12", "global_batch_size: 1")
+    edit_run(run_folder, "global_batch_size: 6", "global_batch_size: 1")
     edit_run(run_folder, "gpus_per_node: 6", "gpus_per_node: 12")
     edit_profile(run_folder, lambda profile: profile["device"].update(count=12, kind="cuda"))
     code, out, _ = call(["plan", run_folder, "--top", 0], capsys)
@@ -216,7 +216,7 @@ def slow_llm(profile):
     for cost in profile["modules"]["llm"]["costs"].values():
         for shard in cost["tp"].values():
             for times in ("forward_ms", "backward_ms"):
-                shard[times] = {name: 8 * value for name, value in shard[times].items()}
+                shard[times] = {name: 4 * value for name, value in shard[times].items()}
 
 
 def test_planning_again_says_that_the_plan_in_place_is_still_good(planned, capsys):
@@ -273,9 +273,9 @@ def test_a_plan_of_another_batch_or_strategy_is_not_compared(planned, capsys):
     )
     assert code == 0 and json.loads(out)["changes"] is None
     assert "it was made for another strategy (disaggregated, now megatron)" in err
-    edit_run(planned, "global_batch_size: 12", "global_batch_size: 24")
+    edit_run(planned, "global_batch_size: 6", "global_batch_size: 24")
     code, out, err = call(["plan", planned], capsys)
-    assert code == 0 and "in place" not in out and "another global batch (12, now 24)" in err
+    assert code == 0 and "in place" not in out and "another global batch (6, now 24)" in err
 
 
 @pytest.mark.parametrize(

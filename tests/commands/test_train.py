@@ -146,7 +146,7 @@ def test_a_failed_rank_is_exit_4(planned, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("  global_batch_size: 12", "  global_batch_size: 24", "24"),
+        ("  global_batch_size: 6", "  global_batch_size: 24", "24"),
         ("hidden_size: 128", "hidden_size: 256", "another model"),
         ("  gpus_per_node: 6", "  gpus_per_node: 2", "another cluster"),
     ],

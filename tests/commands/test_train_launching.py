@@ -63,7 +63,7 @@ def large(planned: Path) -> Path:
         .replace("  nodes: 1", "  nodes: 162")
         .replace("  gpus_per_node: 6", "  gpus_per_node: 8")
     )
-    file.write_text(text.replace("  global_batch_size: 12", "  global_batch_size: 36"))
+    file.write_text(text.replace("  global_batch_size: 6", "  global_batch_size: 36"))
     run = read_run(file)
     profile = make_profile(run.file)
     write_whole(run.dir.profile, profile.model_dump_json())
