@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,3 +182,14 @@ def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(
         half = train.model_copy(update={"precision": "bf16"})
         assert deepspeed_config(half, layout, 1)["zero_optimization"]["stage"] == 1
         assert "bf16" not in deepspeed_config(half, layout, 1, trains=False)
+
+
+def test_the_device_is_where_the_weights_are(
+    world: tuple[Path, torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap 36: not the one whose number is LOCAL_RANK, which a rank may not even see."""
+    asked: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "set_device", asked.append)
+    with Job(world, "device"):
+        assert asked == [0]

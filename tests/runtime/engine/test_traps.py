@@ -47,6 +47,7 @@ WRITTEN: list[tuple[str, Callable[..., Any] | type, str]] = [
     ("34", DeepSpeedZeroOptimizer, "if not self._hp_optimizer_states_linked:"),
     ("35", BF16.step, "get_global_norm_of_tensors(input_tensors=non_expert_grads_for_norm"),
     ("35", BF16.step, "if is_invalid_grad_norm(all_groups_norm):"),
+    ("36", engine.DeepSpeedEngine._set_distributed_vars, "else self.local_rank"),
     ("Muon", BF16.__init__, "import MuonWithAuxAdam"),
     ("shared memory", comm.TorchBackend, "self.shm_comm_op = build_shm_op()"),
 ]

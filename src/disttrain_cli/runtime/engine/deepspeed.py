@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,8 +71,10 @@ class StageEngine(PipelineEngine):
         config: dict[str, Any],
         overlap: bool = False,
     ) -> None:
+        device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
         super().__init__(
-            args=None,
+            # not LOCAL_RANK's: a rank may see its own device alone, or share one (trap 36)
+            args=SimpleNamespace(device_rank=device.index or 0),
             model=module,
             optimizer=optimizer,
             mpu=module.mpu(),
