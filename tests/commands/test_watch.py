@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from disttrain_cli.analysis.watching.ending import Ending
 from disttrain_cli.app import main
 from disttrain_cli.commands import watching
-from disttrain_cli.spec.rundir import RunDir, pulses, verdicts_file
+from disttrain_cli.spec.rundir import RunDir, flight_recorder, pulses, verdicts_file
 from tests.analysis import synthetic
 from tests.analysis.growing import Growing
 
@@ -71,6 +72,19 @@ def test_lines_of_json_are_for_programs_and_for_the_log(runs, capsys):
     assert row["remedies"][0]["cause"] == "worker" and row["drift"] == []
     (logged,) = map(json.loads, verdicts_file(runs / "slow" / "logs").read_text().splitlines()[-1:])
     assert logged["headline"] == row["headline"]
+
+
+def test_a_job_that_hung_is_said_with_its_dumps(runs, tmp_path, capsys):
+    shutil.copytree(runs / "calm", tmp_path / "hung")
+    assert "hung" not in call([runs / "calm", "--once"], capsys)[2]
+    dumps = flight_recorder(tmp_path / "hung" / "logs")
+    dumps.mkdir()
+    assert "dumped" not in call([tmp_path / "hung", "--once"], capsys)[2]
+    (dumps / "rank_00000").write_bytes(b"")
+    code, out, err = call([tmp_path / "hung", "--json"], capsys)
+    assert code == 0 and len(out.splitlines()) == 1
+    assert "dumped PyTorch's flight recorder. In which collective" in err
+    assert "disttrain analyze" in err and "flight-recorder" in err
 
 
 def test_a_condition_that_holds_is_an_exit_code(runs, capsys):

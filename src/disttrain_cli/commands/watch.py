@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -81,7 +82,7 @@ def run(
     """Say what slows a run while it runs, whenever that changes."""
     from disttrain_cli.analysis.expressions import check
     from disttrain_cli.analysis.watching.record import Record
-    from disttrain_cli.spec.rundir import RunDir, run_folder
+    from disttrain_cli.spec.rundir import RunDir, flight_recorder, run_folder
 
     console = Console(json_mode=json_mode, quiet=quiet)
     if fail_if is not None:
@@ -105,10 +106,19 @@ def run(
                 record.add(look.row())
             if fails:
                 _fail(console, look, sentence)
+    _point_to_dumps(console, flight_recorder(root.logs))
     if look is not None and not told:  # nobody will look again
         _tell(console, look, sentence if held else "")
         if held:
             _fail(console, look, sentence)
+
+
+def _point_to_dumps(console: Console, dumps: Path) -> None:
+    if dumps.is_dir() and any(dumps.iterdir()):
+        console.note(
+            "The job hung, and its ranks dumped PyTorch's flight recorder. In which collective, and"
+            f" who is missing there: {shlex.join(['disttrain', 'analyze', short_path(dumps)])}"
+        )
 
 
 def _holds(look: Look, condition: str | None) -> tuple[bool, str]:

@@ -127,15 +127,42 @@ def test_looks_take_no_more_of_the_host_than_they_may(tmp_path, growing, monkeyp
         assert taken_s / ((later_s - sooner_s) * cores) <= looking.SHARE
 
 
+def test_a_step_that_takes_longer_is_looked_at_early_and_paid_for_later(
+    tmp_path, growing, monkeypatch
+):
+    clock, taken_s, cores = Clock(growing, tmp_path, BEFORE + AFTER), 6.0, 4
+    real, write = Watcher.look, growing.write
+
+    def look(watcher):
+        clock.used_s += taken_s
+        return real(watcher)
+
+    def slow_from_then_on(step):
+        if step == BEFORE:
+            growing.go_on(tmp_path / "slow")
+        write(step)
+
+    monkeypatch.setattr(Watcher, "look", look)
+    monkeypatch.setattr(growing, "write", slow_from_then_on)
+    monkeypatch.setattr(looking, "time", clock)
+    monkeypatch.setattr(looking.os, "cpu_count", lambda: cores)
+    pause_s = taken_s / (looking.SHARE * cores)
+    seen = [(clock.now_s, look.last) for look in looks(tmp_path)]
+    early = [last for (sooner_s, _), (now_s, last) in pairwise(seen) if now_s - sooner_s < pause_s]
+    assert early and BEFORE <= early[0] < BEFORE + looking.LATEST
+    # one at the beginning, one early, one at the end
+    assert (len(seen) - 3) * pause_s <= seen[-1][0] - seen[0][0]
+
+
 class Clock:
     """Time that passes by sleeping: a minute, in which the job, which holds its folder, does a
     step."""
 
-    def __init__(self, growing, root):
+    def __init__(self, growing, root, steps=BEFORE):
         self.now_s = self.used_s = 0.0
         self._lock = (root / ".training").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._growing, self._steps = growing, iter(range(BEFORE))
+        self._growing, self._steps = growing, iter(range(steps))
 
     def monotonic(self):
         return self.now_s

@@ -25,7 +25,12 @@ from disttrain_cli.analysis.job.rank_times import rank_summaries
 from disttrain_cli.analysis.job.remedies.groups import beside, held_up
 from disttrain_cli.analysis.job.remedies.leaving import without_hosts
 from disttrain_cli.analysis.job.remedies.ordering import best_share
-from disttrain_cli.analysis.job.remedies.remedies import other_layouts, remedies, with_layouts
+from disttrain_cli.analysis.job.remedies.remedies import (
+    Layouts,
+    other_layouts,
+    remedies,
+    with_layouts,
+)
 from disttrain_cli.analysis.job.remedies.replanning import can_replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
@@ -48,8 +53,11 @@ from disttrain_cli.spec.plan import Prediction
 from disttrain_cli.spec.trace import COMPUTE, WEIGHTS, Job
 
 
-def analyze_database(database: Database) -> Analysis:
+def analyze_database(database: Database, layouts: Layouts = other_layouts) -> Analysis:
     """Analyse traces of ours that are open already (the report asks them again).
+
+    Args:
+        layouts: what other layouts gain, where it is known already.
 
     Raises:
         DataError: no whole step was recorded.
@@ -78,7 +86,7 @@ def analyze_database(database: Database) -> Analysis:
     moved = moved_data(database)
     ranks = rank_summaries(database)
     stragglers, verdict, causes, study, helps = _straggle(
-        database, shares, ranks, comparisons, operations, bool(moved)
+        database, shares, ranks, comparisons, operations, bool(moved), layouts
     )
     summary = JobSummary(
         run=database.run,
@@ -292,6 +300,7 @@ def _straggle(
     comparisons: list[Comparison],
     operations: list[OperationRow],
     moved_on: bool,
+    gains: Layouts,
 ) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
@@ -316,7 +325,7 @@ def _straggle(
     }
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
     planned = job is not None and not moved_on and can_replan(record_of(database, graph))
-    layouts = other_layouts(database, graph, why, moved_on)
+    layouts = gains(database, graph, why, moved_on)
     findings, state = _causes(graph, suspects, job, planned)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
     if planned:
@@ -346,9 +355,7 @@ def _straggle(
     )
     if findings:
         mended = replace(graph, recorded=Delays(*state))
-        layouts = other_layouts(
-            database, mended, explain(mended, state[0], graph.predicted), moved_on
-        )
+        layouts = gains(database, mended, explain(mended, state[0], graph.predicted), moved_on)
     findings = with_layouts(
         findings,
         layouts,
@@ -423,7 +430,7 @@ def _memory(database: Database) -> list[MemoryRow]:
 
 def _slowest(database: Database) -> list[Slowest]:
     """The slowest stage, replica and slot."""
-    cells = database.cells
+    cells = database.query("cells")
     rows = []
     for kind in ("stage", "replica"):
         groups: dict[tuple[str, int], list[dict[str, Any]]] = {}

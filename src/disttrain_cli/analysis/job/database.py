@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class Database:
     warnings: list[str] = field(default_factory=list)
     clocks: list[HostClock] = field(default_factory=list)
     _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
+    _answered: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     # one connection, one question
     _asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
@@ -71,15 +72,13 @@ class Database:
         self._asked |= {name: self._asking.submit(ask, query_text(name)) for name in names}
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
-        """Rows of `queries/NAME.sql`, with `$parameter` values."""
-        if not parameters and name in self._asked:
-            return self._asked.pop(name).result()
-        return self.sql(query_text(name), parameters)
-
-    @cached_property
-    def cells(self) -> list[dict[str, Any]]:
-        """Rows of `queries/cells.sql`, which several ask for."""
-        return self.query("cells")
+        """Rows of `queries/NAME.sql`, with `$parameter` values; without any it is asked once."""
+        if parameters:
+            return self.sql(query_text(name), parameters)
+        if name not in self._answered:
+            ahead = self._asked.pop(name, None)
+            self._answered[name] = self.sql(query_text(name)) if ahead is None else ahead.result()
+        return [dict(row) for row in self._answered[name]]
 
     def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
         """The same as NumPy columns, for long results."""

@@ -31,7 +31,7 @@ def pictures_of(database: Database, rank: int | None = None) -> Pictures:
     """Of own traces; `rank` is the one that the verdict names."""
     return Pictures(
         [drawable(database, step, why, rank) for step, why in representative_steps(database)],
-        database.cells,
+        database.query("cells"),
         database.query("step_series"),
     )
 

@@ -23,6 +23,7 @@ from disttrain_cli.analysis.job.analysis import analyze_database
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.analysis.watching.ending import Ending
+from disttrain_cli.analysis.watching.remembering import KnownLayouts
 from disttrain_cli.analysis.watching.tail import Tail
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir
@@ -36,6 +37,9 @@ MARGIN = 0.01
 #: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
 SHARE = 0.005
 POLL_S, QUIET_S = 1.0, 5.0
+#: A look is taken early where the last `LATEST` steps take so much more or less time than those of
+#: the last look did.
+MOVED, LATEST = 0.03, 3
 
 #: What a verdict says, without its figures.
 Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
@@ -95,8 +99,16 @@ class Watcher:
     def __init__(self, root: Path, steps: int = STEPS) -> None:
         self._root = root
         self._tail = Tail(root / "traces", steps + WARM_UP)
+        self._layouts = KnownLayouts()
+        self._step_s: float | None = None  # of the last look
         self._before: Said | None = None
         self._stood: Said | None = None
+
+    def moved(self) -> bool:
+        """Whether the last steps take another time than those of the last look; that is known
+        without an analysis."""
+        now_s, before_s = self._tail.latest_s(LATEST), self._step_s
+        return now_s is not None and before_s is not None and abs(now_s / before_s - 1) > MOVED
 
     def look(self) -> Look | None:
         """The job as it is now; None where no step came since the last look, or none is whole.
@@ -114,14 +126,17 @@ class Watcher:
         try:
             if not database.query("iterations")[0]["measured"]:
                 return None
-            analysis = analyze_database(database)
+            analysis = analyze_database(database, self._layouts)
         finally:
             database.close()
+        self._step_s = analysis.job.iteration_s
         said = _said(analysis)
         stands = (said == self._before or analysis.verdict.confidence >= SURE) and _clear(
             analysis, self._stood and self._stood[0]
         )
         changed = stands and said != self._stood
+        if not stands:  # the next look is to find it by itself
+            self._layouts.forget()
         self._before, self._stood = said, said if stands else self._stood
         return Look(analysis, self._tail.first, self._tail.last, datetime.now(UTC), stands, changed)
 
@@ -160,23 +175,26 @@ def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Itera
         root: the run's folder.
         steps: how many steps are judged.
         every_s: seconds between two looks at least; None: as many as keep them at `SHARE` of this
-            host's cores.
+            host's cores, one of them early where steps take another time than before.
 
     Raises:
         As `Watcher.look`.
     """
     watcher, ending = Watcher(root, steps), Ending(RunDir(root))
     next_s = grown_s = time.monotonic()
+    early = every_s is not None  # the last look was, and none may be now
     while True:
         # asked first, so that what came before the end is seen
         over = time.monotonic() - grown_s >= QUIET_S and ending.over()
-        if over or time.monotonic() >= next_s:
+        due = over or time.monotonic() >= next_s
+        if due or (not early and watcher.moved()):
             began_s = time.process_time()
             look = watcher.look()
             if look is not None:
                 grown_s = time.monotonic()
                 taken_s = time.process_time() - began_s
-                next_s = grown_s + (
+                early = not due or every_s is not None
+                next_s = max(grown_s, next_s) + (
                     taken_s / (SHARE * (os.cpu_count() or 1)) if every_s is None else every_s
                 )
                 yield look

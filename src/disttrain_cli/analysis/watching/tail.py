@@ -74,6 +74,17 @@ class Tail:
         grown, self.last = last > self.last, max(last, self.last)
         return grown
 
+    def latest_s(self, steps: int) -> float | None:
+        """Mean seconds of the last steps that rank 0 has reported; None before there are so many."""
+        self._follow_start()
+        if self._reported is None:
+            return None
+        self._reported.read()
+        last = self._reported.last
+        rows = [row for table in self._reported.tables() for row in table.to_pylist()]
+        seconds = [row["iteration_s"] for row in rows if row["step"] > last - steps]
+        return None if len(seconds) < steps else sum(seconds) / steps
+
     @property
     def first(self) -> int:
         """The first step that is held."""
@@ -89,17 +100,13 @@ class Tail:
         }
         first = self._first(self.last)
         tables = {
-            name: [table for one in sources for table in one.steps(first, self.last)]
+            name: [table for one in sources for table in one.tables()]
             for name, sources in named.items()
         }
-        import pyarrow as pa
-
         return TraceFiles(
             job=self._job,
             open_segments={
-                name: pa.concat_tables(held, promote_options="default").combine_chunks()
-                for name, held in tables.items()
-                if held
+                name: _steps(held, first, self.last) for name, held in tables.items() if held
             },
             warnings=[problem for one in self._ranks.values() for problem in one.problems],
         )
@@ -130,6 +137,16 @@ class Tail:
     def _source(self, folder: str, columns: dict[str, str]) -> Source:
         assert self._job is not None, "a start is followed first"
         return Source(self._traces / folder, columns, self._job.run, self._steps + MOST_BEHIND)
+
+
+def _steps(tables: list[pa.Table], first: int, last: int) -> pa.Table:
+    """Rows of some steps."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rows = pa.concat_tables(tables, promote_options="default").combine_chunks()
+    step = rows.column("step")
+    return rows.filter(pc.and_(pc.greater_equal(step, first), pc.less_equal(step, last)))
 
 
 @dataclass
@@ -181,14 +198,9 @@ class Source:
         """Numbers of the steps of which rows are held."""
         return {number for _, table in self._held for number in table.column("step").to_pylist()}
 
-    def steps(self, first: int, last: int) -> list[pa.Table]:
-        """The rows that are held of some steps."""
-        import pyarrow.compute as pc
-
-        return [
-            table.filter((pc.field("step") >= first) & (pc.field("step") <= last))
-            for _, table in self._held
-        ]
+    def tables(self) -> list[pa.Table]:
+        """The rows that are held."""
+        return [table for _, table in self._held]
 
     def _file(self, stem: str, ending: str = OPEN_SEGMENT) -> Path:
         return self.folder / f"{stem}{ending}"

@@ -44,6 +44,9 @@ from disttrain_cli.analysis.result.verdicts import Place, Remedy
 from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.spec.plan import Layout
 
+#: `other_layouts`, or what knows its answers.
+Layouts = Callable[[Database, Graph, Explained, bool], list[Remedy]]
+
 
 def remedies(
     database: Database,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from disttrain_cli.analysis.graph import Graph
 from disttrain_cli.analysis.job.remedies.replicas import Record, memory_gib
 from disttrain_cli.analysis.losses import Explained
 from disttrain_cli.errors import InfeasibleError
@@ -121,15 +122,10 @@ def cluster_of(job: Job) -> Cluster:
 def corrected(record: Record, why: Explained) -> Profile:
     """The profile with the times of each unit's layers as its usual ranks took for the recorded
     work."""
-    graph, profile = record.graph, record.job.profile
+    profile = record.job.profile
     modules = dict(profile.modules)
     for unit in record.job.layout.units:
-        factors: list[float] = []
-        for operation in (FORWARD, BACKWARD, WEIGHTS):
-            mask = (np.asarray(graph.unit) == unit.name) & (graph.operation == operation)
-            expected = float(graph.predicted[mask].sum())
-            usual = factors[-1] if operation == WEIGHTS else 1.0
-            factors.append(float(why.staged[mask].sum()) / expected if expected else usual)
+        factors = factors_of(unit.name, record.graph, why)
         for name in unit.modules:
             costs = {
                 kind: cost.model_copy(
@@ -139,6 +135,17 @@ def corrected(record: Record, why: Explained) -> Profile:
             }
             modules[name] = modules[name].model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})
+
+
+def factors_of(unit: str, graph: Graph, why: Explained) -> list[float]:
+    """What a unit's passes took over what the profile says of the recorded work, by operation."""
+    factors: list[float] = []
+    for operation in (FORWARD, BACKWARD, WEIGHTS):
+        mask = (np.asarray(graph.unit) == unit) & (graph.operation == operation)
+        expected = float(graph.predicted[mask].sum())
+        usual = factors[-1] if operation == WEIGHTS else 1.0
+        factors.append(float(why.staged[mask].sum()) / expected if expected else usual)
+    return factors
 
 
 def _scaled(shard: LayerShard, factors: list[float]) -> LayerShard:
