@@ -2,7 +2,9 @@
 
 Merely reading: every file of every sample is read, its text is tokenized, and nothing is made of
 it. Of a tar that is `tarfile` over its members and the content of each, parsed where it is JSON; of
-Parquet `iter_batches` over the two columns, as Python values; of conversations `json.load` of the
+Parquet `iter_batches` of 64 rows over the two columns, as Python values: all values of a batch
+together (`to_pylist`), whose memory malloc gives back and takes again, or, in a row of its own, an
+image at a time; of conversations `json.load` of the
 file and the content of each image. The last column leaves the images unread (of Parquet, they stay
 in Arrow's memory), which no loader could do. Tokenizing: as many texts at a time as the index
 takes, by `encode_batch_fast` of the tokenizers library, or UTF-8 bytes counted. The index pass is
@@ -37,7 +39,6 @@ import numpy as np
 from benchmarks.common import Tables, alternate, main, paired_ratio
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.index_rows import CHUNK_SAMPLES
-from disttrain_cli.data.sources.columns import BATCH_ROWS
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
@@ -46,6 +47,7 @@ from disttrain_cli.spec.runfile import Run, RunFile
 IMAGE_BYTES = 60 * 1024
 WORDS = 2000
 IMAGES, DOCUMENT_WORDS = 2.5, 400  # of a document, on average
+GROUP_ROWS, READ_ROWS = 100, 64  # of Parquet: in a group, and read together
 PICTURES = 500  # of the many shards
 INPUTS = ModelInputs(
     llm="llm",
@@ -187,12 +189,14 @@ def write_parquet(path: Path, samples: int) -> None:
 
     maker = Maker()
     path.parent.mkdir()
-    images = [{"bytes": maker.image(), "path": None} for _ in range(samples)]
-    pq.write_table(
-        pa.table({"image": images, "text": [maker.caption() for _ in range(samples)]}),
-        path,
-        row_group_size=100,
-    )
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    form = pa.schema([("image", image), ("text", pa.string())])
+    with pq.ParquetWriter(path, form) as file:
+        for first in range(0, samples, GROUP_ROWS):
+            rows = range(first, min(first + GROUP_ROWS, samples))
+            images = [{"bytes": maker.image(), "path": None} for _ in rows]
+            texts = [maker.caption() for _ in rows]
+            file.write_table(pa.table({"image": images, "text": texts}, schema=form))
 
 
 def tokenized(texts: Iterator[str], tokenizer: Tokenizer) -> int:
@@ -216,14 +220,18 @@ def read_tar(path: Path, images: bool) -> Iterator[str]:
                 tar.extractfile(member).read()  # type: ignore[union-attr]
 
 
-def read_parquet(path: Path, images: bool) -> Iterator[str]:
+def read_parquet(path: Path, images: bool, together: bool) -> Iterator[str]:
+    """The values of a batch `together`, or each image by itself."""
     import pyarrow.parquet as pq
 
     for batch in pq.ParquetFile(path, memory_map=True).iter_batches(
-        BATCH_ROWS, columns=["image", "text"]
+        READ_ROWS, columns=["image", "text"]
     ):
-        if images:
+        if images and together:
             batch.column("image").to_pylist()
+        elif images:
+            for image in batch.column("image").field("bytes"):
+                image.as_py()
         yield from batch.column("text").to_pylist()
 
 
@@ -247,7 +255,16 @@ FORMS: dict[str, tuple[str, Callable[[Path, int], None], Callable[[Path, bool], 
         lambda path, samples: write_tar(path, interleaved(Maker(), samples)),
         read_tar,
     ),
-    "Parquet, captions": ("c/0.parquet", write_parquet, read_parquet),
+    "Parquet, 64 rows together": (
+        "c/0.parquet",
+        write_parquet,
+        lambda path, images: read_parquet(path, images, together=True),
+    ),
+    "Parquet, row by row": (
+        "c/0.parquet",
+        write_parquet,
+        lambda path, images: read_parquet(path, images, together=False),
+    ),
     "conversations": (
         "d/chat.json",
         lambda path, samples: write_conversations(path.parent, samples),
@@ -354,7 +371,7 @@ def compared(folder: Path, form: str, tokenizer: str, samples: int, rounds: int)
 def measure(small: bool = False) -> Tables:
     """One row per form of dataset and tokenizer."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    samples, rounds = (20, 1) if small else (2000, 5)
+    samples, rounds = (20, 1) if small else (10_000, 5)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder / "bpe")

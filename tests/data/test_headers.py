@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from disttrain_cli.data.headers import ImageHeader, is_whole, read_header
+from disttrain_cli.data.headers import ImageHeader, read_header, read_whole
 from tests.data.dataset import encoded
 
 
@@ -17,7 +17,12 @@ def header(data: bytes) -> ImageHeader:
 
 
 def whole(data: bytes) -> bool:
-    return is_whole(lambda offset, length: data[offset : offset + length], len(data))
+    try:
+        read_whole(lambda offset, length: data[offset : offset + length], len(data))
+    except ValueError as error:
+        assert str(error).startswith("truncated")
+        return False
+    return True
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])

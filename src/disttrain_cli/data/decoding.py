@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.headers import MAX_PIXELS, ImageHeader, is_whole, read_header
+from disttrain_cli.data.headers import MAX_PIXELS, ImageHeader, read_whole
 from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.data.processing import processed, tiles
 from disttrain_cli.spec.heads import Grid, ImageInput, TargetInput
@@ -116,9 +116,7 @@ def _decoded(
     def read(offset: int, length: int) -> bytes:
         return data[offset : offset + length]
 
-    header = read_header(read)
-    if not is_whole(read, len(data)):
-        raise ValueError(f"truncated {header.format} file")
+    header = read_whole(read, len(data))
     shrink = 1
     if header.format == "jpeg":
         larger = min(header.height_px // height, header.width_px // width)

@@ -14,6 +14,9 @@ MAX_PIXELS = 100_000_000
 ORIENTATION, SHORT = 0x0112, 3  # a tag of EXIF, and the type of its value
 MOST_TAGS = 256  # of EXIF that are looked at
 
+MARKER = struct.Struct(">BBH")  # 0xFF, code and length of a segment of a JPEG
+WALKED_BYTES = 4096  # of a JPEG in which all segments up to the first scan mostly lie
+END = b"\xff\xd9"  # of a JPEG
 TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
 PIECE_BYTES = 2**20  # read at once, where it does not
 
@@ -30,6 +33,8 @@ OTHERS = {
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
+#: (code, place) of segments of a JPEG.
+Segments = Iterator[tuple[int, int]]
 
 
 class ImageHeader(NamedTuple):
@@ -51,10 +56,27 @@ class ImageHeader(NamedTuple):
 def read_header(read: Read) -> ImageHeader:
     """Format and size of an image file; ValueError with the reason where it is none or too
     large."""
+    return _header(read, _jpeg_segments(read))
+
+
+def read_whole(read: Read, size: int) -> ImageHeader:
+    """The same of a file of so many bytes that ends as its format says; ValueError also where it
+    does not: decoders fill what is missing without telling.
+
+    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures.
+    """
+    segments = _jpeg_segments(read)  # walked once
+    header = _header(read, segments)
+    if not _is_whole(read, size, header.format, segments):
+        raise ValueError(f"truncated {header.format} file")
+    return header
+
+
+def _header(read: Read, segments: Segments) -> ImageHeader:
     head = read(0, 32)
     try:
         if head.startswith(b"\xff\xd8"):
-            header = _jpeg(read)
+            header = _jpeg(read, segments)
         elif head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR":
             header = ImageHeader("png", *struct.unpack(">II", head[16:24]))
         elif head.startswith(b"RIFF") and head[8:12] == b"WEBP":
@@ -75,31 +97,27 @@ def read_header(read: Read) -> ImageHeader:
     return header
 
 
-def is_whole(read: Read, size: int) -> bool:
-    """Whether a file of so many bytes ends as its format says; decoders fill what is missing
-    without telling.
-
-    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures. Raises
-    ValueError where its header is damaged.
-    """
-    head = read(0, 12)
+def _is_whole(read: Read, size: int, format_: str, segments: Segments) -> bool:
     try:
-        if head.startswith(b"\xff\xd8"):
-            return _jpeg_ends(read, size)
-        if head.startswith(b"\x89PNG"):
+        if format_ == "jpeg":
+            return _jpeg_ends(read, size, segments)
+        if format_ == "png":
             return _png_ends(read, size)
     except struct.error:
         return False
-    return size >= 8 and size >= int.from_bytes(head[4:8], "little") + 8
+    return size >= 8 and size >= int.from_bytes(read(4, 4), "little") + 8
 
 
-def _jpeg_segments(read: Read) -> Iterator[tuple[int, int]]:
+def _jpeg_segments(read: Read) -> Segments:
     """(code, place) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises
     struct.error, ValueError.
     """
-    at = 2
+    head, at = read(0, WALKED_BYTES), 2
     while True:
-        marker, code, length = struct.unpack(">BBH", read(at, 4))
+        inside = at + 4 <= len(head)
+        marker, code, length = (
+            MARKER.unpack_from(head, at) if inside else MARKER.unpack(read(at, 4))
+        )
         if marker != 0xFF:
             raise ValueError("damaged JPEG header")
         if code == 0xFF:  # fill byte
@@ -111,9 +129,9 @@ def _jpeg_segments(read: Read) -> Iterator[tuple[int, int]]:
         at += 2 + length
 
 
-def _jpeg(read: Read) -> ImageHeader:
+def _jpeg(read: Read, segments: Segments) -> ImageHeader:
     orientation = 1
-    for code, at in _jpeg_segments(read):
+    for code, at in segments:
         if code == 0xE1 and orientation == 1:
             orientation = _orientation(read, at + 4)
         if 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
@@ -142,16 +160,18 @@ def _orientation(read: Read, at: int) -> int:
     return 1
 
 
-def _jpeg_ends(read: Read, size: int) -> bool:
-    """Whether an end marker follows the first scan: looked for at the end of the file, then
-    everywhere."""
-    *_, (_, scan) = _jpeg_segments(read)
+def _jpeg_ends(read: Read, size: int, segments: Segments) -> bool:
+    """Whether an end marker follows the first scan, which the segments that are left lead to:
+    looked for at the end of the file, then everywhere."""
+    *_, (_, scan) = segments
+    if size - len(END) >= scan and read(size - len(END), len(END)) == END:
+        return True
     end = max(scan, size - TAIL_BYTES)
     pieces = [
         (end, size),
         *((at, min(at + PIECE_BYTES, size)) for at in range(scan, end, PIECE_BYTES)),
     ]
-    return any(b"\xff\xd9" in read(first, last + 1 - first) for first, last in pieces)
+    return any(END in read(first, last + 1 - first) for first, last in pieces)
 
 
 def _png_ends(read: Read, size: int) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress, islice
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,10 @@ from disttrain_cli.data.duplicates import contents_of
 from disttrain_cli.data.index_file import schema
 from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts, in_parts
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources import OpenShard, Sample, Segment, Skipped, printable
+from disttrain_cli.data.sources import Compact, OpenShard, Sample, Segment, Skipped, printable
+from disttrain_cli.data.sources.samples import ENDED, KIND, TRAINED
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.heads import Head
+from disttrain_cli.spec.heads import Head, Numbers
 from disttrain_cli.spec.index import (
     COLUMNS,
     KINDS,
@@ -41,6 +42,14 @@ if TYPE_CHECKING:
 CHUNK_SAMPLES = 1024  # tokenized together; no more texts are in memory than theirs
 MOST_REASON = 500  # characters of why a sample is left out
 LISTS = COLUMNS[4:]
+#: Columns of a `Segment`.
+OF_SEGMENTS = (
+    *("kinds", "trained", "ended", "widths", "heights"),
+    *("offsets", "sizes", "parts", "frames", "rates"),
+)
+Samples = list[Sample | Compact]
+#: Bytes of a `Compact.form` that are texts.
+TEXTS = bytes(TEXT | trained | ended for trained in (0, TRAINED) for ended in (0, ENDED))
 
 
 def own_schema() -> pa.Schema:
@@ -51,7 +60,7 @@ def own_schema() -> pa.Schema:
 
 
 def shard_rows(
-    read: Iterator[Sample | Skipped],
+    read: Iterator[Sample | Compact | Skipped],
     label: str,
     inputs: ModelInputs,
     tokenizer: Tokenizer,
@@ -70,8 +79,15 @@ def shard_rows(
     import pyarrow as pa
 
     batches, skipped, unread = [], list[Skipped](), Counter[str]()
+    whole = _taken_whole(inputs) if opened is None else frozenset[int]()
     while chunk := list(islice(read, CHUNK_SAMPLES)):
-        samples = [one for one in chunk if isinstance(one, Sample)]
+        samples = [
+            one
+            if isinstance(one, Sample) or whole.issuperset(one.form)
+            else Sample(one.key, one.segments)
+            for one in chunk
+            if not isinstance(one, Skipped)
+        ]
         skipped += [one for one in chunk if isinstance(one, Skipped)]
         batches.append(_batch(samples, label, inputs, tokenizer, opened, skipped, unread))
     named = [
@@ -124,7 +140,7 @@ def counts_of(rows: pa.Table) -> Ints:
 
 
 def _batch(
-    samples: list[Sample],
+    samples: Samples,
     label: str,
     inputs: ModelInputs,
     tokenizer: Tokenizer,
@@ -134,50 +150,36 @@ def _batch(
 ) -> pa.RecordBatch:
     import pyarrow as pa
 
-    present = {TEXT} | {kind for item, kind in KINDS.items() if inputs.of(item)}
+    present = _present(inputs)
     films = any(head.video is not None for head in inputs.images)
     unread.update(
         VIDEOS if one.frames else UNREAD[one.kind]
         for sample in samples
+        if isinstance(sample, Sample)
         for one in sample.segments
         if one.kind not in present or (one.frames and not films)
     )
-    samples = [Sample(sample.key, _read(sample.segments, present, films)) for sample in samples]
+    samples = [
+        Sample(sample.key, _read(sample.segments, present, films))
+        if isinstance(sample, Sample)
+        else sample
+        for sample in samples
+    ]
     samples, of_texts = _in_pieces(
         _cut(samples, label, inputs, skipped),
         inputs.sequence_length - SAMPLE_SPECIALS,
         tokenizer,
     )
     contents, unreadable = _contents(samples, opened)
-    per_sample = [sample.segments for sample in samples]
-    counts = np.array([len(segments) for segments in per_sample], dtype=np.int64)
-    kinds, locations, _, widths, heights, trained, ended, _, parts, frames, rates = (
-        zip(*(s for segments in per_sample for s in segments), strict=True)
-        if counts.any()
-        else [()] * len(Segment._fields)
-    )
-    columns = {
-        "kinds": np.array(kinds, np.int64),
-        "trained": np.array(trained, bool),
-        "ended": np.array(ended, bool),
-        "widths": np.array(widths, np.int64),
-        "heights": np.array(heights, np.int64),
-        "parts": np.array(parts, np.int64),
-        "frames": np.array(frames, np.int64),
-        "rates": np.array(rates, np.int64),
-        "contents": np.array(contents or [0] * len(kinds), np.int64),
-    }
-    for name, values in zip(
-        ("offsets", "sizes"), zip(*locations, strict=True) if locations else ((), ()), strict=True
-    ):
-        columns[name] = np.array(values, np.int64)
+    counts, columns = _columns(samples)
+    if contents:
+        columns["contents"][:] = contents
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + specials_of(columns["kinds"], columns["heights"], starts_of(counts))
     heads = _heads(inputs)
     misfits = [
-        unreadable.get(number) or _misfit(segments, heads)
-        for number, segments in enumerate(per_sample)
+        unreadable.get(number) or _misfit(sample, heads) for number, sample in enumerate(samples)
     ]
     fits = np.array([reason is None for reason in misfits], dtype=bool)
     keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
@@ -201,12 +203,66 @@ def _batch(
     return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
 
 
-def _contents(samples: list[Sample], opened: OpenShard | None) -> tuple[list[int], dict[int, str]]:
+def _taken_whole(inputs: ModelInputs) -> frozenset[int]:
+    """Bytes of a `Compact.form` of which nothing has to be left out, cut or written around."""
+    if cutting(inputs):
+        return frozenset()
+    return frozenset((*TEXTS, *_present(inputs)))
+
+
+def _present(inputs: ModelInputs) -> set[int]:
+    """Kinds of segments that this model reads."""
+    return {TEXT} | {kind for item, kind in KINDS.items() if inputs.of(item)}
+
+
+def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
+    """(segments of each sample, columns of all segments but tokens)."""
+    compact = [one for one in samples if isinstance(one, Compact)]
+    others = [one for sample in samples if isinstance(sample, Sample) for one in sample.segments]
+    of_each = [len(one.form if isinstance(one, Compact) else one.segments) for one in samples]
+    counts = np.array(of_each, np.int64)
+    briefly = np.array([isinstance(one, Compact) for one in samples], bool)
+    inside = np.repeat(briefly, counts)
+    columns: dict[str, NDArray] = {
+        name: np.zeros(len(inside), bool if name in ("trained", "ended") else np.int64)
+        for name in LISTS
+        if name != "tokens"
+    }
+
+    form = np.frombuffer(b"".join(one.form for one in compact), np.uint8)
+    records = np.array([one.record for one in compact], np.int64).reshape(-1, 2)
+    places = np.flatnonzero(inside)
+    columns["kinds"][places] = form & KIND
+    columns["trained"][places] = form & TRAINED > 0
+    columns["ended"][places] = form & ENDED > 0
+    for name, values in zip(("offsets", "sizes"), records.T, strict=True):
+        columns[name][places] = np.repeat(values, counts[briefly])
+    files = [file for one in compact for file in one.files]
+    at = places[form & KIND != TEXT]
+    for name, values in zip(
+        ("offsets", "sizes", "widths", "heights"),
+        np.array(files, np.int64).reshape(-1, 4).T,
+        strict=True,
+    ):
+        columns[name][at] = values
+
+    if others:
+        kinds, locations, _, widths, heights, trained, ended, _, parts, frames, rates = zip(
+            *others, strict=True
+        )
+        offsets, sizes = zip(*locations, strict=True)
+        of_objects = (kinds, trained, ended, widths, heights, offsets, sizes, parts, frames, rates)
+        for name, of_all in zip(OF_SEGMENTS, of_objects, strict=True):
+            columns[name][~inside] = of_all
+    return counts, columns
+
+
+def _contents(samples: Samples, opened: OpenShard | None) -> tuple[list[int], dict[int, str]]:
     """(`contents` of all segments, nothing where no shard is opened for them; by number, samples
     whose files cannot be read, and why)."""
     contents, unreadable = list[int](), dict[int, str]()
     for number, sample in enumerate(samples if opened else ()):
-        assert opened is not None
+        assert opened is not None and isinstance(sample, Sample)
         try:
             contents += contents_of(sample, opened)
         except (ValueError, LookupError, OSError) as error:
@@ -227,16 +283,14 @@ def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segme
     return [one for one in segments if one.kind in present and (films or not one.frames)]
 
 
-def _cut(
-    samples: list[Sample], label: str, inputs: ModelInputs, skipped: list[Skipped]
-) -> list[Sample]:
+def _cut(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skipped]) -> Samples:
     """The samples with every file in its parts, where this model's processor cuts them."""
     if not cutting(inputs):
         return samples
-    made, heads = [], _heads(inputs)
+    made, heads = Samples(), _heads(inputs)
     for sample in samples:
         try:
-            if reason := _misfit(sample.segments, heads):
+            if reason := _misfit(sample, heads):
                 raise ValueError(reason)
             made.append(Sample(sample.key, in_parts(sample.segments, inputs)))
         except ValueError as error:
@@ -249,35 +303,51 @@ def _heads(inputs: ModelInputs) -> dict[int, Head]:
     return {kind: of[0] for item, kind in KINDS.items() if (of := inputs.of(item))}
 
 
-def _misfit(segments: list[Segment], heads: Mapping[int, Head]) -> str | None:
-    """Why the model cannot read an item of a sample, if there is one that it cannot."""
-    for one in segments:
-        if one.kind != TEXT and (reason := heads[one.kind].misfit(*one.numbers)):
+def _misfit(sample: Sample | Compact, heads: Mapping[int, Head]) -> str | None:
+    """Why the model cannot read a file of a sample, if there is one that it cannot."""
+    files: Iterable[tuple[int, Numbers]]
+    if isinstance(sample, Compact):
+        kinds = sample.form.translate(None, TEXTS)  # of files no bit is set beside the kind
+        files = zip(kinds, [file[2:] for file in sample.files], strict=True)
+    else:
+        files = ((one.kind, one.numbers) for one in sample.segments if one.kind != TEXT)
+    for kind, numbers in files:
+        if reason := heads[kind].misfit(*numbers):
             return reason
     return None
 
 
-def _in_pieces(
-    samples: list[Sample], most: int, tokenizer: Tokenizer
-) -> tuple[list[Sample], list[int]]:
+def _in_pieces(samples: Samples, most: int, tokenizer: Tokenizer) -> tuple[Samples, list[int]]:
     """(samples, of which those longer than `most` tokens are in pieces where they are documents;
     tokens of all texts).
     """
-    every = [one for sample in samples for one in sample.segments if one.kind == TEXT]
-    of_texts = iter(tokenizer.count([one.text for one in every if one.ids is None]))
-    counted = iter([next(of_texts) if one.ids is None else len(one.ids) for one in every])
-    parts, tokens = list[Sample](), list[int]()
+    texts = list[str]()
     for sample in samples:
-        texts = [next(counted) for one in sample.segments if one.kind == TEXT]
+        if isinstance(sample, Compact):
+            texts += sample.texts
+        else:
+            texts += [one.text for one in sample.segments if one.kind == TEXT and one.ids is None]
+    counted = iter(tokenizer.count(texts))
+    parts, tokens = Samples(), list[int]()
+    for sample in samples:
+        if isinstance(sample, Compact):
+            parts.append(sample)
+            tokens += islice(counted, len(sample.texts))
+            continue
+        own = [
+            next(counted) if one.ids is None else len(one.ids)
+            for one in sample.segments
+            if one.kind == TEXT
+        ]
         first = sample.segments[0] if len(sample.segments) == 1 else None
-        if first is not None and first.trained and first.ids is None and texts[:1] > [most]:
+        if first is not None and first.trained and first.ids is None and own[:1] > [most]:
             for piece in pieces(first.text, most, tokenizer):
                 part = first._replace(width_px=piece.first, height_px=piece.characters)
                 parts.append(Sample(sample.key, [part]))
                 tokens.append(piece.tokens)
         else:
             parts.append(sample)
-            tokens += texts
+            tokens += own
     return parts, tokens
 
 

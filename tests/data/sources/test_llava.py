@@ -49,7 +49,7 @@ def read(
     found = list(read_shard(Shard("llava", str(folder / name), name, str(folder)), name))
     skipped = [one for one in found if isinstance(one, Skipped)]
     assert all(one.shard == name for one in skipped)
-    return [one.key for one in found if isinstance(one, Sample)], {
+    return [one.key for one in found if not isinstance(one, Skipped)], {
         one.key: one.reason for one in skipped
     }
 
@@ -341,7 +341,7 @@ def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> N
     content = json.dumps(records) if name.endswith(".json") else "\n".join(map(json.dumps, records))
     (tmp_path / name).write_text(content)
     shards = find_shards(str(tmp_path), "data.sources[0].path")
-    samples = [one for one in read_shard(shards[0], name) if isinstance(one, Sample)]
+    samples = [one for one in read_shard(shards[0], name) if not isinstance(one, Skipped)]
     assert [
         (one.key, [s[2] for s in one.segments], [s.trained for s in one.segments])
         for one in samples

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from disttrain_cli.data.clips import read_clip_header
-from disttrain_cli.data.headers import Read, is_whole, read_header
+from disttrain_cli.data.headers import Read, read_whole
 from disttrain_cli.data.videos import is_installed, read_video_header
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.video_processor import NHZ
@@ -46,9 +46,7 @@ def image_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
     def part(offset: int, size: int) -> bytes:
         return head[offset : offset + size] if offset + size <= len(head) else read(offset, size)
 
-    header = read_header(part)
-    if not is_whole(part, file_bytes):
-        raise ValueError(f"truncated {header.format} file")
+    header = read_whole(part, file_bytes)
     return header.width_px, header.height_px
 
 

@@ -16,6 +16,7 @@ from disttrain_cli.data.sources.files import is_file, is_url, join, list_files, 
 from disttrain_cli.data.sources.llava import LlavaShard, read_llava
 from disttrain_cli.data.sources.samples import (
     ChatForm,
+    Compact,
     Location,
     OpenShard,
     Part,
@@ -37,6 +38,7 @@ from disttrain_cli.errors import DataError
 
 __all__ = [
     "ChatForm",
+    "Compact",
     "Location",
     "OpenShard",
     "Part",
@@ -150,7 +152,7 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
 
 def read_shard(
     shard: Shard, label: str, chat: ChatForm | None = None
-) -> Iterator[Sample | Skipped]:
+) -> Iterator[Sample | Compact | Skipped]:
     """Samples of a shard in order, and what is left out; messages name the shard `label`.
 
     `chat` writes conversations; None = as where the tokenizer has no chat template.

@@ -22,6 +22,9 @@ from itertools import chain
 from typing import Any
 
 from disttrain_cli.data.sources.samples import (
+    ENDED,
+    KIND,
+    TRAINED,
     ChatForm,
     Measure,
     Part,
@@ -39,6 +42,7 @@ WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
 MARKS = re.compile(f"{MARK}|{FILM}")
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
+SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
 # keys of a turn that are read without a template
 SAID = {"from", "role", "value", "content", "weight"}
@@ -70,36 +74,77 @@ def conversation(
     if not turns:
         return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
     if chat is None:
-        return _plain(turns, names)
+        form, said = _plain((turn.role, turn.said, turn.trained) for turn in turns)
+        texts, files = iter(said), iter(names)
+        return [
+            Part(IMAGE, next(files))
+            if one & KIND
+            else Part(TEXT, next(texts), bool(one & TRAINED), bool(one & ENDED))
+            for one in form
+        ]
     if record.get("tools"):
         raise ValueError(NO_TOOLS)
     return chat.parts(turns, names, measure)
 
 
-def _plain(turns: list[Turn], names: list[str]) -> list[Part]:
-    """Turns as they are written where the tokenizer does not say how."""
-    parts: list[Part] = []
-    files = iter(names)
-    before, answers = "", True  # `before`: a text that is not trained and not in `parts` yet
-    for turn in turns:
-        if answers and parts and parts[-1].kind == TEXT:
-            parts[-1] = Part(TEXT, parts[-1].value, parts[-1].trained, ended=True)
-        before += "" if answers else " "
-        answers = turn.role == "assistant"
-        before += BEFORE[turn.role]
-        said = turn.said
-        pieces = MARKS.split(said) if MARK in said or FILM in said else [said]
+def compact(record: Any) -> tuple[bytes, list[str], list[str]] | None:
+    """(form and texts as of `Compact`, names of images) of a conversation that says no more than
+    most do, written without a template; None where it has to be looked at closer, or is wrong.
+
+    It says the same as `conversation` in less than half the time: each turn has a side and a text,
+    the record the images.
+    """
+    if not isinstance(record, dict) or record.get("system"):
+        return None
+    given, (who, what) = record.get(TURNS[0]), ("from", "value")
+    if given is None:
+        given, (who, what) = record.get(TURNS[1]), ("role", "content")
+    if not isinstance(given, list) or any(name in record for name in VIDEOS):
+        return None
+    turns, marks = list[tuple[str, str, bool]](), 0
+    for turn in given:
+        try:
+            side, said = SIDES[turn[who]], turn[what]
+        except (LookupError, TypeError):
+            return None
+        if len(turn) != 2 or not isinstance(said, str) or FILM in said:
+            return None
+        marks += said.count(MARK)
+        turns.append((side, said if said.isascii() else clean(said), True))
+    try:
+        names = _listed(record, IMAGES)
+    except ValueError:
+        return None
+    return (*_plain(turns), names) if turns and marks == len(names) else None
+
+
+def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
+    """(form, texts) as of `Compact` of turns (side, text, whether it is trained) where the
+    tokenizer does not say how they are written."""
+    form, texts = bytearray(), list[str]()
+    before, answers = "", True  # `before`: a text that is not trained and not in `texts` yet
+    for role, said, trained in turns:
+        if answers and form and not form[-1] & KIND:
+            form[-1] |= ENDED
+        before += BEFORE[role] if answers else " " + BEFORE[role]
+        answers = role == "assistant"
+        pieces = MARKS.split(said) if MARK in said or FILM in said else (said,)
         for index, piece in enumerate(pieces):
+            if before and (index or answers):
+                texts.append(before)
+                form.append(TEXT)
+                before = ""
             if index:
-                before = _text(parts, before, trained=False)
-                parts.append(Part(IMAGE, next(files)))
-            if answers:
-                before = _text(parts, before, trained=False)
-                _text(parts, piece if index else " " + piece, trained=turn.trained)
-            else:
+                form.append(IMAGE)
+            if not answers:
                 before += piece
-    _text(parts, before, trained=False)
-    return parts
+            elif piece or not index:
+                texts.append(piece if index else " " + piece)
+                form.append(TEXT | TRAINED if trained else TEXT)
+    if before:
+        texts.append(before)
+        form.append(TEXT)
+    return bytes(form), texts
 
 
 def texts_of(
@@ -259,10 +304,3 @@ def _document(record: dict[str, Any], caption: bool) -> str:
     if not isinstance(record[field], str) or not record[field]:
         raise ValueError(f"`{field}` must be a text that is not empty")
     return clean(record[field])
-
-
-def _text(parts: list[Part], text: str, trained: bool) -> str:
-    """Append a text, unless it is empty; what is left of it: nothing."""
-    if text:
-        parts.append(Part(TEXT, text, trained))
-    return ""

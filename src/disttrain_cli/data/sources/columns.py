@@ -13,7 +13,7 @@ of a segment is its row in the file and its position in the row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,9 @@ from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.chats import TURNS, conversation, texts_of
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
+    TRAINED,
     ChatForm,
+    Compact,
     Location,
     Sample,
     Segment,
@@ -50,7 +52,6 @@ SPOKEN_NAMES = (
 LISTS = ("images", "texts")
 # names a column of URLs
 ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)
-BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 
 
 class Columns(NamedTuple):
@@ -139,17 +140,22 @@ def _of_conversations(turns: str, kinds: dict[str, str], label: str, schema: pa.
 
 def read_rows(
     batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None = None
-) -> Iterator[Sample | Skipped]:
+) -> Iterator[Sample | Compact | Skipped]:
     """Samples of consecutive rows, of which the first is row `first` of the file."""
-    read: Callable[[int, Any], Iterable[Segment]] = _segments
+    read: Callable[[str, int, Any], Sample | Compact] = _sample
     if columns.conversations:
         rows, read = _turns(batch, columns), partial(_said, chat)
+    elif columns.interleaved:
+        rows = _interleaved(batch, columns)
     else:
-        rows = _interleaved(batch, columns) if columns.interleaved else _pairs(batch, columns)
+        rows = _pairs(batch, columns)
+        if columns.files and "video" not in columns.files:
+            kinds = (KINDS[MEDIA[name].item] for name in columns.files)
+            read = partial(_pair, bytes((*kinds, TEXT | TRAINED)))
     for row, cells in enumerate(rows, first):
         key = f"row {row}"
         try:
-            yield Sample(key, list(read(row, cells)))
+            yield read(key, row, cells)
         except ValueError as error:
             yield Skipped(label, key, str(error))
 
@@ -202,8 +208,8 @@ def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
         yield [next(files) for _ in range(count or 0)]
 
 
-def _said(chat: ChatForm | None, row: int, cells: tuple[Any, Any]) -> Iterator[Segment]:
-    """Segments of a conversation; ValueError with the reason."""
+def _said(chat: ChatForm | None, key: str, row: int, cells: tuple[Any, Any]) -> Sample:
+    """A conversation; ValueError with the reason."""
     record, files = cells
 
     def numbers_of(name: str) -> Numbers:
@@ -217,14 +223,16 @@ def _said(chat: ChatForm | None, row: int, cells: tuple[Any, Any]) -> Iterator[S
         return MEDIA[media].read_sizes(partial(_part, file), len(file))
 
     named = {"images": [*files["image"]] or None, "videos": [*files["video"]] or None}
+    segments = list[Segment]()
     for part in conversation(
         {**record, **named}, chat, measure=lambda names: [numbers_of(name) for name in names]
     ):
         if part.kind == TEXT:
-            yield text_segment(part, Location(row, 0))
+            segments.append(text_segment(part, Location(row, 0)))
         else:
             place = Location(row, int(part.value))
-            yield file_segment(IMAGE, place, numbers_of(part.value), part.part)
+            segments.append(file_segment(IMAGE, place, numbers_of(part.value), part.part))
+    return Sample(key, segments)
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
@@ -267,25 +275,46 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             ]
 
 
-def _segments(row: int, cells: Any) -> Iterator[Segment]:
-    """Segments of a row; ValueError with the reason, which may stand in place of the cells.
+def _sample(key: str, row: int, cells: Any) -> Sample:
+    """A row; ValueError with the reason, which may stand in place of the cells.
 
     A cell is the name of a type of file ("" of a text), its position, and its bytes.
     """
+    segments = list[Segment]()
+    for name, at, value in _told(cells):
+        place = Location(row, at)
+        if name:
+            segments.append(file_segment(KINDS[MEDIA[name].item], place, _numbers(name, value)))
+        else:
+            segments.append(Segment(TEXT, place, _text(value), trained=True))
+    return Sample(key, segments)
+
+
+def _pair(form: bytes, key: str, row: int, cells: Any) -> Compact:
+    """The same of a row of files, none of them a video, and a text."""
+    *files, (_, _, text) = _told(cells)
+    numbers = [(row, at, *_numbers(name, value)[:2]) for name, at, value in files]
+    return Compact(key, form, [_text(text)], Location(row, 0), numbers)
+
+
+def _told(cells: Any) -> Any:
+    """The cells of a row, unless a reason stands in their place."""
     if isinstance(cells, str):
         raise ValueError(cells)
-    for name, at, value in cells:
-        if name:
-            media = MEDIA[name]
-            numbers = media.read_sizes(partial(_part, value), len(value))
-            yield file_segment(KINDS[media.item], Location(row, at), numbers)
-            continue
-        if len(value) > MAX_TEXT_BYTES:
-            raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")
-        try:
-            yield Segment(TEXT, Location(row, at), str(value, "utf-8"), trained=True)
-        except UnicodeDecodeError:
-            raise ValueError("text is not UTF-8") from None
+    return cells
+
+
+def _numbers(name: str, value: memoryview) -> Numbers:
+    return MEDIA[name].read_sizes(partial(_part, value), len(value))
+
+
+def _text(value: memoryview) -> str:
+    if len(value) > MAX_TEXT_BYTES:
+        raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")
+    try:
+        return str(value, "utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("text is not UTF-8") from None
 
 
 def _part(data: memoryview, offset: int, size: int) -> bytes:

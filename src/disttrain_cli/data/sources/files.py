@@ -22,6 +22,8 @@ PIECES, PIECE_BYTES = 64, 4096  # of a file by which it is known again
 ATTEMPTS = 3  # to read a range of a URL
 PAUSE_S = 0.5  # before the second attempt; twice as long before the third
 
+READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait
+URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 #: By which of them a file system tells a version of a file, the best first.
 VERSIONS = (
     "ETag",
@@ -68,8 +70,7 @@ class LocalFile:
 
     def __init__(self, path: str, flags: int = 0) -> None:
         self._path, self._descriptor = path, -1
-        # a pipe would wait
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+        self._descriptor = os.open(path, READ_ONLY | flags)
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
@@ -167,7 +168,7 @@ class _Stream(io.RawIOBase):
 
 def is_url(path: str) -> bool:
     """Whether a path of the run file is opened by fsspec."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
+    return URL.match(path) is not None
 
 
 def open_file(path: str) -> File:

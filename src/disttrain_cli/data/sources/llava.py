@@ -21,12 +21,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import conversation, file_names, texts_of
-from disttrain_cli.data.sources.files import File, HeldFile, LocalFile, is_url, join, open_file
+from disttrain_cli.data.sources.chats import compact, conversation, file_names, texts_of
+from disttrain_cli.data.sources.files import (
+    URL,
+    File,
+    HeldFile,
+    LocalFile,
+    is_url,
+    join,
+    open_file,
+)
 from disttrain_cli.data.sources.samples import (
     DATA,
     MAX_TEXT_BYTES,
     ChatForm,
+    Compact,
     Location,
     Sample,
     Segment,
@@ -40,11 +49,14 @@ from disttrain_cli.data.sources.samples import (
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
+HEAD_BYTES = 64  # of a file, which mostly tell whether it is a list
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
 
 DECODER = json.JSONDecoder()
-LEADS_UP = re.compile(r"(^|[/\\])\.\.($|[/\\])")
-SPACE = re.compile(r"[ \t\r\n]*")
+#: A whole path or URL, or one that leads up.
+LEADS_OUT = re.compile(rf"^[/\\]|{URL.pattern}|\0|(^|[/\\])\.\.($|[/\\])")
+SPACES = " \t\r\n"
+SPACE = re.compile(f"[{SPACES}]*")
 
 
 class Record(NamedTuple):
@@ -85,7 +97,7 @@ class LlavaShard:
 
 def read_llava(
     shard: Shard, label: str, chat: ChatForm | None = None
-) -> Iterator[Sample | Skipped]:
+) -> Iterator[Sample | Compact | Skipped]:
     """Samples of one JSON, in its order. Of images only headers are read; a list is read in
     pieces."""
     try:
@@ -110,7 +122,7 @@ def read_llava(
                         f"a record of {record.location.size} bytes, at most {MAX_TEXT_BYTES} are"
                         " read"
                     )
-                yield Sample(key, _segments(record, shard.images, chat))
+                yield _sample(key, record, shard.images, chat)
             except ValueError as error:
                 yield Skipped(label, key, str(error))
     except (OSError, ValueError, RecursionError) as error:
@@ -122,15 +134,16 @@ def open_image(folder: str, name: str) -> File:
     itself (`data:`); ValueError where there is none, or the name leads elsewhere."""
     if name.startswith(DATA):
         return HeldFile(_held(name))
-    if not is_url(folder):
+    remote = is_url(folder)
+    if not remote and name.startswith(("/", "file://")):
         name = name.removeprefix("file://").removeprefix(os.path.join(os.path.abspath(folder), ""))
-    if name.startswith(("/", "\\")) or is_url(name) or "\0" in name or LEADS_UP.search(name):
+    if LEADS_OUT.search(name):
         raise ValueError(f"the file {name} leads out of the folder of images")
     path = join(folder, name)
     try:
-        if is_url(folder):
+        if remote:
             return open_file(path)
-        inside = _below(os.path.dirname(path), folder)
+        inside = "/" not in name or _below(os.path.dirname(path), folder)
         if inside:
             try:
                 return LocalFile(path, os.O_NOFOLLOW)
@@ -163,18 +176,27 @@ def _below(path: str, folder: str) -> bool:
     return os.path.commonpath([os.path.realpath(path), real]) == real
 
 
+def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sample | Compact:
+    """A record and its images; ValueError with the reason."""
+    usual = None if chat else compact(record.value)
+    if usual is None:
+        return Sample(key, _segments(record, folder, chat))
+    form, texts, names = usual
+    files = list[tuple[int, int, int, int]]()
+    for number, name in enumerate(names):
+        size, (width, height, *_) = _measured(name, folder)
+        files.append((number, size, width, height))
+    return Compact(key, form, texts, record.location, files)
+
+
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:
+    known: dict[str, tuple[int, Numbers]] = {}  # bytes and numbers of images
+
     def measured(name: str) -> tuple[int, Numbers]:
         if name not in known:
-            file = open_image(folder, name)
-            try:
-                sizes = MEDIA[media_of(name)].read_sizes(file.read, file.size)
-            except ValueError as error:
-                raise ValueError(f"{shown_name(name)}: {error}") from None
-            known[name] = file.size, sizes
+            known[name] = _measured(name, folder)
         return known[name]
 
-    known: dict[str, tuple[int, Numbers]] = {}  # bytes and numbers of images
     segments, image = list[Segment](), -1
     for part in conversation(
         record.value, chat, measure=lambda names: [measured(name)[1] for name in names]
@@ -188,10 +210,21 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
     return segments
 
 
+def _measured(name: str, folder: str) -> tuple[int, Numbers]:
+    """(bytes, numbers) of an image or video; ValueError with the reason."""
+    file = open_image(folder, name)
+    try:
+        return file.size, MEDIA[media_of(name)].read_sizes(file.read, file.size)
+    except ValueError as error:
+        raise ValueError(f"{shown_name(name)}: {error}") from None
+
+
 def _is_list(file: File, named_so: bool) -> bool:
     """Whether a file holds a list of records, and not one a line: its first line tells, and its
     name what that leaves.
     """
+    if named_so and file.read(0, HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        return True  # whatever the line says: it may be all of the file
     with file.stream() as stream:
         line = stream.readline(MAX_TEXT_BYTES).removeprefix(b"\xef\xbb\xbf")
     try:
@@ -259,7 +292,8 @@ class _Window:
     def next(self) -> str:
         """The next character that is no space, "" at the end of the file."""
         while True:
-            self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.text[self.at : self.at + 1] in SPACES:
+                self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
             if self.at < len(self.text) or self._done:
                 return self.text[self.at : self.at + 1]
             self._fill()

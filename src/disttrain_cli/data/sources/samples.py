@@ -76,6 +76,38 @@ class Sample(NamedTuple):
     segments: list[Segment]
 
 
+#: Of a byte that stands for a segment, in `Compact.form`: beside its kind.
+TRAINED, ENDED, KIND = 64, 128, 63
+
+
+class Compact(NamedTuple):
+    """A sample of texts from one place and whole images or clips, without an object for each of its
+    segments: what most samples are, indexed in half the time.
+
+    `form` has a byte for each segment: its kind, with `TRAINED` and `ENDED`.
+    """
+
+    key: str
+    form: bytes
+    texts: list[str]
+    record: Location  # of every text
+    files: list[tuple[int, int, int, int]]  # location and two numbers of each
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The same as a `Sample` has it."""
+        texts, files = iter(self.texts), iter(self.files)
+        made = list[Segment]()
+        for one in self.form:
+            if one & KIND:
+                offset, size, *numbers = next(files)
+                made.append(file_segment(one & KIND, Location(offset, size), tuple(numbers)))
+            else:
+                flags = bool(one & TRAINED), bool(one & ENDED)
+                made.append(Segment(TEXT, self.record, next(texts), 0, 0, *flags))
+        return made
+
+
 class Part(NamedTuple):
     """A segment as a sample's json says it: a text, its tokens (`ids`) where a chat template wrote
     it, or the name of a file, with the number of its `part` where the template's processor writes

@@ -16,14 +16,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.data.sources.columns import (
-    BATCH_ROWS,
     file_at,
     find_columns,
     read_rows,
     texts_at,
 )
 from disttrain_cli.data.sources.files import is_url, open_file
-from disttrain_cli.data.sources.samples import ChatForm, Location, Sample, Shard, Skipped
+from disttrain_cli.data.sources.samples import ChatForm, Compact, Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.heads import Numbers
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CACHE_BYTES = 1024 * 1024 * 1024
+#: Of a Parquet file that is read at once: little enough for a core's own cache, in bytes, within
+#: these numbers of rows.
+BATCH_BYTES, BATCH_ROWS = 1024 * 1024, (8, 1024)
 
 
 class RowGroups:
@@ -131,7 +133,7 @@ class ArrowShard:
 
 def read_parquet(
     shard: Shard, label: str, chat: ChatForm | None = None
-) -> Iterator[Sample | Skipped]:
+) -> Iterator[Sample | Compact | Skipped]:
     """Samples of one Parquet file, some rows at a time; a damaged row group is left out.
 
     Raises:
@@ -146,9 +148,14 @@ def read_parquet(
         return
     columns, first = find_columns(file.schema_arrow, label), 0
     for group in range(file.num_row_groups):
-        row, first = first, first + file.metadata.row_group(group).num_rows
+        about = file.metadata.row_group(group)
+        row, first = first, first + about.num_rows
+        rows = BATCH_BYTES * about.num_rows // max(1, about.total_byte_size)
+        rows = min(max(rows, BATCH_ROWS[0]), BATCH_ROWS[1])
         try:
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns.names):
+            for batch in file.iter_batches(
+                rows, row_groups=[group], columns=columns.names, use_threads=False
+            ):
                 yield from read_rows(batch, columns, row, label, chat)
                 row += len(batch)
         except (pa.ArrowException, OSError) as error:
@@ -157,7 +164,7 @@ def read_parquet(
 
 def read_arrow(
     shard: Shard, label: str, chat: ChatForm | None = None
-) -> Iterator[Sample | Skipped]:
+) -> Iterator[Sample | Compact | Skipped]:
     """Samples of one Arrow file; of a damaged one those before the damage.
 
     Raises:
