@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from disttrain_cli.data.index import Index, build_index, open_index
-from disttrain_cli.data.latents import described
+from disttrain_cli.data.latents import described, open_latents
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import pack
@@ -29,6 +29,7 @@ from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.feeding import message_dtype, to_batch
 from disttrain_cli.runtime.latents import Made, make_latents
 from disttrain_cli.runtime.launching.starts import alone
+from disttrain_cli.spec.index import TARGET
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
@@ -419,6 +420,14 @@ def test_damaged_latents_are_named_and_made_again(cached: Run) -> None:
     assert "bytes are expected" in refused()
     make_latents(cached, silent)
     assert files_of(cached).keys() == whole.keys() and described(cached, index)
+    reader = open_latents(cached, index)[FIRST]
+    contents = [file.read_bytes(), other.read_bytes()]
+    for one, whole_content in zip((file, other), contents, strict=True):
+        one.write_bytes(whole_content[:-1])  # after all were found whole
+    with pytest.raises(DataError, match="Cannot read the latents"):
+        reader.file(0, int(np.flatnonzero(index.kinds == TARGET)[0]))
+    for one, whole_content in zip((file, other), contents, strict=True):
+        one.write_bytes(whole_content)
     other.unlink()
     assert "there is no such file" in refused()
     described_there = json.loads((folder / "latents.json").read_text())

@@ -32,7 +32,6 @@ from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
-    from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.runfile import Run, RunFile
 
 EPILOG = """Examples:
@@ -298,17 +297,17 @@ def _show_dry_run(console: Console, asked: Asked, chosen: Chosen) -> None:
     )
     show_ranks(console, run, plan, chosen.profile, asked.emit, begin())
     if asked.rehearse:
-        _show_rehearsal(console, plan, run.file)
+        _show_rehearsal(console, chosen, run.file)
     for reason in not_run(plan, run.file, chosen.profile):
         console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
     elsewhere = run.file.cluster.nodes > 1 and asked.emit is None and not asked.rehearse
     console.hint(begin(emit="slurm" if elsewhere else asked.emit))
 
 
-def _show_rehearsal(console: Console, chosen: Plan, run: RunFile) -> None:
+def _show_rehearsal(console: Console, chosen: Chosen, run: RunFile) -> None:
     from disttrain_cli.runtime.rehearsal.setting import setting_of
 
-    setting = setting_of(run, chosen)
+    setting = setting_of(run, chosen.plan, chosen.profile)
     console.say(
         f"A rehearsal starts {setting.processes} processes, each for at most"
         f" {setting.gpus_per_process} GPUs of a stage, at {setting.time_scale:g} s here per second"

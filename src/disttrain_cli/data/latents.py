@@ -35,7 +35,7 @@ class LatentReader:
         """The moments of a segment's image, as bytes.
 
         Raises:
-            DataError: their file is gone.
+            DataError: their file is gone or cut off.
             ValueError: the image could not be decoded.
         """
         shard = int(self._index.shard[sample])
@@ -46,9 +46,10 @@ class LatentReader:
         return data
 
     def _open(self, shard: int) -> Any:
-        path = self._folder / self._latents.files[shard].name
+        file = self._latents.files[shard]
+        path = self._folder / file.name
         try:
-            return np.memmap(path, np.uint8, "r")
+            return np.memmap(path, np.uint8, "r", shape=(file.images * self._image_bytes,))
         except (OSError, ValueError) as error:
             raise DataError(f"Cannot read the latents {path}", str(error), PREPARE) from None
 

@@ -218,7 +218,7 @@ def test_steps_that_are_ordered_beforehand_are_those_of_the_policy(tmp_path: Pat
     result = rehearse(run, plan, profile)
     index, steps = rehearsed_index(run, profile.inputs), range(2)
     assert result.simulated == launcher.simulated(
-        run, plan.plan, profile, index, setting_of(run.file, plan), steps, {}
+        run, plan.plan, profile, index, setting_of(run.file, plan, profile), steps, {}
     )
     found = launcher.found_orders(run, plan.plan, profile, index, steps)
     orders = launcher.Orders(run.file, plan.plan, index, profile)
@@ -338,14 +338,21 @@ def test_a_process_that_dies_ends_the_rehearsal(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_time_scale_gives_the_host_room(tmp_path: Path) -> None:
-    run, plan, _ = job(tmp_path, time_scale="auto", gpus_per_process="auto")
-    setting = setting_of(run.file, plan)
+    run, plan, profile = job(tmp_path, time_scale="auto", gpus_per_process="auto")
+    setting = setting_of(run.file, plan, profile)
     assert setting.processes == 7 and setting.time_scale > 0
     slower = plan.model_copy(
         update={"predicted": plan.predicted.model_copy(update={"iteration_s": 10.0})}
     )
-    assert setting_of(run.file, slower).time_scale == pytest.approx(
+    assert setting_of(run.file, slower, profile).time_scale == pytest.approx(
         setting.time_scale / 10, rel=0.05
+    )
+
+    images = profile.modules["image_encoder"].work_per_sequence.items
+    rates = profile.preprocess.model_copy(update={"images_per_s_per_core": 16 * images / 30})
+    late = profile.model_copy(update={"preprocess": rates})
+    assert setting_of(run.file, plan, late).time_scale == pytest.approx(
+        setting.time_scale * plan.predicted.iteration_s / (30.0 / plan.plan.units[0].dp), rel=0.05
     )
 
 

@@ -75,7 +75,7 @@ class Tail:
         return grown
 
     def latest_s(self, steps: int) -> float | None:
-        """Mean seconds of the last steps that rank 0 has reported; None before there are so many."""
+        """Mean seconds of the last steps that rank 0 reported; None before there are so many."""
         self._follow_start()
         if self._reported is None:
             return None

@@ -87,7 +87,7 @@ def rehearse(
     """
     folder, total = run.dir.rehearsal, steps if steps is not None else run.file.rehearse.steps
     check_faults(stages_of(profile, plan.plan), run.file.rehearse.faults, profile)
-    setting, index = setting_of(run.file, plan), _checked_index(run, profile)
+    setting, index = setting_of(run.file, plan, profile), _checked_index(run, profile)
     with alone(folder):
         resumed = step_to_resume(run, profile, folder, total) if resume else None
         progress("ordering the steps", 0, 0)

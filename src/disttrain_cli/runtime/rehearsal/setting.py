@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.simulation.grouping import finest, unit_shares
 from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
 MOST_PROCESSES = 24
@@ -27,7 +30,7 @@ class Setting:
     time_scale: float
 
 
-def setting_of(run: RunFile, plan: Plan) -> Setting:
+def setting_of(run: RunFile, plan: Plan, profile: Profile) -> Setting:
     """The processes and the time scale of a rehearsal."""
     spec, layout = run.rehearse, plan.plan
     per_process = (
@@ -40,12 +43,25 @@ def setting_of(run: RunFile, plan: Plan) -> Setting:
         for unit, share in zip(layout.units, unit_shares(layout, per_process), strict=True)
     }
     processes = sum(unit.pp * len(shares[unit.name]) for unit in layout.units)
-    scale = (
-        _time_scale(layout, processes, plan.predicted.iteration_s)
-        if spec.time_scale == "auto"
-        else spec.time_scale
-    )
+    step_s = max(plan.predicted.iteration_s, _prepared_s(run, layout, profile))
+    scale = _time_scale(layout, processes, step_s) if spec.time_scale == "auto" else spec.time_scale
     return Setting(per_process, shares, processes, scale)
+
+
+def _prepared_s(run: RunFile, layout: Layout, profile: Profile) -> float:
+    """Seconds in which the workers of any replica prepare its data of a step: no step of many is
+    shorter."""
+
+    def one_s(module: str) -> float:
+        return profile.modules[module].work_per_sequence.items * item_s(profile, module)
+
+    return (
+        max(
+            layout.global_batch_size / stage.unit.dp * sum(map(one_s, stage.begins))
+            for stage in stages_of(profile, layout)
+        )
+        / run.preprocess.workers
+    )
 
 
 def _time_scale(layout: Layout, processes: int, iteration_s: float) -> float:
