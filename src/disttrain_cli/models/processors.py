@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.models.attention import attend, equal_segments
+from disttrain_cli.models.attention import Segments, attend, equal_segments
 
 
 def with_own_attention(layer: nn.Module) -> nn.Module:
@@ -55,19 +55,11 @@ class _Processor:
         if attention.group_norm is not None:
             hidden = attention.group_norm(hidden.transpose(1, 2)).transpose(1, 2)
         other = hidden if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = (
-            linear(rows).unflatten(-1, (attention.heads, -1)).flatten(0, 1)
-            for linear, rows in (
-                (attention.to_q, hidden),
-                (attention.to_k, other),
-                (attention.to_v, other),
-            )
-        )
-        query = query if attention.norm_q is None else attention.norm_q(query)
-        key = key if attention.norm_k is None else attention.norm_k(key)
-        local, to = (equal_segments(*rows.shape[:2], rows.device) for rows in (hidden, other))
-        made = attend(query, key, value, local, to).flatten(1).unflatten(0, (len(hidden), -1))
-        made = attention.to_out[1](attention.to_out[0](made))
+        a = attention
+        (query,) = _heads(a, hidden, (a.to_q, a.norm_q))
+        key, value = _heads(a, other, (a.to_k, a.norm_k), (a.to_v, None))
+        to = equal_segments(*other.shape[:2], other.device)
+        made = _out(attention, _attended(query, key, value, to))
         if given.ndim == 4:
             made = made.transpose(1, 2).reshape(given.shape)
         made = made + given if attention.residual_connection else made
@@ -92,11 +84,11 @@ class _JointProcessor:
         assert attention_mask is None
         a, others, rows = attention, encoder_hidden_states, _own_heads(attention, hidden)
         if others is None:
-            return a.to_out[1](a.to_out[0](_attended(*rows)))
+            return _out(a, _attended(*rows))
         rows = [torch.cat(pair, dim=1) for pair in zip(rows, _added(a, others), strict=True)]
         made, of_others = _attended(*rows).split([hidden.shape[1], others.shape[1]], dim=1)
         of_others = of_others if a.context_pre_only else a.to_add_out(of_others)
-        return a.to_out[1](a.to_out[0](made)), of_others
+        return _out(a, made), of_others
 
 
 class _TurningProcessor:
@@ -121,9 +113,9 @@ class _TurningProcessor:
         query, key = (apply_rotary_emb(one, image_rotary_emb, sequence_dim=1) for one in rows[:2])
         made = _attended(query, key, rows[2])
         if others is None:
-            return made if a.pre_only else a.to_out[1](a.to_out[0](made))
+            return made if a.pre_only else _out(a, made)
         of_others, made = made.split([others.shape[1], hidden.shape[1]], dim=1)
-        return a.to_out[1](a.to_out[0](made)), a.to_add_out(of_others)
+        return _out(a, made), a.to_add_out(of_others)
 
 
 def _own_heads(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
@@ -140,15 +132,23 @@ def _added(attention: Any, rows_NLD: Tensor) -> list[Tensor]:
 def _heads(attention: Any, rows_NLD: Tensor, *linears: tuple[Any, Any]) -> list[Tensor]:
     """Queries, keys and values [N, L, H, D'], each by its linear and, if there is one, norm; of
     keys and values H may be smaller."""
-    heads, width = [], linears[0][0].out_features // attention.heads
+    heads, width = [], attention.to_q.out_features // attention.heads
     for linear, norm in linears:
         made = linear(rows_NLD).unflatten(-1, (-1, width))
         heads.append(made if norm is None else norm(made))
     return heads
 
 
-def _attended(query_NLHD: Tensor, key_NLHD: Tensor, value_NLHD: Tensor) -> Tensor:
-    """[N, L, H·D], of every item's rows to all of its rows."""
+def _attended(
+    query_NLHD: Tensor, key_NSHD: Tensor, value_NSHD: Tensor, to: Segments | None = None
+) -> Tensor:
+    """[N, L, H·D], of every item's rows to all of its rows, or to those of `to`."""
     within = equal_segments(*query_NLHD.shape[:2], query_NLHD.device)
-    query, key, value = (one.flatten(0, 1) for one in (query_NLHD, key_NLHD, value_NLHD))
-    return attend(query, key, value, within).flatten(1).unflatten(0, (len(query_NLHD), -1))
+    query, key, value = (one.flatten(0, 1) for one in (query_NLHD, key_NSHD, value_NSHD))
+    return attend(query, key, value, within, to).flatten(1).unflatten(0, (len(query_NLHD), -1))
+
+
+def _out(attention: Any, rows_NLD: Tensor) -> Tensor:
+    """Through the linear behind attention, and dropout."""
+    linear, dropout = attention.to_out
+    return dropout(linear(rows_NLD))
