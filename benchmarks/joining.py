@@ -25,12 +25,13 @@ import psutil
 import torch.distributed as dist
 
 from benchmarks.common import Tables, main
+from benchmarks.layouts import Shape, even_units
 from disttrain_cli.runtime.launching.descriptors import CLIENTS, raise_limit, rendezvous_server
 from disttrain_cli.runtime.launching.groups import call_roll
 from disttrain_cli.runtime.launching.meeting import Guest, meet, wait_until_built
 from disttrain_cli.runtime.launching.process import rendezvous
 from disttrain_cli.runtime.units.communicators import Communicator, communicators
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 
 LIMIT_S = 600.0
@@ -41,20 +42,9 @@ SMALL = {"encoder": (1, 4, 1), "llm": (2, 2, 2), "generator": (2, 2, 1)}
 FACTS = {f"fact {number}": "0123456789abcdef" * 4 for number in range(10)}
 
 
-def graph_of(shapes: dict[str, tuple[int, int, int]]) -> StageGraph:
+def graph_of(shapes: dict[str, Shape]) -> StageGraph:
     """Stages of units one after the other."""
-    units = [
-        UnitPlan(
-            name=name,
-            modules=[name],
-            tp=tp,
-            dp=dp,
-            pp=pp,
-            gpus=tp * dp * pp,
-            layers_per_stage=[1] * pp,
-        )
-        for name, (tp, dp, pp) in shapes.items()
-    ]
+    units = even_units(shapes, {name: pp for name, (_, _, pp) in shapes.items()})
     gpus = sum(unit.gpus for unit in units)
     return stage_graph(
         Layout(global_batch_size=1, microbatch_size=1, microbatches=1, units=units, gpus_used=gpus),

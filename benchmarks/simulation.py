@@ -13,12 +13,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import Tables, alternate, main, paired_ratio
+from benchmarks.layouts import Shape, even_units
 from disttrain_cli.planning.predict import simulated_step
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import baseline, cluster_of, ranking
 from disttrain_cli.planning.units import Cluster, group
 from disttrain_cli.simulation.pipeline import simulate
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
 from tests.simulation.test_pipeline import by_events
@@ -42,22 +43,9 @@ def case(gpus: int, batch: int = BATCH) -> tuple[Profile, Cluster]:
     return profile, cluster_of(run, profile)
 
 
-def layout_of(shapes: tuple[tuple[int, int, int], ...], slots: int) -> Layout:
+def layout_of(shapes: tuple[Shape, ...], slots: int) -> Layout:
     """A layout with its layers spread evenly."""
-    units = [
-        UnitPlan(
-            name=name,
-            modules=[name],
-            tp=tp,
-            dp=dp,
-            pp=pp,
-            gpus=tp * dp * pp,
-            layers_per_stage=[
-                (stage + 1) * layers // pp - stage * layers // pp for stage in range(pp)
-            ],
-        )
-        for (name, layers), (tp, dp, pp) in zip(LAYERS.items(), shapes, strict=True)
-    ]
+    units = even_units(dict(zip(LAYERS, shapes, strict=True)), LAYERS)
     return Layout(
         global_batch_size=BATCH,
         microbatch_size=BATCH // slots // units[1].dp,
@@ -67,7 +55,7 @@ def layout_of(shapes: tuple[tuple[int, int, int], ...], slots: int) -> Layout:
     )
 
 
-def iteration(shapes: tuple[tuple[int, int, int], ...], slots: int, rounds: int) -> dict[str, Any]:
+def iteration(shapes: tuple[Shape, ...], slots: int, rounds: int) -> dict[str, Any]:
     """The simulator alone, with drawing and ordering the batch and the cost models, and event by
     event."""
     profile, cluster = case(1296)

@@ -223,6 +223,10 @@ def test_merged_weights_compute_what_adapters_add(make_run):
     ("lora", "told"),
     [
         ({"target_modules": ["q_prj"]}, "no layer is called q_prj.*q_proj, k_proj"),
+        (
+            {"target_modules": ["model.language_model.layers.0.self_attn.q_proj"]},
+            r"names with dots are those inside llm, as model\.layers\.0\.self_attn\.q_proj, not",
+        ),
         ({"target_modules": ["lm_head"]}, "lm_head cannot have an adapter"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens cannot have an adapter"),
         ({"target_modules": "(q"}, "no regular expression"),

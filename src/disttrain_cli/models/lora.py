@@ -203,8 +203,8 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
         missing = []  # it names other modules' linears, too
     _check_saved(lora, layers)
     if missing:
-        there = dict.fromkeys(
-            name.rpartition(".")[2]
+        there = [
+            name
             for layer in layers
             for path, part in layer.named_modules()
             if isinstance(part, nn.Linear)
@@ -212,12 +212,19 @@ def check_targets(lora: Lora, layers: Sequence[PipelineLayer]) -> None:
             and f"{path}.weight" not in layer.saved
             and not path.endswith(("lora_A", "lora_B"))
             and (name := layer.published_path(path)) is not None
-        )
+        ]
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in there)
         beside = " beside modules_to_save" if lora.modules_to_save else ""
+        inside = (
+            f"; names with dots are those inside {lora.module}, as {there[0]}, not inside a whole"
+            " model"
+            if there and any("." in name for name in missing)
+            else ""
+        )
         raise SpecError(
             f"model.modules.{lora.module}.lora.target_modules: no layer is called"
             f" {', '.join(missing)}",
-            f"linear layers of {lora.module}{beside}: {', '.join(there) or 'none'}",
+            f"linear layers of {lora.module}{beside}: {', '.join(ends) or 'none'}{inside}",
             "Name some of these.",
         )
 

@@ -156,6 +156,13 @@ def test_ranks_without_a_dump_are_told(tmp_path: Path) -> None:
     assert found.verdict.ranks == [2]
 
 
+def test_the_newest_of_several_versions_counts_by_its_numbers(tmp_path: Path) -> None:
+    older, newer = write(tmp_path, [[entry(0, **STARTED)]] * 2, form="json")
+    older.write_text(older.read_text().replace('"2.10"', '"2.9"'))
+    found = analyze_dumps([older, newer])
+    assert found.version == "2.10" and "dumps of several versions: 2.9, 2.10" in found.warnings
+
+
 def test_gloo_tells_no_states_and_no_ranks(tmp_path: Path) -> None:
     """As torch 2.13 writes them: always scheduled, retired at their end, groups without ranks."""
     done = entry(1, backend="gloo", state="scheduled", retired=True)

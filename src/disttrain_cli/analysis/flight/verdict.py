@@ -89,7 +89,7 @@ def analyze_dumps(files: Sequence[Path]) -> Dumped:
     findings.sort(key=lambda found: (found.problem not in DISAGREE, found.since_ns))
     places = [_place(rank, dump, seen) for rank, dump in dumps.items()]
     without = sorted({rank for one in seen for rank in one.group.ranks} - {*dumps})
-    versions = sorted({dump.version for dump in dumps.values()})
+    versions = sorted({dump.version for dump in dumps.values()}, key=_numbers)
     if len(versions) > 1:
         said.append(f"dumps of several versions: {', '.join(versions)}")
     if versions[-1].partition(".")[0] != "2":
@@ -103,6 +103,10 @@ def analyze_dumps(files: Sequence[Path]) -> Dumped:
         places=places,
         warnings=said,
     )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d{1,9}", version)]
 
 
 def _place(rank: int, dump: Dump, seen: Sequence[Seen]) -> Place:
