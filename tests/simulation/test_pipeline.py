@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.costs.overlap import Hidden
 from disttrain_cli.simulation.pipeline import simulate
-from disttrain_cli.simulation.sharing import simulate_shared, speed
+from disttrain_cli.simulation.shared_cores import simulate_shared, speed
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
 from disttrain_cli.spec.stage_graph import stage_cuts
 from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS

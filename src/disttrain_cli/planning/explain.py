@@ -18,7 +18,7 @@ from disttrain_cli.planning.objective import planned_stages_ms
 from disttrain_cli.planning.predict import Step
 from disttrain_cli.planning.units import Cluster, Unit, units_of
 from disttrain_cli.simulation.pipeline import simulate
-from disttrain_cli.simulation.sharing import simulate_shared
+from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Prediction, UnitPlan

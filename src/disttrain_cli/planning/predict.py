@@ -21,7 +21,7 @@ from disttrain_cli.planning.traffic import preprocess_need, traffic_of
 from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.simulation.makespan import steps_s
 from disttrain_cli.simulation.pipeline import simulate
-from disttrain_cli.simulation.sharing import simulate_shared
+from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.files import fingerprint

@@ -1,8 +1,8 @@
 """`disttrain profile`: from a run file to a profile, in the order data → device → processes → fits.
 
 Times on a CPU are CPU times under the load of the whole run, multiplied by processes / cores: what
-an operation takes while all ranks are busy (`compute.py` says why; `simulation.sharing` starts from
-the same convention).
+an operation takes while all ranks are busy (`compute.py` says why; `simulation.shared_cores` starts
+from the same convention).
 """
 
 from __future__ import annotations

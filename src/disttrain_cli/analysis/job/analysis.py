@@ -15,6 +15,7 @@ from disttrain_cli.analysis.causes import (
     mend,
 )
 from disttrain_cli.analysis.graph import Delays, Graph
+from disttrain_cli.analysis.job.comparisons import compare_sums
 from disttrain_cli.analysis.job.costing import peak_of, shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.job.graph import build_graph
@@ -49,8 +50,7 @@ from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.plan import Prediction
-from disttrain_cli.spec.trace import COMPUTE, WEIGHTS, Job
+from disttrain_cli.spec.trace import Job
 
 
 def analyze_database(database: Database, layouts: Layouts = other_layouts) -> Analysis:
@@ -82,7 +82,7 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
     units = _units(database, iteration_s)
     mfu = _job_mfu(database, units, iteration_s)
     operations = compare_operations(database)
-    comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
+    comparisons = compare_sums(database, times, operations, 1 - shares["compute"], mfu)
     moved = moved_data(database)
     ranks = rank_summaries(database)
     stragglers, verdict, causes, study, helps = _straggle(
@@ -189,108 +189,6 @@ def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -
             return None
         tflop += unit.model_tflop_per_step
     return tflop / (iteration_s * peak_of(database.job, sum(unit.gpus for unit in units)))
-
-
-def _comparisons(
-    database: Database,
-    times: dict[str, Any],
-    operations: list[OperationRow],
-    bubble: float,
-    mfu: float | None,
-) -> list[Comparison]:
-    """Predicted beside measured in sum: the plan's figures, and the profile at the recorded
-    sizes."""
-    job = database.job
-    if job is None:
-        return []
-    rows: list[Comparison] = []
-
-    def add(
-        what: str,
-        unit: str | None,
-        basis: str,
-        predicted: float | None,
-        measured: float | None,
-        measure: str,
-    ) -> None:
-        if predicted and measured is not None:
-            rows.append(
-                Comparison(
-                    what=what,
-                    unit=unit,
-                    basis=basis,
-                    predicted=predicted,
-                    measured=measured,
-                    measure=measure,
-                    error_pct=100 * (measured - predicted) / predicted,
-                )
-            )
-
-    plan, iteration_s = job.predicted, times["iteration_s"]
-    add("iteration_s", None, "plan", plan.iteration_s, iteration_s, "s")
-    if operations:
-        add("iteration_s", None, "same work", operations[0].predicted / 1e3, iteration_s, "s")
-    add(
-        "sequences_per_s",
-        None,
-        "plan",
-        plan.sequences_per_s,
-        job.layout.global_batch_size / iteration_s,
-        "1/s",
-    )
-    add("mfu", None, "plan", plan.mfu_used or plan.mfu, mfu, "fraction")
-    add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
-    sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
-    for unit in job.layout.units:
-        of_unit = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
-        computed = (
-            COMPUTE
-            if any(delay is not None for delay in unit.weight_delay or ())
-            else COMPUTE[:WEIGHTS]
-        )
-        for what in (*computed, "stage") if of_unit else ():
-            if unit.name in sharing:
-                planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
-                add(
-                    f"{what}_ms",
-                    unit.name,
-                    "plan",
-                    planned_ms,
-                    _of_unit(of_unit, what, "measured"),
-                    "ms",
-                )
-            add(
-                f"{what}_ms",
-                unit.name,
-                "same work",
-                _of_unit(of_unit, what, "predicted"),
-                _of_unit(of_unit, what, "measured"),
-                "ms",
-            )
-    return rows
-
-
-def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
-    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both
-    together."""
-    if what != "stage":
-        return sum(float(getattr(row, column)) for row in rows if row.operation == what)
-    return max(
-        sum(float(getattr(row, column)) for row in rows if row.stage == stage)
-        for stage in {row.stage for row in rows}
-    )
-
-
-def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
-    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for
-    "stage"."""
-    time = next(time for time in predicted.units if time.unit == unit)
-    if operation != "stage":
-        return float(getattr(time, f"{operation}_ms"))
-    return max(
-        (s.forward_ms + s.backward_ms + s.weights_ms for s in predicted.stages if s.unit == unit),
-        default=time.stage_ms,
-    )
 
 
 def _straggle(

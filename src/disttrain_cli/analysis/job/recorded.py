@@ -12,7 +12,7 @@ from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.costs.layout import crossings
 from disttrain_cli.simulation.pipeline import simulate
-from disttrain_cli.simulation.sharing import simulate_shared
+from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 
