@@ -37,9 +37,9 @@ MARGIN = 0.01
 #: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
 SHARE = 0.005
 POLL_S, QUIET_S = 1.0, 5.0
-#: A look is taken early where the last `LATEST` steps take so much more or less time than those of
-#: the last look did.
-MOVED, LATEST = 0.03, 3
+#: As many looks in succession may come early: where the last `LATEST` steps take so much more or
+#: less time than those of the last look did, and where its verdict does not stand.
+EARLY, LATEST, MOVED = 2, 3, 0.03
 
 #: What a verdict says, without its figures.
 Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
@@ -175,25 +175,26 @@ def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Itera
         root: the run's folder.
         steps: how many steps are judged.
         every_s: seconds between two looks at least; None: as many as keep them at `SHARE` of this
-            host's cores, one of them early where steps take another time than before.
+            host's cores, some of them early and paid for later (`EARLY`).
 
     Raises:
         As `Watcher.look`.
     """
     watcher, ending = Watcher(root, steps), Ending(RunDir(root))
     next_s = grown_s = time.monotonic()
-    early = every_s is not None  # the last look was, and none may be now
+    early, unsure = 0, False  # of the last looks; of the last verdict
     while True:
         # asked first, so that what came before the end is seen
         over = time.monotonic() - grown_s >= QUIET_S and ending.over()
         due = over or time.monotonic() >= next_s
-        if due or (not early and watcher.moved()):
+        hurry = every_s is None and early < EARLY and (unsure or watcher.moved())
+        if due or hurry:
             began_s = time.process_time()
             look = watcher.look()
             if look is not None:
                 grown_s = time.monotonic()
                 taken_s = time.process_time() - began_s
-                early = not due or every_s is not None
+                early, unsure = 0 if due else early + 1, not look.stands
                 next_s = max(grown_s, next_s) + (
                     taken_s / (SHARE * (os.cpu_count() or 1)) if every_s is None else every_s
                 )
