@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.runtime.launching.launch import launch
-from tests.models.ulysses_worker import CASES, CP
+from tests.models.ulysses_worker import CASES, CP, GATHERED
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *GATHERED])
 def test_own_rows_are_those_of_attention_over_all(found: list[dict[str, float]], name: str) -> None:
     assert max(rank[name] for rank in found) < 2e-6
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from disttrain_cli.models.attention import Segments, attend
 from disttrain_cli.models.group import Group
+from disttrain_cli.models.levelling import numbers_of, runs_of
 from disttrain_cli.runtime.launching.process import joined
 
 #: Together 29 rows: three ranks have eight, the last one five.
@@ -25,11 +27,25 @@ CASES = {
     "one key for all": (4, 1, 5),
     "window": (8, 4, 6),
 }
+#: The same with keys and values gathered: lengths, heads, window, whether it is causal.
+GATHERED = {
+    "gathered": ([3, 50, 1, 10], 8, 4, None, True),
+    "gathered, one sample": ([96], 4, 1, None, True),
+    "gathered, short samples": ([5, 3, 8, 2, 2, 4], 2, 2, None, True),
+    "gathered, windows": ([3, 50, 1, 10], 8, 2, 6, True),
+    "gathered, windows of one": ([24, 40], 2, 1, 1, True),
+    "gathered, fewer heads than ranks": ([30, 34], 3, 1, 13, True),
+    "gathered, not to be cut evenly": (LENGTHS, 8, 4, None, True),
+    "gathered, images": (LENGTHS, 3, 3, None, False),
+    "gathered, equal images": ([8, 8, 8], 4, 4, None, False),
+    "gathered, ranks without rows": ([2, 3], 4, 4, None, False),
+    "gathered, fewer rows than ranks": ([3], 4, 2, None, True),
+}
 
 
-def rows(heads: int, seed: int) -> Tensor:
+def rows(heads: int, seed: int, count: int) -> Tensor:
     """The same numbers on every rank."""
-    made = torch.randn(sum(LENGTHS), heads, WIDTH, generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(count, heads, WIDTH, generator=torch.Generator().manual_seed(seed))
     return made.requires_grad_()
 
 
@@ -37,20 +53,35 @@ def ranks(payload: dict[str, Any]) -> None:
     """Write, by name of a case, the largest difference from attention over all rows."""
     with joined("cpu", 60.0):
         group = Group(dist.group.WORLD, CP, int(os.environ["RANK"]))
-        found = {name: difference(group, *case) for name, case in CASES.items()}
+        found = {name: difference(group, LENGTHS, *case) for name, case in CASES.items()}
+        gathers = replace(group, gathers=True)
+        for name, (lengths, *case) in GATHERED.items():
+            found[name] = difference(gathers, lengths, *case)
         Path(payload["out"], f"{group.rank}.json").write_text(json.dumps(found))
 
 
-def difference(group: Group, query: int, key: int, window: int | None) -> float:
+def difference(
+    group: Group,
+    lengths: list[int],
+    query: int,
+    key: int,
+    window: int | None,
+    causal: bool = True,
+) -> float:
     """Of what attention makes of the own rows, and of their gradients."""
-    whole = [rows(heads, seed) for seed, heads in enumerate((query, key, key))]
-    within, shared = (Segments(LENGTHS, torch.device("cpu"), cp) for cp in (None, group))
-    weight = rows(query, 9).detach()
-    expected = attend(*whole, within, causal=True, window=window)
+    whole = [
+        rows(heads, seed, sum(lengths)) for seed, heads in enumerate((query, key, key))
+    ]
+    within, shared = (Segments(lengths, torch.device("cpu"), cp) for cp in (None, group))
+    weight = rows(query, 9, sum(lengths)).detach()
+    expected = attend(*whole, within, causal=causal, window=window)
     gradients = torch.autograd.grad((expected * weight).sum(), whole)
-    mine = group.local_rows(sum(LENGTHS))
+    levelled = group.gathers and causal
+    runs = runs_of(lengths, CP, levelled)[group.rank]
+    mine = torch.from_numpy(numbers_of(runs))
     own = [tensor.detach()[mine].requires_grad_() for tensor in whole]
-    made = attend(*own, shared, causal=True, window=window)
+    made = attend(*own, shared, causal=causal, window=window)
     found = torch.autograd.grad((made * weight[mine]).sum(), own)
     pairs = [(expected, made), *zip(gradients, found, strict=True)]
-    return max(float((one[mine] - other).abs().max()) for one, other in pairs)
+    apart = [(one[mine] - other).abs().flatten() for one, other in pairs]
+    return float(torch.cat([torch.zeros(1), *apart]).max())

@@ -33,7 +33,7 @@ def _alone(name: str, layers: int, **how: Any) -> UnitPlan:
     return unit({EYE: "e", PAINTER: "g"}[name], [name], [layers]).model_copy(update=how)
 
 
-#: On up to eight ranks.
+#: On up to eight ranks; rows exchanged for heads.
 CASES = {
     "cp2": Case("text", [shared([5], 2)], 1, None, 0, False),
     "cp4 dp2": Case("text", [shared([5], 4, 2)], 1, None, 1, False),
@@ -106,6 +106,60 @@ CASES = {
         0,
         False,
     ),
+}
+#: The same where groups gather keys and values, with tokens levelled by their work.
+GATHERS = {
+    "gathers, cp4 dp2": Case("text", [shared([5], 4, 2)], 1, None, 1, False),
+    "gathers, tp2 cp2 pp2": Case("text", [shared([2, 3], 2, 1, 2)], 2, None, 0, True),
+    "gathers, cp8": Case("text", [shared([5], 8)], 2, None, 1, False),
+    "gathers, cp2 pp2, tied, windows": Case(
+        "windows", [shared([2, 3], 2, weight_delay=[0, 1])], 2, None, 0, True
+    ),
+    "gathers, tp2 cp2, adapters": Case("adapters", [shared([5], 2, 1, 2)], 3, None, 0, False),
+    "gathers, everything, cp4": Case(
+        "all",
+        [
+            unit("e", [EYE], [4], 2),
+            shared([5], 4, checkpointing=True),
+            unit("g", [PAINTER], [8], 1, 2),
+        ],
+        2,
+        None,
+        1,
+        False,
+    ),
+    "gathers, everything, tp2 cp2 overlapped": Case(
+        "all",
+        [
+            unit("e", [EYE], [4], 1, 2),
+            shared([5], 2, tp=2, tp_overlap=True),
+            unit("g", [PAINTER], [8], 1, 2),
+        ],
+        1,
+        None,
+        0,
+        True,
+    ),
+    "gathers, llm frozen": Case(
+        "all",
+        [unit("e", [EYE], [1, 3]), shared([2, 3], 2), unit("g", [PAINTER], [8], 2)],
+        1,
+        [EYE, PAINTER, "projectors"],
+        0,
+        False,
+    ),
+    "gathers, features, tp2 cp2": Case(
+        "qwen3_vl", [unit("e", [EYE], [7], 4), shared([5], 2, tp=2)], 1, None, 1, False
+    ),
+}
+CASES |= {
+    name: case._replace(
+        units=[
+            one.model_copy(update={"cp_comm_type": "all_gather"}) if one.cp > 1 else one
+            for one in case.units
+        ]
+    )
+    for name, case in GATHERS.items()
 }
 
 

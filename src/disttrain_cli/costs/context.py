@@ -24,7 +24,9 @@ from disttrain_cli.spec.work import Work
 VALUE_BYTES = {"bf16": 2.0, "fp32": 4.0}
 
 
-def misfit(profile: Profile, modules: Sequence[str], tp: int, cp: int) -> str | None:
+def misfit(
+    profile: Profile, modules: Sequence[str], tp: int, cp: int, gathers: bool = False
+) -> str | None:
     """Why a unit with these modules cannot have a CP degree; None where it can."""
     inputs = profile.inputs
     if cp == 1:
@@ -45,7 +47,7 @@ def misfit(profile: Profile, modules: Sequence[str], tp: int, cp: int) -> str | 
             )
         for heads in known:
             query, key = heads.query // tp, heads.key // tp
-            if query % cp or (key % cp and cp % key):
+            if not gathers and (query % cp or (key % cp and cp % key)):
                 each = f" on each of {tp} TP ranks" if tp > 1 else ""
                 return (
                     f"CP {cp} must divide the {query} heads{each} of {name}, and divide or be"

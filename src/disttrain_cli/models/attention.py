@@ -10,8 +10,8 @@ which kernel does the mathematics, for training and for what plans price alike:
 - `grouped`: anywhere; PyTorch's scaled_dot_product_attention over all segments of a length at once.
 
 transformers' layers call it where their configuration says so (`packed`), with the segments in the
-mask's place; diffusers' by their processors (`processors`). Where a CP group shares the
-rows, each rank attends with a share of the heads (`ulysses`).
+mask's place; diffusers' by their processors (`processors`). Where a CP group shares the rows, each
+rank attends with a share of the heads (`ulysses`), or with its own rows (`gathered`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.models.gathered import gathered, taken
 from disttrain_cli.models.group import Group, padded
 from disttrain_cli.models.host import to_device
+from disttrain_cli.models.levelling import numbers_of, runs_of, seen_by
 from disttrain_cli.models.torch_versions import varlen_attn
 from disttrain_cli.models.ulysses import to_heads, to_rows
 
@@ -36,6 +40,8 @@ Kernel = Literal["varlen", "efficient", "grouped"]
 #: What flash attention takes (torch 2.11 to 2.13): the widest head, in steps of, and the oldest
 #: compute capability.
 WIDEST_HEAD, HEAD_STEP, CAPABILITY = 256, 8, (8, 0)
+#: Queries that are given a mask at once.
+BLOCK = 1024
 #: Memory-efficient attention takes heads of any width in steps of as many bytes.
 HEAD_STEP_BYTES = 16
 
@@ -63,6 +69,7 @@ class Segments:
         self, lengths: Sequence[int], device: torch.device, cp: Group | None = None
     ) -> None:
         self.lengths, self.longest, self._device, self.cp = lengths, max(lengths), device, cp
+        self._shares: dict[bool, Shares] = {}
 
     @cached_property
     def starts(self) -> Tensor:
@@ -90,10 +97,51 @@ class Segments:
         rows = torch.argsort(sizes, stable=True)
         return to_device(rows, self._device), to_device(torch.argsort(rows), self._device)
 
+    def tensors(self) -> list[Tensor]:
+        """What was made of them so far."""
+        made = tree_leaves(vars(self))
+        inner = [one.tensors() for one in made if isinstance(one, Segments)]
+        return [one for one in tree_leaves([made, inner]) if isinstance(one, Tensor)]
+
+    def shares(self, causal: bool) -> Shares:
+        """What the ranks attend with where they gather keys and values (`gathered`)."""
+        if causal not in self._shares:
+            assert self.cp is not None
+            runs = runs_of(self.lengths, self.cp.size, causal)
+            order = numbers_of([run for own in runs for run in own])
+            moved = None
+            if (np.diff(order) != 1).any():
+                rows, back = (torch.from_numpy(one) for one in (order, np.argsort(order)))
+                moved = to_device(rows, self._device), to_device(back, self._device)
+            parts, own = list[Part](), 0
+            for run in runs[self.cp.rank]:
+                queries, seen, keys = seen_by(self.lengths, run, causal)
+                within, to = (Segments(of or [0], self._device) for of in (queries, seen))
+                parts.append(Part(slice(own, own + run[1] - run[0]), slice(*keys), within, to))
+                own = parts[-1].rows.stop
+            self._shares[causal] = Shares(moved, parts)
+        return self._shares[causal]
+
     @cached_property
     def _together(self) -> bool:
         """Whether ordering the rows by length would not even halve the number of groups."""
         return len(list(groupby(self.lengths))) < 2 * len(set(self.lengths))
+
+
+class Part(NamedTuple):
+    """A run of a rank's own rows, and of which rows it needs keys and values."""
+
+    rows: slice
+    keys: slice
+    within: Segments
+    to: Segments
+
+
+class Shares(NamedTuple):
+    """How ranks of a CP group attend with their own rows."""
+
+    order: tuple[Tensor, Tensor] | None  # `gathered`
+    parts: list[Part]  # of this rank
 
 
 def segments_of(
@@ -137,17 +185,34 @@ def attend(
     Args:
         key_RGD, value_RGD: of G heads, each of which serves H / G heads of the query.
         within: the query's segments,
-        to: and those of keys and values, where they are others; all of either are equally long
-            then.
+        to: and those of keys and values, where they are others, which no CP group shares.
         scale: of the scores; 1 / √D if None.
         causal: to itself and the rows before it only,
         window: and of those to the last `window`, itself among them.
     """
     rows = _Rows(query_RHD, key_RGD, value_RGD)
     if (cp := within.cp) is not None:
+        if cp.gathers:
+            return _attended_parts(rows, within, cp, scale, causal, window)
         rows = _Rows(*to_heads(*rows, sum(within.lengths), cp))
     made = _attended_rows(rows, within, to, scale, causal, window)
     return made if cp is None else to_rows(made, len(query_RHD), cp)
+
+
+def _attended_parts(
+    rows: _Rows, within: Segments, cp: Group, scale: float | None, causal: bool, window: int | None
+) -> Tensor:
+    order, parts = within.shares(causal)
+    whole = gathered(rows.key, rows.value, sum(within.lengths), order, cp)
+    made = []
+    for part in parts:
+        key, value, whole = taken(whole, part.keys)
+        some = _Rows(rows.query[part.rows], key, value)
+        if len(some.query):
+            made.append(_attended_rows(some, part.within, part.to, scale, causal, window))
+        else:  # a rank without rows still takes its part in the group's messages
+            made.append(some.query + (key.sum() + value.sum()))
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def not_empty(attention: Callable[[Tensor], Tensor], own_RD: Tensor) -> Tensor:
@@ -164,17 +229,20 @@ def _attended_rows(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    if window is not None and window >= within.longest:
+    to = to or within
+    if window is not None and window >= to.longest:
         window = None
     kernel = kernel_for(rows.query.device, rows.query.dtype, rows.query.shape[-1])
     if kernel == "varlen":
-        return _varlen(rows, within, to or within, scale, causal, window)
-    if to is not None:
+        return _varlen(rows, within, to, scale, causal, window)
+    if to is within:
+        return _grouped(kernel, rows, within, scale, causal, window)
+    if not causal and len(set(within.lengths)) == len(set(to.lengths)) == 1:
         query, key, value = (
             tensor.unflatten(0, (len(within.lengths), -1)).transpose(1, 2) for tensor in rows
         )
         return _dense(kernel, query, key, value, causal, scale).transpose(1, 2).flatten(0, 1)
-    return _grouped(kernel, rows, within, scale, causal, window)
+    return _one_by_one(kernel, rows, within, to, scale, causal, window)
 
 
 def _varlen(
@@ -213,6 +281,38 @@ def _dense(
     return made
 
 
+def _one_by_one(
+    kernel: Kernel,
+    rows: _Rows,
+    within: Segments,
+    to: Segments,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Attention to segments of which each may have more rows than queries: with `causal` the last
+    query of each sees all of them."""
+    rows, made = _for_every_head(rows), []
+    queries = rows.query.split(list(within.lengths))
+    for query, key, value in zip(
+        queries, *(tensor.split(list(to.lengths)) for tensor in rows[1:]), strict=True
+    ):
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        part = (
+            _masked(q, k, v, scale, window) if causal else _dense(kernel, q, k, v, causal, scale)
+        )
+        made.append(part[0].transpose(0, 1))
+    return torch.cat(made)
+
+
+def _for_every_head(rows: _Rows) -> _Rows:
+    each = rows.query.shape[1] // rows.key.shape[1]
+    if each == 1:
+        return rows
+    key, value = (tensor.repeat_interleave(each, 1) for tensor in rows[1:])
+    return rows._replace(key=key, value=value)
+
+
 def _grouped(
     kernel: Kernel,
     rows: _Rows,
@@ -221,11 +321,7 @@ def _grouped(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    each = rows.query.shape[1] // rows.key.shape[1]
-    if each > 1:
-        rows = rows._replace(
-            key=rows.key.repeat_interleave(each, 1), value=rows.value.repeat_interleave(each, 1)
-        )
+    rows = _for_every_head(rows)
     if within.order is not None:
         rows = _Rows(*(tensor.index_select(0, within.order[0]) for tensor in rows))
     sizes = [count * length for count, length in within.groups]
@@ -240,29 +336,31 @@ def _grouped(
         if window is None or length <= window or query.is_meta:
             made = _dense(kernel, query, key, value, causal, scale)
         else:
-            made = _windowed(query, key, value, scale, window)
+            made = _masked(query, key, value, scale, window)
         parts.append(made.transpose(1, 2).flatten(0, 1))
     made = parts[0] if len(parts) == 1 else torch.cat(parts)
     return made if within.order is None else made.index_select(0, within.order[1])
 
 
-def _windowed(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention [N, H, L, D] to the last `window` rows, by blocks of as many queries:
-    2·window² scores each."""
-    made = []
-    for start in range(0, query.shape[2], window):
-        first, end = max(0, start - window + 1), min(start + window, query.shape[2])
-        back = torch.arange(start, end, device=query.device)[:, None] - torch.arange(
-            first, end, device=query.device
-        )
+    """Causal attention [N, H, L, D] of the last L of the keys' rows to the last `window` rows each,
+    by blocks of queries: no more than 2 · window² scores each where there is a window."""
+    made, before, size = [], key.shape[2] - query.shape[2], window or BLOCK
+    for start in range(0, query.shape[2], size):
+        stop = min(start + size, query.shape[2])
+        first = 0 if window is None else max(0, before + start - window + 1)
+        back = torch.arange(before + start, before + stop, device=query.device)[
+            :, None
+        ] - torch.arange(first, before + stop, device=query.device)
+        seen = back >= 0 if window is None else (back >= 0) & (back < window)
         made.append(
             functional.scaled_dot_product_attention(
-                query[:, :, start:end],
-                key[:, :, first:end],
-                value[:, :, first:end],
-                attn_mask=(back >= 0) & (back < window),
+                query[:, :, start:stop],
+                key[:, :, first : before + stop],
+                value[:, :, first : before + stop],
+                attn_mask=seen,
                 scale=scale,
             )
         )

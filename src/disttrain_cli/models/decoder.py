@@ -1,7 +1,7 @@
 """transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama,
 Mistral, Qwen2, Qwen3, and the LLMs of Qwen2.5-VL and Qwen3-VL.
 
-Hidden rows are the M·L tokens of the microbatch, or of a CP group the rank's own run of them.
+Hidden rows are the M·L tokens of the microbatch, or of a CP group the rank's own ones of them.
 Attention is block-causal: a token sees the earlier tokens of its own sample only, the nearest ones
 where the block has a sliding window; padding sees padding, and nobody reads it. Rotary factors are
 made once per stage and batch, in `Batch.cache`; with M-RoPE of three positions each.
@@ -28,6 +28,7 @@ from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms, with_rows_added
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.levelling import runs_of
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share
 
 
@@ -58,6 +59,12 @@ class DecoderLayer(PipelineLayer):
 
     def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
         return batch.sample_seeds, batch.sample_lengths or []
+
+    def own(self, all_R: Tensor, batch: Batch) -> Tensor:
+        if self.cp is None or not self.cp.gathers:
+            return super().own(all_R, batch)
+        runs = runs_of(batch.sample_lengths or [], self.cp.size, causal=True)[self.cp.rank]
+        return torch.cat([all_R[slice(*run)] for run in runs])
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return False

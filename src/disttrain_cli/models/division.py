@@ -96,6 +96,7 @@ class Place:
     tp_rank: int = 0
     cp: int = 1
     cp_rank: int = 0
+    gathers: bool = False  # keys and values: tokens are levelled then (`levelling`)
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """(start, stop) of the rows of a split state tensor that the rank holds: those of its TP

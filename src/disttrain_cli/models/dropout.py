@@ -110,8 +110,8 @@ def begin(layer: Any, given: tuple[Any, ...]) -> None:
     """Tell a layer's dropouts the rows of the batch that it is given: with the state before it."""
     seeds_N, counts = layer.seeded_rows(given[1])
     rows = row_hashes(seeds_N, counts) if layer.trained and seeds_N is not None else None
-    if rows is not None and layer.cp is not None:
-        rows = rows[layer.cp.local_rows(len(rows))]
+    if rows is not None:
+        rows = layer.own(rows, given[1])
     group = layer.group
     for dropout in layer.dropouts:
         dropout.begin(rows, *((1, 0) if group is None else (group.size, group.rank)))

@@ -25,6 +25,7 @@ class Group:
     rank: int  # in the group
     overlap: bool = False  # messages travel chunk by chunk behind products (`overlapped`)
     symmetric: bool = False  # where they can, through memory that its devices share (`symmetric`)
+    gathers: bool = False  # of a CP group: keys and values, for its own queries (`gathered`)
     # around all in which its ranks wait for each other, but for memory that they share
     exchanging: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -111,10 +111,9 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch, with what was made of them so far."""
-        made: list[Any] = [
-            vars(value) for value in self.cache.values() if isinstance(value, Segments)
+        made = [
+            value.tensors() for value in self.cache.values() if isinstance(value, (Segments, Batch))
         ]
-        made += [value.tensors() for value in self.cache.values() if isinstance(value, Batch)]
         items = [vars(fields) for fields in self.items.values()]
         return [
             value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
@@ -211,6 +210,10 @@ class PipelineLayer(nn.Module):
     def of_group(self, rows: int) -> slice:
         """Of so many rows of its items those that this rank's TP group works on."""
         return slice(0, rows) if self.cp is None else self.cp.local_rows(rows)
+
+    def own(self, all_R: Tensor, batch: Batch) -> Tensor:
+        """Of what all rows of its items have, in their order, that of these rows."""
+        return all_R[self.of_group(len(all_R))]
 
     def seeded_rows(self, batch: Batch) -> tuple[Tensor | None, list[int]]:
         """Seeds of its items, if the batch has them, and how many rows each has, on all ranks of a

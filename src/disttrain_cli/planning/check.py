@@ -256,7 +256,7 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
                 "the profile, made before they could, does not know the size of a node",
                 "Profile again: disttrain profile",
             )
-        if (why := misfit(profile, unit.modules, unit.tp, unit.cp)) is not None:
+        if (why := misfit(profile, unit.modules, unit.tp, unit.cp, unit.gathers)) is not None:
             raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)
     for stage in stage_graph(layout, profile.inputs.llm).stages:
         if stage.ranks[0] % min(stage.unit.width, run.cluster.gpus_per_node):

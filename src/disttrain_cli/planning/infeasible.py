@@ -191,7 +191,7 @@ def _layout(units: list[Unit], size: int, shapes: Sequence[UnitShape]) -> Layout
     slots = cluster.batch // size
     stages = in_line([shape.pp for shape in shapes], llm)
     for unit, shape, left in zip(units, shapes, stages, strict=True):
-        tp, dp, pp, recomputes, cp = shape
+        tp, dp, pp, recomputes, cp, gathers = shape
         layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes, cp)
         assert layers is not None, "a shape that fits has a split"
         plans.append(

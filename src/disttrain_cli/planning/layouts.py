@@ -24,7 +24,7 @@ def layout_with(
     stages = in_line([shape.pp for shape in shapes], holder_of(units))
     plans: list[UnitPlan] = []
     for unit, shape, left in zip(units, shapes, stages, strict=True):
-        tp, dp, pp, recomputes, cp = shape
+        tp, dp, pp, recomputes, cp, gathers = shape
         layers = layers_per_stage(
             unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes, cp
         )

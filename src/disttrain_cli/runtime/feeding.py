@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -26,10 +26,13 @@ from disttrain_cli.data.slots import (
     of_flat_arrays,
 )
 from disttrain_cli.models.division import Place
+from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.host import constant, to_device
 from disttrain_cli.models.layer import Batch, Items, Shared
+from disttrain_cli.models.levelling import Run, runs_of
 from disttrain_cli.spec.heads import Affine, Head, Item
 from disttrain_cli.spec.places import Places
+from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile.train import TrainSpec
 
 #: Arrays that the host reads.
@@ -48,6 +51,14 @@ class Slots(Protocol):
     def prefetch(self, step: int, slot: int) -> None:
         """Have this slot and those after it prepared in the background."""
         ...
+
+
+def fields_of(layers: Iterable[LayerInfo], unit: UnitPlan) -> set[str]:
+    """What a stage of these layers needs of a batch (`Loader`): with samples' lengths wherever
+    tokens are levelled by them."""
+    fields = {field for info in layers for field in info.needs}
+    levelled = unit.gathers and fields & {"tokens", "rows", "context", "labels"}
+    return fields | {"layout"} if levelled else fields
 
 
 def message_dtype(train: TrainSpec) -> torch.dtype:
@@ -100,15 +111,14 @@ def to_batch(
 
     def of_tokens(values: Any) -> Any:
         """The rank's own of [..., M, L]."""
-        if values is None or place.cp == 1:
+        if values is None or own is None:
             return tensor(values)
         flat = as_tensor(values).flatten(-2)
-        return tensor(flat[..., None, slice(*place.of_group(flat.shape[-1]))])
+        runs = [tensor(flat[..., None, slice(*run)]) for run in own]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, -1)
 
     def of_item(item: Item, arrays_of_item: ItemArrays) -> Items:
-        heads, rows, own = inputs.of(item), arrays_of_item.rows, None
-        if place.cp > 1:
-            own = place.of_group(tokens)
+        heads, rows = inputs.of(item), arrays_of_item.rows
         places = None if rows is None else Places(rows, arrays_of_item.shares)
         return Items(
             grids=[(int(rows), int(columns)) for rows, columns in arrays_of_item.grids],
@@ -124,14 +134,16 @@ def to_batch(
             else as_tensor(arrays_of_item.noise_seeds),
         )
 
-    inputs, tokens = order.slots[0].inputs, tokens_of(arrays)
+    inputs = order.slots[0].inputs
+    lengths = None if arrays.documents is None else sample_lengths(arrays.documents)
+    own = None if place.cp == 1 else own_tokens(arrays, lengths, place)
     return Batch(
         items={
             item: of_item(item, arrays_of_item) for item, arrays_of_item in arrays.items.items()
         },
         token_ids=of_tokens(arrays.token_ids),
         positions=of_tokens(arrays.positions),
-        sample_lengths=None if arrays.documents is None else sample_lengths(arrays.documents),
+        sample_lengths=lengths,
         sample_seeds=tensor(arrays.sample_seeds),
         labels=of_tokens(arrays.labels),
         label_tokens=float(max(1, order.label_tokens)),
@@ -152,17 +164,28 @@ def tokens_of(arrays: SlotBatch) -> int:
     return next((math.prod(known.shape[-2:]) for known in of_tokens if known is not None), 0)
 
 
+def own_tokens(arrays: SlotBatch, lengths: list[int] | None, place: Place) -> list[Run]:
+    """The runs of a slot's tokens that a rank of a CP group works on, in ascending order."""
+    tokens = tokens_of(arrays)
+    if not place.gathers or not tokens:
+        return [place.of_group(tokens)]
+    assert lengths is not None, "asked for (`fields_of`)"
+    return runs_of(lengths, place.cp, causal=True)[place.cp_rank]
+
+
 def in_tokens(
-    places: Places, device: torch.device, own: tuple[int, int] | None = None
+    places: Places, device: torch.device, own: Sequence[Run] | None = None
 ) -> dict[str, Any]:
-    """The fields of `Items` that say which tokens their rows become: of all tokens, or of those
-    from the first number of `own` up to the second, counted from there."""
+    """The fields of `Items` that say which tokens their rows become: of all tokens, or of those in
+    the runs `own`, counted through these."""
     if own is None and places.shares is None:
         return {"rows": to_device(as_tensor(places.at), device)}
-    start, stop = own or (0, math.inf)
-    inside = (places.at >= start) & (places.at < stop)
+    starts, stops = np.array(own or [(0, np.iinfo(np.int64).max)]).T
+    run = np.maximum(0, np.searchsorted(starts, places.at, "right") - 1)
+    inside = (places.at >= starts[run]) & (places.at < stops[run])
+    before = np.cumsum(stops - starts) - (stops - starts) - starts  # of the runs before
     fields = {
-        "rows": to_device(as_tensor(places.at[inside] - start), device),
+        "rows": to_device(as_tensor((places.at + before[run])[inside]), device),
         "shared": Shared(np.nonzero(inside)[0], len(places.at)),
     }
     if places.shares is not None and (places.shares[inside] != 1).any():

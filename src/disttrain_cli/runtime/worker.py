@@ -29,7 +29,7 @@ from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.evaluation import Evaluation
-from disttrain_cli.runtime.feeding import fetcher, message_dtype
+from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
 from disttrain_cli.runtime.launching.join import join
@@ -64,7 +64,7 @@ def main(payload: dict[str, Any]) -> None:
         run, coords, told = job.run, job.coords, job.told
         rank0, reports = coords.rank == 0, Path(told["steps_file"])
         layers = layer_table(run)[coords.stage.layers.start : coords.stage.layers.stop]
-        fields = {field for info in layers for field in info.needs}
+        fields = fields_of(layers, coords.unit)
 
         # Without a launcher of ours nobody reads the reports.
         narration = (

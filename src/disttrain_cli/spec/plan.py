@@ -15,6 +15,8 @@ from disttrain_cli.spec.runfile.bounds import MOST_GPUS, MOST_SEQUENCES
 from disttrain_cli.spec.runfile.model import UNIT_NAME
 from disttrain_cli.spec.whole import keep_before, write_whole
 
+#: Names as in Megatron-LM.
+CpCommType = Literal["a2a", "all_gather"]
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
 
 
@@ -26,6 +28,7 @@ class UnitShape(NamedTuple):
     pp: int
     checkpointing: bool = False
     cp: int = 1
+    gathers: bool = False  # its CP group keys and values (`UnitPlan.cp_comm_type`)
 
     @property
     def width(self) -> int:
@@ -56,6 +59,14 @@ class UnitPlan(Strict):
         description=(
             "Ranks that share the tokens of a replica's sequences and the rows of its images, all"
             " with the same weights; of a unit without generators."
+        ),
+    )
+    cp_comm_type: CpCommType = Field(
+        "a2a",
+        exclude_if=lambda given: given == "a2a",
+        description=(
+            "How a CP group attends: a2a exchanges rows for heads, all_gather gathers keys and"
+            " values for each rank's own queries, with tokens levelled by their work."
         ),
     )
     dp: int = Field(1, ge=1, le=MOST_GPUS)
@@ -100,6 +111,10 @@ class UnitPlan(Strict):
             raise ValueError("layers_per_stage must give every stage at least one layer")
         if self.tp_overlap and self.tp == 1:
             raise ValueError("tp_overlap needs a TP group: tp is 1, which sends nothing")
+        if self.gathers and self.cp == 1:
+            raise ValueError(
+                "cp_comm_type all_gather needs a CP group: cp is 1, which sends nothing"
+            )
         if self.weight_delay is not None:
             if len(self.weight_delay) != self.pp or any((d or 0) < 0 for d in self.weight_delay):
                 raise ValueError(
@@ -115,7 +130,12 @@ class UnitPlan(Strict):
 
     @property
     def shape(self) -> UnitShape:
-        return UnitShape(self.tp, self.dp, self.pp, self.checkpointing, self.cp)
+        return UnitShape(self.tp, self.dp, self.pp, self.checkpointing, self.cp, self.gathers)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its CP groups gather keys and values."""
+        return self.cp_comm_type == "all_gather"
 
     @property
     def width(self) -> int:
@@ -130,7 +150,8 @@ class UnitPlan(Strict):
     @property
     def degrees(self) -> str:
         """TP, DP and PP in words, and CP where there is one."""
-        cp = f"CP {self.cp} " if self.cp > 1 else ""
+        gathers = " (all_gather)" if self.gathers else ""
+        cp = f"CP {self.cp}{gathers} " if self.cp > 1 else ""
         return f"TP {self.tp} {cp}DP {self.dp} PP {self.pp}"
 
 

@@ -52,7 +52,7 @@ from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_lrs
-from disttrain_cli.runtime.feeding import message_dtype, pinned, to_batch
+from disttrain_cli.runtime.feeding import fields_of, message_dtype, pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone, record_steps
 from disttrain_cli.runtime.messages.proof import faults
@@ -169,7 +169,7 @@ def _take_steps(
     is looked at."""
     now, table, layers = wall_clock(), layer_table(run), coords.stage.layers
     tracer = Tracer(Path(os.devnull), "dry-run", coords, now, device_clock=DeviceClock(now))
-    fields = {field for info in table[layers.start : layers.stop] for field in info.needs}
+    fields = fields_of(table[layers.start : layers.stop], coords.unit)
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     with Observer() as observer:
         with Waits():

@@ -80,7 +80,7 @@ class UnitGrid(PipelineParallelGrid):
         elif one.kind == "tensor parallel":
             self.tp = Group(group, coords.unit.tp, coords.tp_rank, coords.unit.tp_overlap)
         elif one.kind == "context parallel":
-            self.cp = Group(group, coords.unit.cp, coords.cp_rank)
+            self.cp = Group(group, coords.unit.cp, coords.cp_rank, gathers=coords.unit.gathers)
         elif one.kind == "tied weights":
             self.twins = group
         elif one.way is not None:

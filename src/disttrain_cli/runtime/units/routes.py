@@ -50,7 +50,7 @@ class End:
 
 def place_of(coords: RankCoords) -> Place:
     """A rank's place among those that share its replica's work on a stage."""
-    return End.of(coords).place
+    return replace(End.of(coords).place, gathers=coords.unit.gathers)
 
 
 @dataclass(frozen=True)
