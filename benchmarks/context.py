@@ -4,12 +4,13 @@ they keep.
 Load: the busiest rank's work over the mean of its group, on sequences of 131,072 tokens packed from
 the distribution `long-documents`; the mean over sequences, and the worst of them. Work of attention
 is the pairs of tokens of causal attention inside documents, times heads; that of a whole block has
-the linears of Llama 7B beside it. Ours: every rank has an equal run of the tokens for the linears,
-and in attention all tokens for an equal share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
-Beside it two ways in which a rank attends with its own tokens for all heads, keys and values of the
-others given: contiguous runs of tokens, and a chunk of the head with one of the tail of the
-sequence (Llama 3, arXiv 2407.21783, section 3.3.2), which is level for one document only.
-Deterministic.
+the linears of Llama 7B beside it. Ours: `a2a`, every rank has an equal run of the tokens for the
+linears, and in attention all tokens for an equal share of the heads (DeepSpeed-Ulysses, arXiv
+2309.14509); `all_gather`, a rank attends with its own tokens for all heads, keys and values of the
+others given, and tokens are dealt out in chunks by their work (`models.levelling`). Beside the
+latter two ways of dividing tokens for it: contiguous runs, and a chunk of the head with one of the
+tail of the sequence (Llama 3, arXiv 2407.21783, section 3.3.2), which is level for one document
+only. Deterministic.
 
 Memory: a step of `disttrain train --dry-run --device cuda` for Llama 7B on one sequence of 131,072
 tokens, one document, at CP 1 and CP 8: activations kept from forward to backward and the peak of
@@ -32,6 +33,7 @@ from disttrain_cli.data.index import open_index
 from disttrain_cli.data.packing import Packing, pack
 from disttrain_cli.models.division import Place
 from disttrain_cli.models.graph import describe
+from disttrain_cli.models.levelling import runs_of
 from disttrain_cli.runtime.dryrun.dryrun import dry_run
 from disttrain_cli.spec.plan import Plan, read_plan
 from disttrain_cli.spec.runfile import Run, read_run
@@ -68,24 +70,34 @@ def run_of(folder: Path, length: int, layers: int, sequences: int) -> Run:
     return read_run(folder / "disttrain.yaml")
 
 
-def pairs_before(packing: Packing, sequence: int) -> Floats:
-    """[tokens] of a sequence, how many tokens of its document each of them attends."""
+def lengths_in(packing: Packing, sequence: int) -> list[int]:
+    """Tokens of each document of a sequence, its padding as one, which attends to itself alike."""
     first, last = packing.sample_start[sequence : sequence + 2]
-    lengths = packing.index.lengths[packing.samples[first:last]]
-    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    own = np.arange(1, lengths.sum() + 1) - starts
-    return np.concatenate([own, np.zeros(packing.index.inputs.sequence_length - len(own))])
+    lengths: list[int] = packing.index.lengths[packing.samples[first:last]].tolist()
+    rest = packing.index.inputs.sequence_length - sum(lengths)
+    return [*lengths, rest] if rest else lengths
 
 
-def loads(pairs: Floats, cp: int) -> dict[str, tuple[Floats, Floats]]:
+def pairs_before(lengths: list[int]) -> Floats:
+    """[tokens] of a sequence, how many tokens of its document each of them attends."""
+    return np.concatenate([np.arange(1.0, length + 1.0) for length in lengths])
+
+
+def loads(pairs: Floats, lengths: list[int], cp: int) -> dict[str, tuple[Floats, Floats]]:
     """By way of dividing, (tokens, pairs of tokens times share of the heads) of every CP rank."""
+    before = np.concatenate([[0.0], np.cumsum(pairs)])
+    levelled = [
+        sum(before[stop] - before[first] for first, stop in own)
+        for own in runs_of(lengths, cp, causal=True)
+    ]
     tokens = np.array(
         [np.subtract(*Place(cp=cp, cp_rank=rank).of_group(len(pairs))[::-1]) for rank in range(cp)]
     )
     heads = np.full(cp, (HEADS // cp) / HEADS)
     chunks = pairs.reshape(2 * cp, -1).sum(axis=1)
     return {
-        "disttrain": (tokens, pairs.sum() * heads),
+        "a2a": (tokens, pairs.sum() * heads),
+        "all_gather, levelled": (tokens, np.array(levelled)),
         "contiguous runs": (tokens, chunks.reshape(cp, 2).sum(axis=1)),
         "head and tail chunks": (tokens, chunks[:cp] + chunks[: cp - 1 : -1]),
     }
@@ -94,9 +106,10 @@ def loads(pairs: Floats, cp: int) -> dict[str, tuple[Floats, Floats]]:
 def level(packing: Packing) -> list[dict[str, Any]]:
     """One row per degree and way."""
     rows = []
-    every = [pairs_before(packing, sequence) for sequence in range(len(packing))]
+    lengths = [lengths_in(packing, sequence) for sequence in range(len(packing))]
+    every = [(pairs_before(one), one) for one in lengths]
     for cp in DEGREES:
-        of_sequences = [loads(pairs, cp) for pairs in every]
+        of_sequences = [loads(*one, cp) for one in every]
         for way in of_sequences[0]:
             attention = np.array([busiest(one[way][1]) for one in of_sequences])
             block = np.array(

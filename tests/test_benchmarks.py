@@ -120,9 +120,12 @@ def test_ranks_of_a_cp_group_work_and_keep_their_share():
     load, kept = context.measure(small=True).values()
     assert {row["CP"] for row in load} == {2, 4, 8}
     for row in load:
-        ours = row["way"] == "disttrain"
-        assert (row["at worst"] <= 1.05) is ours
+        assert (row["at worst"] == 1.0) is (row["way"] == "a2a")
         assert 1 <= row["block"] <= row["attention"] <= row["at worst"]
+    by_way = {(row["CP"], row["way"]): row["attention"] for row in load}
+    for cp in (2, 4, 8):
+        others = (by_way[cp, way] for way in ("contiguous runs", "head and tail chunks"))
+        assert by_way[cp, "all_gather, levelled"] < min(others)
     alone, eight, less = kept
     assert (alone["CP"], eight["CP"]) == (1, 8) and less["kept GiB"] >= 7
     for row in (alone, eight):

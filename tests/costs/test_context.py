@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.costs.context import (
+    UNEVEN,
     exchanged_bytes,
     exchanged_ms,
     fits_nodes,
@@ -15,8 +16,8 @@ from disttrain_cli.costs.context import (
     misfit,
 )
 from disttrain_cli.costs.layout import reduce_s, stages_of
-from disttrain_cli.costs.links import all_gather_s, all_to_all_s, exchange_s
-from disttrain_cli.costs.memory import communicators, layout_memory
+from disttrain_cli.costs.links import all_gather_s, all_to_all_s, exchange_s, reduce_scatter_s
+from disttrain_cli.costs.memory import communicators, kept_share, layout_memory, working_share
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout
@@ -126,7 +127,7 @@ def test_keys_that_ranks_share_are_kept_and_sent_again() -> None:
     block = PROFILE.modules["llm"].costs["block"]
     number = {"fp32": 4, "bf16": 2}[PROFILE.precision]
     llm = {cp: shared(cp).units[1] for cp in (1, 2, 4, 8)}
-    kept = [kept_bytes(PROFILE, block, llm[cp], "trained") / 16 / number for cp in llm]
+    kept = [kept_bytes(PROFILE, "llm", block, llm[cp], "trained") / 16 / number for cp in llm]
     assert kept == [0, 8, 8, 8 + 2 * 4]
     sent = [exchanged_bytes(PROFILE, "llm", block, llm[cp], "trained") / 16 / number for cp in llm]
     assert sent == [0, 2 * 24 / 2, 2 * 24 * 3 / 4, 2 * 32 * 7 / 8]
@@ -152,6 +153,62 @@ def test_rows_of_encoders_are_gathered_by_the_ranks_of_the_llm(tp: int) -> None:
     expected_s = all_gather_s(PROFILE.links, 3e3 * work.tokens / tp, 4)
     assert found_ms - without_ms == pytest.approx(1e3 * expected_s)
     assert "gathered_bytes" not in block.model_dump()
+
+
+def test_gathered_keys_and_values_are_sent_kept_and_scattered() -> None:
+    block = PROFILE.modules["llm"].costs["block"]
+    number = {"fp32": 4, "bf16": 2}[PROFILE.precision]
+    row, link = 2 * 4 * 16 * number, PROFILE.links  # keys and values of a row
+    for cp in (2, 4, 8):
+        how = {"cp_comm_type": "all_gather"}
+        unit, again = (
+            shared(cp, **how, checkpointing=recomputes).units[1] for recomputes in (False, True)
+        )
+        sent = row * (cp - 1)
+        for one, does, passes in ((unit, "trained", 2), (unit, "still", 1), (again, "passes", 3)):
+            assert exchanged_bytes(PROFILE, "llm", block, one, does) == passes * sent
+        kept = kept_bytes(PROFILE, "llm", block, unit, "trained")
+        assert kept == 8 * 16 * number + row * (cp - 1)
+        forward, backward = exchanged_ms(PROFILE, "llm", block, unit, "trained")
+        attended = block.tp["1"].forward_ms.per_length_sq, block.tp["1"].backward_ms.per_length_sq
+        for found, seconds, squared in (
+            (forward, all_gather_s(link, LENGTH * row, cp), attended[0]),
+            (backward, reduce_scatter_s(link, LENGTH * row, cp), attended[1]),
+        ):
+            assert found.base + found.per_item == pytest.approx(1e3 * seconds)
+            assert found.per_length_sq == pytest.approx(UNEVEN * squared / cp)
+        recomputed = exchanged_ms(PROFILE, "llm", block, again, "trained")[1]
+        assert recomputed.per_item == pytest.approx(forward.per_item + backward.per_item)
+
+
+def test_copies_of_gathered_rows_take_what_the_optimizer_says_of_memory() -> None:
+    slow = PROFILE.model_copy(
+        update={"device": PROFILE.device.model_copy(update={"optimizer_ns_per_parameter": 28.0})}
+    )  # 1 ns per byte
+    block, cp = PROFILE.modules["llm"].costs["block"], 4
+    unit = shared(cp, cp_comm_type="all_gather").units[1]
+    pairs = zip(
+        exchanged_ms(PROFILE, "llm", block, unit, "trained"),
+        exchanged_ms(slow, "llm", block, unit, "trained"),
+        strict=True,
+    )
+    # heads that are read or written for each of all rows: own ones and gathered ones of keys and
+    # values, what attention made; zeros, sums, gradients in the ranks' order and as one tensor
+    heads = (2 * 8 / cp + 2 * 8 + 2 * 8 / cp, 8 + 3 * 8 + 2 * 8 + 2 * 8 / cp)
+    for (before, after), moved in zip(pairs, heads, strict=True):
+        assert after.per_item - before.per_item == pytest.approx(1e-6 * LENGTH * 16 * 4 * moved)
+
+
+def test_a_rank_that_gathers_has_room_for_the_gradients_of_all_rows() -> None:
+    rows = {}
+    for way in ("a2a", "all_gather"):
+        unit = shared(8, cp_comm_type=way).units[1]
+        rows[way] = working_share(PROFILE, ["llm"], unit.shape)
+    number = {"fp32": 4, "bf16": 2}[PROFILE.precision]
+    kept = kept_share(PROFILE, ["llm"], shared(8, cp_comm_type="all_gather").units[1].shape)
+    place = PROFILE.modules["llm"].layers.index("block")
+    held = LENGTH * 2 * 2 * 4 * 16 * number
+    assert (rows["all_gather"][1:3, place] >= kept[1:3, place] + held - 1).all()
 
 
 def test_traffic_names_the_exchanges() -> None:
@@ -230,9 +287,9 @@ def test_a_group_does_not_keep_a_fused_tensor_whole() -> None:
     fused = cost.model_copy(update={"fused_heads": True})
     width = 4 * 8 * {"fp32": 4, "bf16": 2}[WITH_EYE.precision]
     unit = eye(4).units[0]
-    kept = [kept_bytes(WITH_EYE, one, unit, "trained") for one in (cost, fused)]
+    kept = [kept_bytes(WITH_EYE, EYE, one, unit, "trained") for one in (cost, fused)]
     assert kept == [width, -width]
-    assert kept_bytes(WITH_EYE, fused, eye(1).units[0], "trained") == 0.0
+    assert kept_bytes(WITH_EYE, EYE, fused, eye(1).units[0], "trained") == 0.0
     assert "fused_heads" not in cost.model_dump()
 
 
@@ -240,9 +297,9 @@ def test_what_a_frozen_projection_reads_is_not_kept() -> None:
     frozen, unit = {"frozen_projection": True}, eye(4).units[0]
     cost = WITH_EYE.modules["image_encoder"].costs["block"]
     adapted = cost.model_copy(update=frozen)
-    assert kept_bytes(WITH_EYE, cost, unit, "trained") > 0.0
-    assert kept_bytes(WITH_EYE, adapted, unit, "trained") == 0.0
-    assert kept_bytes(WITH_EYE, adapted, unit, "passes") == 0.0
+    assert kept_bytes(WITH_EYE, EYE, cost, unit, "trained") > 0.0
+    assert kept_bytes(WITH_EYE, EYE, adapted, unit, "trained") == 0.0
+    assert kept_bytes(WITH_EYE, EYE, adapted, unit, "passes") == 0.0
     assert "frozen_projection" not in cost.model_dump()
 
 

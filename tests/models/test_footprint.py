@@ -222,6 +222,28 @@ def test_messages_are_those_of_a_process_group(make_run, group, name, overlap): 
     assert seen > 20
 
 
+def test_a_cp_group_gathers_keys_and_values_as_priced(make_run):  # type: ignore[no-untyped-def]
+    """One message forward, one with their gradients, of all rows; another where it recomputes."""
+    run = qwen_run(make_run, "qwen3_vl")
+    table, inputs = layer_table(run), describe(run)
+    sizes: dict[str, Any] = {"documents": [[30, 34], [64]], "image": [(4, 8), (8, 8), (4, 8)]}
+    seen = set()
+    for place, info in enumerate(table):
+        layer = build_layers(run, place, place + 1, "meta")[0]
+        if layer.exchanged is None:
+            continue
+        batch = probe_batch(inputs, **sizes)
+        layer.cp = Noted(size=CP, rank=0, gathers=True)
+        footprint(layer, state_at(table, place, inputs, batch, "meta", tp=CP), first_of(batch))
+        _, heads, width = layer.exchanged
+        rows = 128 if info.module == "llm" else 32 + 64 + 32
+        whole = rows * 2 * heads * width * 4
+        sent = [one for one in layer.cp.sent if one.bytes == whole]
+        assert {one.operation for one in sent} == {"all_gather", "reduce_scatter"}
+        seen.add(info.module)
+    assert seen == {"eye", "llm"}
+
+
 def test_a_cp_group_gathers_what_the_profile_says(make_run):  # type: ignore[no-untyped-def]
     run = qwen_run(make_run, "qwen3_vl")
     table, inputs = layer_table(run), describe(run)

@@ -69,9 +69,7 @@ def difference(
     causal: bool = True,
 ) -> float:
     """Of what attention makes of the own rows, and of their gradients."""
-    whole = [
-        rows(heads, seed, sum(lengths)) for seed, heads in enumerate((query, key, key))
-    ]
+    whole = [rows(heads, seed, sum(lengths)) for seed, heads in enumerate((query, key, key))]
     within, shared = (Segments(lengths, torch.device("cpu"), cp) for cp in (None, group))
     weight = rows(query, 9, sum(lengths)).detach()
     expected = attend(*whole, within, causal=causal, window=window)

@@ -14,6 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning import search as searching
+from disttrain_cli.planning import units as units_
 from disttrain_cli.planning.bounds import Space, divisors, narrowed, side_by_side
 from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.objective import combine, layout_time, planned_stages_ms, unit_stages_ms
@@ -28,12 +29,18 @@ from tests.planning import synthetic
 from tests.planning.synthetic import cuts
 
 
-def fits_nodes(unit: Unit, tp: int, cp: int) -> bool:
-    """Whether CP groups divide rows and heads, and groups of other sizes beside each other stay in
-    nodes, or are whole ones."""
+@pytest.fixture(autouse=True)
+def _short_sequences_may_be_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units_, "LEAST_TOKENS", 1)
+
+
+def fits_nodes(unit: Unit, tp: int, cp: int, gathers: bool) -> bool:
+    """Whether CP groups divide rows and heads, or gather keys and values, and groups of other sizes
+    beside each other stay in nodes, or are whole ones."""
     node, width = unit.cluster.gpus_per_node, tp * cp
     inside = node % width == 0 and width in (1, 2, 4, 8)
-    return misfit(unit.profile, unit.modules, tp, cp) is None and (inside or width % node == 0)
+    why = misfit(unit.profile, unit.modules, tp, cp, gathers)
+    return why is None and (inside or width % node == 0)
 
 
 def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
@@ -44,6 +51,7 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             modules=list(unit.modules),
             tp=tp,
             cp=cp,
+            cp_comm_type="all_gather" if gathers else "a2a",
             dp=dp,
             pp=pp,
             gpus=tp * cp * dp * pp,
@@ -53,7 +61,8 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
         )
         for tp in unit.tps
         for cp in range(1, gpus // tp + 1)
-        if fits_nodes(unit, tp, cp)
+        for gathers in ([False, True] if cp > 1 and unit.holds_llm else [False])
+        if fits_nodes(unit, tp, cp, gathers)
         for dp in range(1, gpus + 1)
         for pp in range(1, unit.layers + 1)
         if tp * cp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
@@ -203,7 +212,12 @@ def check_against_brute_force(profile: Profile, cluster: Cluster) -> None:
     assert found[0].total_ms == pytest.approx(expected, rel=1e-9)
     for unit, plan in zip(units, layout.units, strict=True):
         on, off = (
-            sum(map(np.sum, unit.layer_ms(plan.tp, plan.checkpointing, overlap, plan.cp)))
+            sum(
+                map(
+                    np.sum,
+                    unit.layer_ms(plan.tp, plan.checkpointing, overlap, plan.cp, plan.gathers),
+                )
+            )
             for overlap in (True, False)
         )
         assert plan.tp_overlap == (cluster.hides and on < off)
@@ -213,7 +227,7 @@ def check_against_brute_force(profile: Profile, cluster: Cluster) -> None:
     for stage in stage_graph(layout, profile.inputs.llm).stages:
         assert stage.ranks[0] % min(stage.unit.width, cluster.gpus_per_node) == 0
     assert found == sorted(found) and len(
-        {(c.shapes, c.cps, c.checkpointing, c.microbatch) for c in found}
+        {(c.shapes, c.cps, c.gathers, c.checkpointing, c.microbatch) for c in found}
     ) == len(found)
 
 

@@ -34,7 +34,7 @@ from disttrain_cli.runtime.engine.optimizer import (
     set_lrs,
 )
 from disttrain_cli.runtime.engine.stage import StageRunner
-from disttrain_cli.runtime.feeding import fetcher, message_dtype, to_batch
+from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype, to_batch
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record
@@ -149,7 +149,7 @@ def ranks(payload: dict[str, Any]) -> None:
                 orders,
                 unit=place.unit.name,
                 replica=place.replica,
-                fields={f for info in stage_layers for f in info.needs},
+                fields=fields_of(stage_layers, place.unit),
             ) as loader:
                 for step in range(case["steps"]):
                     tracer.step, order = step, loader.order(step)

@@ -117,6 +117,20 @@ CASES = {
         0,
         True,
     ),
+    "gathers, monolithic cp2 pp2": Case(
+        "text", [_unit([EYE, LLM], [5, 4], 2, cp_comm_type="all_gather")], 1, None, 1, True
+    ),
+    "gathers, qwen2.5 cp4": Case(
+        "qwen2_5_vl",
+        [
+            _unit(EYE, [5], 4, cp_comm_type="all_gather", checkpointing=True),
+            _unit(LLM, [5], 2, cp_comm_type="all_gather"),
+        ],
+        2,
+        None,
+        0,
+        True,
+    ),
     "smolvlm cp2 pp2": Case(
         "smolvlm",
         [_unit(TILES, [3, 2], 2), _unit(LLM, [4], 2)],

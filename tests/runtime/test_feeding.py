@@ -3,6 +3,7 @@ one ahead."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from disttrain_cli.data.slots import ItemArrays, SlotBatch, flat_arrays
+from disttrain_cli.models.division import Place
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import feeding
 from disttrain_cli.spec.heads import ImageInput, TargetInput
@@ -204,11 +206,39 @@ def test_through_page_locked_memory_to_a_gpu(dtype: torch.dtype) -> None:
 def test_places_are_those_among_a_ranks_own_tokens():
     at = np.array([[4, 9], [-1, -1], [8, -1], [9, 8]])
     shares = np.array([[0.5, 0.25], [0, 0], [1, 0], [0.75, 1]], np.float32)
-    own = feeding.in_tokens(Places(at, shares), CPU, (8, 12))
+    own = feeding.in_tokens(Places(at, shares), CPU, [(8, 12)])
     assert own["rows"].tolist() == [1, 0, 1, 0]
     assert own["shares"].tolist() == [0.25, 1, 0.75, 1]
     assert own["shared"].numbers.tolist() == [0, 2, 3, 3] and own["shared"].tokens == 4
+    runs = feeding.in_tokens(Places(at, shares), CPU, [(2, 5), (9, 10)])
+    assert runs["rows"].tolist() == [2, 3, 3] and runs["shared"].numbers.tolist() == [0, 0, 3]
     whole = feeding.in_tokens(Places(at[2:3], shares[2:3]), CPU)
     assert whole["rows"].tolist() == [8] and "shares" not in whole
     assert whole["shared"].numbers.tolist() == [0]
     assert feeding.in_tokens(Places(at[:, 0]), CPU).keys() == {"rows"}
+
+
+def test_levelled_tokens_come_with_positions_labels_and_places():
+    slot = arrays(1)
+    length = 32
+    documents = np.repeat([0, 1], [24, 8]).reshape(1, length)
+    rows = np.arange(length).reshape(1, length)
+    slot = replace(slot, token_ids=rows, positions=rows + 1, documents=documents, labels=rows + 2)
+    found = [
+        feeding.to_batch(
+            slot, ORDERS[0], CPU, torch.float32, Place(cp=2, cp_rank=rank, gathers=True)
+        )
+        for rank in range(2)
+    ]
+    own = [batch.token_ids.flatten().tolist() for batch in found]
+    assert sorted(own[0] + own[1]) == list(range(length)) and len(own[0]) == 16
+    assert own[0] != list(range(16)), "contiguous halves are not level"
+    placed = slot.items["image"].rows
+    for batch, tokens in zip(found, own, strict=True):
+        assert (batch.positions - 1).flatten().tolist() == tokens
+        assert (batch.labels - 2).flatten().tolist() == tokens
+        images = batch.of("image")
+        assert [tokens[row] for row in images.rows.tolist()] == placed[
+            images.shared.numbers
+        ].tolist()
+    assert sum(len(batch.of("image").rows) for batch in found) == len(placed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.spec.profile import LayerCost, Profile
 from disttrain_cli.spec.runfile.model import PROJECTORS
 
@@ -24,6 +25,7 @@ def _trainable(cost: LayerCost) -> bool:
     return any(shard.trained_parameters != 0 for shard in cost.tp.values())
 
 
+@remembered
 def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list[Backward]]:
     """By module name, what the backward of each of its layers does.
 

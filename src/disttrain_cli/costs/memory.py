@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.context import kept_bytes, rows
+from disttrain_cli.costs.context import held_bytes, kept_bytes, rows
 from disttrain_cli.costs.freezing import Backward, backwards
+from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan, UnitShape
 from disttrain_cli.spec.profile import LayerCost, LayerShard, Polynomial, Profile
@@ -83,6 +85,7 @@ def _of_one_size(work: Work) -> bool:
     return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
 
 
+@remembered
 def activation_terms(
     profile: Profile,
     modules: Sequence[str],
@@ -108,6 +111,7 @@ def activation_terms(
     )
 
 
+@remembered
 def working_terms(
     profile: Profile,
     modules: Sequence[str],
@@ -256,6 +260,7 @@ def _pairs(profile: Profile) -> list[tuple[str, str]]:
     ]
 
 
+@remembered
 def state_bytes(
     profile: Profile,
     modules: Sequence[str],
@@ -412,7 +417,14 @@ def working_share(
 ) -> Floats:
     """[4, L] `working_terms` of a rank by the work of its replica, in the same way."""
     terms = working_terms(profile, modules, shape.tp, trained, shape.checkpointing, later, overlap)
-    return _shared(terms, shape.cp) + _kept_twice(profile, modules, shape, trained)
+    share = _shared(terms, shape.cp) + _kept_twice(profile, modules, shape, trained)
+    if not shape.gathers:
+        return share
+    kept = kept_share(profile, modules, shape._replace(checkpointing=False), trained)
+    held = _by_own_rows(
+        profile, modules, shape, trained, lambda _, *known: held_bytes(profile, *known)
+    )
+    return np.maximum(share, kept + held)
 
 
 def _shared(terms: Floats, cp: int) -> Floats:
@@ -424,15 +436,26 @@ def _kept_twice(
     profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
 ) -> Floats:
     """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
+    return _by_own_rows(profile, modules, shape, trained, partial(kept_bytes, profile))
+
+
+def _by_own_rows(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None,
+    row_bytes: Callable[[str, LayerCost, UnitShape, Backward], float],
+) -> Floats:
+    """[4, L] so many bytes for each row of a rank."""
     columns: list[Floats] = []
     for name in modules:
         module, own = profile.modules[name], own_rows(profile, name, shape)
         layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
-        more = {
-            (kind, does): own * kept_bytes(profile, module.costs[kind], shape, does)
+        each = {
+            (kind, does): own * row_bytes(name, module.costs[kind], shape, does)
             for kind, does in dict.fromkeys(layers)
         }
-        columns += [more[layer] for layer in layers]
+        columns += [each[layer] for layer in layers]
     return np.array(columns).T
 
 

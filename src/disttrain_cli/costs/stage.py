@@ -73,6 +73,7 @@ def unit_times(
     checkpointing: bool = False,
     overlap: bool = False,
     cp: int = 1,
+    gathers: bool = False,
 ) -> UnitTimes:
     """Linear times of every layer of a unit; a module that the data brings no work for takes no
     time.
@@ -81,10 +82,11 @@ def unit_times(
         trained: what is trained (`freezing.backwards`); None = everything.
         checkpointing: the backward runs the forward again first.
         overlap: the TP group's messages travel behind products.
-        cp: ranks that share each sequence, with what they exchange inside a node.
+        cp: ranks that share each sequence, with what they exchange inside a node,
+        gathers: or gather, of keys and values.
     """
     rows: list[tuple[float, ...]] = []
-    shape = UnitShape(tp, 1, 1, checkpointing, cp)
+    shape = UnitShape(tp, 1, 1, checkpointing, cp, gathers)
     for name in modules:
         module = profile.modules[name]
         work = module.work_per_sequence

@@ -298,9 +298,7 @@ def _one_by_one(
         queries, *(tensor.split(list(to.lengths)) for tensor in rows[1:]), strict=True
     ):
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        part = (
-            _masked(q, k, v, scale, window) if causal else _dense(kernel, q, k, v, causal, scale)
-        )
+        part = _masked(q, k, v, scale, window) if causal else _dense(kernel, q, k, v, causal, scale)
         made.append(part[0].transpose(0, 1))
     return torch.cat(made)
 

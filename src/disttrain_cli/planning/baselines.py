@@ -116,7 +116,7 @@ def pipelines(
     """
     holder, afters = holder_of(units), units_after(units)
     llm, later = units[holder], afters[holder]
-    found: list[Floats] = []  # [8, B] each
+    found: list[Floats] = []  # [9, B] each
     for size in divisors(cluster.batch):
         slots = cluster.batch // size
         rows = list_rows(llm, size, slots, cluster.gpus, later)
@@ -149,6 +149,7 @@ def pipelines(
                     stage + 1,
                     rows.checkpointing[row],
                     rows.cp[row],
+                    rows.gathers[row],
                     rows.unit_ms[row],
                 ]
             )
@@ -158,13 +159,13 @@ def pipelines(
     for place in np.lexsort(columns[::-1]):
         least_ms, *numbers, unit_ms = columns[:, place].tolist()
         size, degree, dp, stages_ = map(int, numbers[:4])
-        recomputes, cp = bool(numbers[4]), int(numbers[5])
+        recomputes, cp, gathers = bool(numbers[4]), int(numbers[5]), bool(numbers[6])
         if len(best) == top and least_ms > best[-1].total_ms:
             break
         slots = cluster.batch // size
-        llm_shape = UnitShape(degree, dp, stages_, recomputes, cp)
+        llm_shape = UnitShape(degree, dp, stages_, recomputes, cp, gathers)
         slowest = slowest_by_stages(
-            llm, degree, cp, dp, recomputes, size, slots, later, cluster.gpus
+            llm, degree, cp, gathers, dp, recomputes, size, slots, later, cluster.gpus
         )
         chosen: list[Shape] = []
         for number, unit in enumerate(units):

@@ -336,10 +336,10 @@ def _sharpened(space: Space, llm: Options, later_units: int) -> Options:
     """The options of the LLM with their exact slowest stage, should one stage of each later unit
     follow."""
     exact = np.empty(len(llm))
-    for index, (tp, cp, dp, pp, checkpointing) in enumerate(
-        zip(llm.tp, llm.cp, llm.dp, llm.pp, llm.checkpointing, strict=True)
+    for index, (tp, cp, gathers, dp, pp, checkpointing) in enumerate(
+        zip(llm.tp, llm.cp, llm.gathers, llm.dp, llm.pp, llm.checkpointing, strict=True)
     ):
-        row = (int(tp), int(cp), int(dp), bool(checkpointing))
+        row = (int(tp), int(cp), bool(gathers), int(dp), bool(checkpointing))
         exact[index] = slowest_by_stages(
             space.units[space.holder],
             *row,

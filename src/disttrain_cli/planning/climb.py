@@ -124,19 +124,28 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
         if 0 < pp <= unit.layers:
             dp = shape.dp if unit.holds_llm else max(1, shape.dp * shape.pp // pp)
             yield shape._replace(dp=dp, pp=pp)
-    for tp, cp in unit.widths:
+    for tp, cp, gathers in _groups(unit):
         if (tp, cp) in ((2 * shape.tp, shape.cp // 2), (shape.tp // 2, 2 * shape.cp)):
-            yield shape._replace(tp=tp, cp=cp)
+            yield shape._replace(tp=tp, cp=cp, gathers=gathers)
+        if (tp, cp) == (shape.tp, shape.cp) and gathers != shape.gathers:
+            yield shape._replace(gathers=gathers)
         one_changes = (tp == shape.tp) != (cp == shape.cp)
         width = tp * cp
         if one_changes and width in (2 * shape.width, shape.width // 2):
-            other = shape._replace(tp=tp, cp=cp)
+            other = shape._replace(tp=tp, cp=cp, gathers=gathers)
             yield other
             if not unit.holds_llm:
                 yield other._replace(dp=max(1, shape.dp * shape.width // width))
             else:
                 pp = max(1, min(unit.layers, shape.pp * shape.width // width))
                 yield other._replace(pp=pp)
+
+
+def _groups(unit: Unit) -> Iterator[tuple[int, int, bool]]:
+    """TP and CP degrees, and whether CP groups gather keys and values, that may be best."""
+    kinds = unit.kinds
+    found = zip(kinds.tp.tolist(), kinds.cp.tolist(), kinds.gathers.tolist(), strict=True)
+    yield from dict.fromkeys(found)
 
 
 def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:

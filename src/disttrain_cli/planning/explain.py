@@ -329,7 +329,7 @@ def differences(layout: Layout, other: Layout) -> str:
             f"{name} {old} → {new}"
             for name, old, new in (
                 ("TP", mine.tp, theirs.tp),
-                ("CP", mine.cp, theirs.cp),
+                ("CP", mine.cp_degree, theirs.cp_degree),
                 ("DP", mine.dp, theirs.dp),
                 ("PP", mine.pp, theirs.pp),
             )

@@ -163,6 +163,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
                 int(pp[row]),
                 bool(kinds.checkpointing[variant[row]]),
                 int(kinds.cp[variant[row]]),
+                bool(kinds.gathers[variant[row]]),
             )
             stages = after.stages if beside else after.stages + int(pp[row])
             fits.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
@@ -192,7 +193,7 @@ def _layout(units: list[Unit], size: int, shapes: Sequence[UnitShape]) -> Layout
     stages = in_line([shape.pp for shape in shapes], llm)
     for unit, shape, left in zip(units, shapes, stages, strict=True):
         tp, dp, pp, recomputes, cp, gathers = shape
-        layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes, cp)
+        layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes, cp, gathers)
         assert layers is not None, "a shape that fits has a split"
         plans.append(
             UnitPlan(
@@ -200,6 +201,7 @@ def _layout(units: list[Unit], size: int, shapes: Sequence[UnitShape]) -> Layout
                 modules=list(unit.modules),
                 tp=tp,
                 cp=cp,
+                cp_comm_type=shape.cp_comm_type,
                 dp=dp,
                 pp=pp,
                 gpus=shape.gpus,

@@ -26,7 +26,7 @@ def layout_with(
     for unit, shape, left in zip(units, shapes, stages, strict=True):
         tp, dp, pp, recomputes, cp, gathers = shape
         layers = layers_per_stage(
-            unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes, cp
+            unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes, cp, gathers
         )
         if layers is None:
             return None
@@ -36,6 +36,7 @@ def layout_with(
                 modules=list(unit.modules),
                 tp=tp,
                 cp=cp,
+                cp_comm_type=shape.cp_comm_type,
                 dp=dp,
                 pp=pp,
                 gpus=shape.gpus,
@@ -85,6 +86,7 @@ def apart(layout: Layout, units: list[Unit]) -> Layout | None:
                 modules=list(unit.modules),
                 tp=plan.tp,
                 cp=plan.cp,
+                cp_comm_type=plan.cp_comm_type,
                 dp=plan.dp,
                 pp=len(stages),
                 gpus=plan.width * plan.dp * len(stages),

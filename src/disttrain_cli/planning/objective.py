@@ -73,10 +73,11 @@ def unit_stages_ms(
     checkpointing: bool = False,
     overlap: bool | None = None,
     cp: int = 1,
+    gathers: bool = False,
 ) -> list[float]:
     """Time of every stage of a unit for one slot, forward + backward + transfers; `overlap` as in
     `Unit.layer_ms`."""
-    base, slope = unit.layer_ms(tp, checkpointing, overlap, cp)
+    base, slope = unit.layer_ms(tp, checkpointing, overlap, cp, gathers)
     load = busiest_load(
         unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)])
     )[0]
@@ -99,6 +100,7 @@ def planned_stages_ms(unit: Unit, plan: UnitPlan, slot_sequences: int) -> list[f
         plan.checkpointing,
         plan.tp_overlap,
         plan.cp,
+        plan.gathers,
     )
 
 

@@ -56,6 +56,7 @@ class Rows:
 
     tp: Ints
     cp: Ints
+    gathers: Flags  # `Kinds`
     dp: Ints
     checkpointing: Flags
     stage_gpus: Ints  # TP · CP · DP
@@ -117,6 +118,7 @@ class Options:
 
     tp: Ints
     cp: Ints
+    gathers: Flags
     dp: Ints
     pp: Ints
     checkpointing: Flags
@@ -136,6 +138,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     return Options(
         chosen.tp,
         chosen.cp,
+        chosen.gathers,
         chosen.dp,
         pp,
         chosen.checkpointing,
@@ -185,6 +188,7 @@ def list_rows(
     rows = Rows(
         kinds.tp[variant],
         kinds.cp[variant],
+        kinds.gathers[variant],
         dp,
         kinds.checkpointing[variant],
         kinds.width[variant] * dp,
@@ -414,6 +418,7 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
     """[B] number of the variant of each row."""
     kinds = unit.kinds
     same = (table.tp[:, None] == kinds.tp) & (table.cp[:, None] == kinds.cp)
+    same &= table.gathers[:, None] == kinds.gathers
     return (same & (table.checkpointing[:, None] == kinds.checkpointing)).argmax(axis=1)
 
 
@@ -432,6 +437,7 @@ def slowest_by_stages(
     unit: Unit,
     tp: int,
     cp: int,
+    gathers: bool,
     dp: int,
     checkpointing: bool,
     slot_sequences: int,
@@ -442,7 +448,7 @@ def slowest_by_stages(
     """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf
     where none fits."""
     variant, most = (
-        np.array([unit.kinds.variant(tp, checkpointing, cp)]),
+        np.array([unit.kinds.variant(tp, checkpointing, cp, gathers)]),
         min(unit.layers, most_gpus // (tp * cp * dp)),
     )
     layers = _layers(unit, variant, np.array([dp]), slot_sequences)
@@ -460,11 +466,14 @@ def layers_per_stage(
     after: int,
     checkpointing: bool = False,
     cp: int = 1,
+    gathers: bool = False,
 ) -> list[int] | None:
     """The split behind a priced option; None where none fits."""
-    variant = np.array([unit.kinds.variant(tp, checkpointing, cp)])
+    variant = unit.kinds.variant(tp, checkpointing, cp, gathers)
+    if variant is None:
+        return None
     times, states, activations, working, room = _layers(
-        unit, variant, np.array([dp]), slot_sequences
+        unit, np.array([variant]), np.array([dp]), slot_sequences
     )
     return split(
         times[0],

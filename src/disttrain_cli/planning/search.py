@@ -60,12 +60,15 @@ class Candidate:
     shapes: tuple[tuple[int, int, int], ...]  # (tp, dp, pp) of every unit
     checkpointing: tuple[bool, ...]  # of every unit
     cps: tuple[int, ...]  # of every unit
+    gathers: tuple[bool, ...]  # of every unit
 
     @property
     def units(self) -> list[UnitShape]:
         """All of every unit."""
-        columns = zip(self.shapes, self.checkpointing, self.cps, strict=True)
-        return [UnitShape(*shape, recomputes, cp) for shape, recomputes, cp in columns]
+        columns = zip(self.shapes, self.checkpointing, self.cps, self.gathers, strict=True)
+        return [
+            UnitShape(*shape, recomputes, cp, gathers) for shape, recomputes, cp, gathers in columns
+        ]
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def shape_of(options: Options, row: int) -> Shape:
         int(options.pp[row]),
         bool(options.checkpointing[row]),
         int(options.cp[row]),
+        bool(options.gathers[row]),
     )
     return Shape(unit, float(options.unit_ms[row]), float(options.stage_ms[row]))
 
@@ -115,6 +119,7 @@ def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm: int) -> Ca
         tuple((unit.tp, unit.dp, unit.pp) for unit in units),
         tuple(unit.checkpointing for unit in units),
         tuple(unit.cp for unit in units),
+        tuple(unit.gathers for unit in units),
     )
 
 

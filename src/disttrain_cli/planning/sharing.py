@@ -40,7 +40,10 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
     length, strategy = profile.inputs.sequence_length, plan.plan.strategy
     if shares(plan.plan):
         shared = ", ".join(
-            f"{unit.name} over {unit.cp} ranks" for unit in plan.plan.units if unit.cp > 1
+            f"{unit.name} over {unit.cp} ranks"
+            + (", which gather keys and values" if unit.gathers else "")
+            for unit in plan.plan.units
+            if unit.cp > 1
         )
         other_s: float | None
         try:

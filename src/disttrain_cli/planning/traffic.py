@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from disttrain_cli.costs.context import exchanged_bytes, ranks_per_node, rows
+from disttrain_cli.costs.context import exchanged_bytes, messages_s, ranks_per_node, rows
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
@@ -15,7 +15,7 @@ from disttrain_cli.costs.layout import (
     reduction_of,
     replicas_link,
 )
-from disttrain_cli.costs.links import GIGABIT_BYTES, exchange_s, ring_bytes
+from disttrain_cli.costs.links import GIGABIT_BYTES, ring_bytes
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.spec.index import KINDS
@@ -150,16 +150,14 @@ def _context_parallel(
         )
         for stage in of_unit
     ]
-    rank_bytes, per_node = max(stages), ranks_per_node(profile, unit)
+    rank_bytes = max(stages)
     exchanged = rank_bytes * unit.cp / max(1, unit.cp - 1)  # what stays on a rank among it
-    latency_s, all_s = (
-        exchange_s(profile.links, size, unit.cp, per_node) for size in (0.0, exchanged)
-    )
+    latency_s, all_s = (messages_s(profile, unit, size) for size in (0.0, exchanged))
     return [
         Traffic(
             kind="context_parallel",
             unit=unit.name,
-            inside_a_node=per_node == unit.cp,
+            inside_a_node=ranks_per_node(profile, unit) == unit.cp,
             job_gib=unit.tp * unit.holders * sum(stages) / GIB,
             rank_gib=rank_bytes / GIB,
             rank_s=all_s - latency_s,

@@ -22,6 +22,9 @@ from disttrain_cli.spec.stage_graph import in_line, neighbours
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+#: Of a sequence on each rank where keys and values are gathered: two chunks (`models.levelling`) of
+#: a kernel's tile of queries.
+LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Cluster:
     most_tp: int | None = None  # largest TP degree; None = what fits a node
     most_cp: int | None = None  # largest CP degree; None = any
     over_nodes: bool = True  # CP groups may lie on several nodes
+    gathers: bool = True  # or gather keys and values instead of exchanging rows for heads
     splits: bool = False  # backwards into two parts (`planning.splitting`)
     overlaps: bool = False  # reductions and gathers with passes (`costs.overlap`)
     hides: bool = False  # a TP group's messages behind products, where that is faster
@@ -51,12 +55,13 @@ class Cluster:
 @dataclass(frozen=True)
 class Kinds:
     """The distinct layers of a unit: L layers, K kinds, V variants (a TP and a CP degree, with or
-    without checkpointing)."""
+    without checkpointing, rows exchanged for heads or keys and values gathered)."""
 
     of: Ints  # [L] kind of each layer
     count: Ints  # [K]
     tp: Ints  # [V]
     cp: Ints  # [V]
+    gathers: NDArray[np.bool_]  # [V]
     checkpointing: NDArray[np.bool_]  # [V]
     base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
     slope_ms: Floats
@@ -73,10 +78,14 @@ class Kinds:
         """[V] ranks that share the work of a replica on one stage: TP · CP."""
         return self.tp * self.cp
 
-    def variant(self, tp: int, checkpointing: bool, cp: int = 1) -> int:
-        """Number of a variant."""
-        same = (self.tp == tp) & (self.cp == cp) & (self.checkpointing == checkpointing)
-        return int(np.flatnonzero(same)[0])
+    def variant(
+        self, tp: int, checkpointing: bool, cp: int = 1, gathers: bool = False
+    ) -> int | None:
+        """Number of a variant; None where there is none, or the other way of its CP groups is
+        better everywhere."""
+        same = (self.tp == tp) & (self.cp == cp) & (self.gathers == gathers)
+        found = np.flatnonzero(same & (self.checkpointing == checkpointing))
+        return int(found[0]) if len(found) else None
 
 
 @dataclass(frozen=True)
@@ -126,14 +135,33 @@ class Unit:
         # whether messages of groups on several nodes have a price
         priced = self.profile.links.gpus_per_node == node
         room = max(node, self.cluster.gpus) if priced and self.cluster.over_nodes else node
-        most = min(self.cluster.most_cp or room, most_cp(self.profile, self.modules))
+        most = self.cluster.most_cp or room
+        if not self.gathers:
+            most = min(most, most_cp(self.profile, self.modules))
         return [
             (tp, cp)
             for tp in self.tps
             for cp in range(1, min(room // tp, most) + 1)
             if fits_nodes(tp, cp, node)
             and (tp * cp >= node or (tp * cp).bit_count() == 1)
-            and misfit(self.profile, self.modules, tp, cp) is None
+            and self.ways(tp, cp)
+        ]
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether its CP groups may gather keys and values: those of the LLM, whose tokens can be
+        levelled. Of encoders, which have as many heads of these as of queries, it sends no less."""
+        return self.holds_llm and self.cluster.gathers
+
+    def ways(self, tp: int, cp: int) -> list[bool]:
+        """Whether its CP groups of this degree gather keys and values, or exchange rows for heads
+        first: the ways that are allowed."""
+        length = self.profile.inputs.sequence_length
+        enough = cp > 1 and self.gathers and length >= LEAST_TOKENS * tp * cp
+        return [
+            gathers
+            for gathers in ((False, True) if enough else (False,))
+            if misfit(self.profile, self.modules, tp, cp, gathers) is None
         ]
 
     @cached_property
@@ -160,18 +188,23 @@ class Unit:
         return self.cluster.hides and tp > 1 and overlap_helps(*known)
 
     def layer_ms(
-        self, tp: int, checkpointing: bool = False, overlap: bool | None = None, cp: int = 1
+        self,
+        tp: int,
+        checkpointing: bool = False,
+        overlap: bool | None = None,
+        cp: int = 1,
+        gathers: bool = False,
     ) -> tuple[Floats, Floats]:
         """Forward + backward + transfers of every layer as (base, slope per sequence), in ms.
 
         Args:
             overlap: the TP group's messages travel behind products; None = where that is faster.
         """
-        question = (tp, checkpointing, overlap, cp)
+        question = (tp, checkpointing, overlap, cp, gathers)
         if question not in self._layer_ms:
             hides = self.overlaps(tp, checkpointing, cp) if overlap is None else overlap
             known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing)
-            times, (base, slope) = unit_times(*known, hides, cp), self.ends_ms
+            times, (base, slope) = unit_times(*known, hides, cp, gathers), self.ends_ms
             self._layer_ms[question] = (
                 times.forward_base + times.backward_base + base,
                 times.forward_slope + times.backward_slope + slope,
@@ -179,7 +212,7 @@ class Unit:
         return self._layer_ms[question]
 
     @cached_property
-    def _layer_ms(self) -> dict[tuple[int, bool, bool | None, int], tuple[Floats, Floats]]:
+    def _layer_ms(self) -> dict[tuple[int, bool, bool | None, int, bool], tuple[Floats, Floats]]:
         return {}
 
     @cached_property
@@ -194,27 +227,13 @@ class Unit:
         choices = {"none": [False], "full": [True], "auto": [False, True]}[
             self.cluster.checkpointing
         ]
-        variants = [(*width, checkpointing) for width in self.widths for checkpointing in choices]
-        rows = []
-        for tp, cp, checkpointing in variants:
-            known, trained = (self.profile, self.modules), self.cluster.trained
-            kept, shared = state_bytes(*known, tp, self.cluster.zero_stage, trained)
-            shape = UnitShape(tp, 1, 1, checkpointing, cp)
-            terms = kept_share(*known, shape, trained)
-            overlap = self.overlaps(tp, checkpointing, cp)
-            working = working_share(*known, shape, trained, overlap=overlap)
-            rows.append(
-                np.vstack(
-                    [
-                        *self.layer_ms(tp, checkpointing, cp=cp),
-                        kept / GIB,
-                        shared / GIB,
-                        terms / GIB,
-                        working / GIB,
-                    ]
-                )
-            )
-        columns = np.stack(rows)  # [V, 12, L]
+        variants = [
+            shape
+            for tp, cp in self.widths
+            for checkpointing in choices
+            for shape in self._undominated(tp, cp, checkpointing)
+        ]
+        columns = np.stack([self._columns[shape] for shape in variants])  # [V, 12, L]
         numbers: dict[bytes, int] = {}
         of = np.array(
             [
@@ -223,12 +242,16 @@ class Unit:
             ]
         )
         one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(numbers))]]
-        tps, cps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
+        tps, cps, gather, recomputing = (
+            np.array([getattr(shape, name) for shape in variants])
+            for name in ("tp", "cp", "gathers", "checkpointing")
+        )
         return Kinds(
             of,
             np.bincount(of),
             tps,
             cps,
+            gather,
             recomputing,
             one[:, 0],
             one[:, 1],
@@ -237,6 +260,38 @@ class Unit:
             one[:, 4:8],
             one[:, 8:],
         )
+
+    def _undominated(self, tp: int, cp: int, checkpointing: bool) -> list[UnitShape]:
+        """The ways of a CP group that are faster or take less memory than the other somewhere."""
+        shapes = [UnitShape(tp, 1, 1, checkpointing, cp, gathers) for gathers in self.ways(tp, cp)]
+        for shape in shapes:
+            self._columns[shape] = self._columns_of(shape)
+        if len(shapes) == 1:
+            return shapes
+        # a replica of the LLM has a sequence of each slot at least
+        first, second = (self._columns[shape].copy() for shape in shapes)
+        for columns in (first, second):
+            columns[0] += columns[1]
+        if (first <= second).all():
+            return shapes[:1]
+        return shapes[1:] if (second <= first).all() else shapes
+
+    @cached_property
+    def _columns(self) -> dict[UnitShape, Floats]:
+        return {}
+
+    def _columns_of(self, shape: UnitShape) -> Floats:
+        """[12, L] base and slope of times, states, memory of a slot, and of a running layer."""
+        known, trained = (self.profile, self.modules), self.cluster.trained
+        tp, cp, checkpointing = shape.tp, shape.cp, shape.checkpointing
+        overlap = self.overlaps(tp, checkpointing, cp)
+        memory = [
+            *state_bytes(*known, tp, self.cluster.zero_stage, trained),
+            *kept_share(*known, shape, trained),
+            *working_share(*known, shape, trained, overlap=overlap),
+        ]
+        times = self.layer_ms(tp, checkpointing, cp=cp, gathers=shape.gathers)
+        return np.vstack([*times, *(row / GIB for row in memory)])
 
     @cached_property
     def fences(self) -> list[slice]:

@@ -28,7 +28,12 @@ class UnitShape(NamedTuple):
     pp: int
     checkpointing: bool = False
     cp: int = 1
-    gathers: bool = False  # its CP group keys and values (`UnitPlan.cp_comm_type`)
+    gathers: bool = False  # its CP group keys and values
+
+    @property
+    def cp_comm_type(self) -> CpCommType:
+        """As in a plan (`UnitPlan`)."""
+        return "all_gather" if self.gathers else "a2a"
 
     @property
     def width(self) -> int:
@@ -148,10 +153,14 @@ class UnitPlan(Strict):
         return self.cp * self.dp
 
     @property
+    def cp_degree(self) -> str:
+        """CP in words: with how its groups attend where they gather keys and values."""
+        return f"{self.cp} {self.cp_comm_type}" if self.gathers else str(self.cp)
+
+    @property
     def degrees(self) -> str:
         """TP, DP and PP in words, and CP where there is one."""
-        gathers = " (all_gather)" if self.gathers else ""
-        cp = f"CP {self.cp}{gathers} " if self.cp > 1 else ""
+        cp = f"CP {self.cp_degree} " if self.cp > 1 else ""
         return f"TP {self.tp} {cp}DP {self.dp} PP {self.pp}"
 
 
