@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import Tables, main
 from disttrain_cli import api
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import open_index
 from disttrain_cli.data.packing import Packing, pack
 from disttrain_cli.models.division import Place
@@ -176,7 +177,7 @@ def measure(small: bool) -> Tables:
     with tempfile.TemporaryDirectory() as folder:
         run = run_of(Path(folder), length, layers, sequences)
         inputs = describe(run)
-        packing = pack(open_index(run, inputs), inputs, 0, 0)
+        packing = pack(Mixture(open_index(run, inputs), 0), 0)
         title = (
             f"Busiest CP rank's work over the mean, {len(packing)} sequences of {length:,} tokens"
         )

@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.common import Tables, main
 from disttrain_cli.data.columns import ColumnWriter, open_columns, writing_columns
 from disttrain_cli.data.epochs import HISTOGRAM, WINDOWS
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import DERIVED, FIELDS, Index, Keys
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.spec.heads import ImageInput
@@ -53,7 +54,7 @@ def measure(small: bool) -> Tables:
         return {
             f"Packing {compared:,} samples": [_packed(few, name) for name in ORDERS],
             f"How they are mixed, steps of {BATCH if not small else 16} sequences": [
-                {"order": name, **mixed(pack(opened(few), INPUTS, SEED, 0, order), small)}
+                {"order": name, **mixed(pack(Mixture(opened(few), SEED, order), 0), small)}
                 for name, order in ORDERS.items()
             ],
             f"Orders of {samples:,} samples, a process each": _processes(many),
@@ -119,7 +120,7 @@ def opened(folder: Path) -> Index:
 
 def _packed(folder: Path, name: str) -> dict[str, Any]:
     begun, order = time.process_time(), ORDERS[name]
-    packing = pack(opened(folder), INPUTS, SEED, 0, order)
+    packing = pack(Mixture(opened(folder), SEED, order), 0)
     seconds = time.process_time() - begun
     return {
         "order": name,
@@ -178,11 +179,11 @@ def _processes(folder: Path) -> list[dict[str, Any]]:
 
 
 def make(folder: Path) -> None:
-    _report(folder, lambda stream: stream.range_of(0))
+    _report(folder, lambda stream: stream.range_of(0, 0))
 
 
 def make_more(folder: Path) -> None:
-    _report(folder, lambda stream: stream.range_of(RESUMED))
+    _report(folder, lambda stream: stream.range_of(0, RESUMED))
 
 
 def begin(folder: Path) -> None:
@@ -190,7 +191,7 @@ def begin(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    firsts = SequenceStream(opened(folder), SEED)._epochs.firsts()
+    firsts = SequenceStream(Mixture(opened(folder), SEED))._epochs.firsts()
     first = firsts[RESUMED] + (firsts[RESUMED + 1] - firsts[RESUMED]) // 4
     _report(folder, lambda stream: stream.batch(first, 1), first)
 
@@ -198,7 +199,7 @@ def resume(folder: Path) -> None:
 def _report(folder: Path, what: Any, then: int | None = None) -> None:
     """Seconds and memory beyond the imports; `then` is where a batch is taken afterwards."""
     before, begun = _memory_mib(), (time.monotonic(), time.process_time())
-    stream = SequenceStream(opened(folder), SEED)
+    stream = SequenceStream(Mixture(opened(folder), SEED))
     what(stream)
     row: dict[str, Any] = {
         "s": time.monotonic() - begun[0],

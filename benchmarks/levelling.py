@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.common import Tables, main
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import image_sizes, read_distribution
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.levelling import level
@@ -116,7 +117,7 @@ def imbalance(index: Index, dp: int, slot_sequences: int, steps: int) -> dict[st
         gpus_used=dp + slot_sequences,
         units=units,
     )
-    stream = SequenceStream(index, seed=0)
+    stream = SequenceStream(Mixture(index, seed=0))
     largest = dict.fromkeys(("sequences in order", "sequences levelled", "images (disttrain)"), 0.0)
     mean = 0.0
     for step in range(steps):

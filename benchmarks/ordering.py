@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import Tables, alternate, main
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import open_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.loads import replica_loads
@@ -71,7 +72,7 @@ def batch_of(images: int, side: int, merge: int, count: int) -> Packing:
     )
     with tempfile.TemporaryDirectory() as folder:
         index = open_index(Run(path=Path(folder) / "disttrain.yaml", file=file), inputs)
-    return SequenceStream(index, 0).batch(0, count)
+    return SequenceStream(Mixture(index, 0)).batch(0, count)
 
 
 def layout_of(

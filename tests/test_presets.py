@@ -12,6 +12,7 @@ from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_names, preset_text
 from disttrain_cli.commands.preset_files import has_model, write_model_files
 from disttrain_cli.costs.hardware import analytic_device
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import open_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.models.graph import describe, layer_table
@@ -94,7 +95,7 @@ def test_data(name: str, tmp_path: Path) -> None:
     run = preset(name, tmp_path)
     asked, inputs = run.file.data.distribution, describe(run)
     assert asked is not None
-    epoch = pack(open_index(run, inputs), inputs, 0, 0)
+    epoch = pack(Mixture(open_index(run, inputs), 0), 0)
     assert epoch.fill_fraction == pytest.approx(1.0, abs=0.01)
     assert len(epoch.items["image"].segment) / len(epoch) == pytest.approx(
         asked.images_per_sequence, rel=0.01

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.distribution import draw
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import open_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
@@ -50,7 +51,7 @@ def test_clips_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_packing_statistics_and_sample_count_clips(tmp_path: Path) -> None:
-    epoch = pack(open_index(make_run(tmp_path, sequences=2000, **ASKED), HEARING), HEARING, 0, 0)
+    epoch = pack(Mixture(open_index(make_run(tmp_path, sequences=2000, **ASKED), HEARING), 0), 0)
     data = describe_data(epoch)
     assert (
         data.clips == epoch.items["audio"].counts.sum() == 6000 and len(data.sample.clips) == 1024
@@ -70,13 +71,13 @@ def test_packing_statistics_and_sample_count_clips(tmp_path: Path) -> None:
 
 
 def test_a_profile_without_clips_has_none(tmp_path: Path) -> None:
-    sample = size_sample(pack(open_index(make_run(tmp_path, sequences=20), INPUTS), INPUTS, 0, 0))
+    sample = size_sample(pack(Mixture(open_index(make_run(tmp_path, sequences=20), INPUTS), 0), 0))
     assert sample.clips == [] and sizes_of_sample(sample).items["audio"].counts.tolist() == [0] * 20
 
 
 def test_every_replica_of_an_audio_unit_gets_its_even_share(tmp_path: Path) -> None:
     index = open_index(make_run(tmp_path, sequences=200, **ASKED), HEARING)
-    sizes = sizes_of(SequenceStream(index, 0).batch(0, 48))
+    sizes = sizes_of(SequenceStream(Mixture(index, 0)).batch(0, 48))
     layout = make_layout(
         [unit("e", ["encoder"], 3), unit("a", ["ear"], 5), unit("l", ["llm", "generator"], 4)],
         2,

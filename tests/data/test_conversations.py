@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index, read_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
@@ -138,7 +139,7 @@ def test_every_form_gives_the_tokens_of_transformers(tmp_path: Path, form: str) 
     assert read_index(run, WIDE).fingerprint == index.fingerprint
     assert index.specials().tolist() == [0, 0, 0, 2]
     reference = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokens")
-    packing, reader = pack(index, WIDE, 0, 0), ShardReader(index, tokens)
+    packing, reader = pack(Mixture(index, 0), 0), ShardReader(index, tokens)
     seen = set()
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)

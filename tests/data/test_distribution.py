@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.distribution import draw, image_sizes, read_distribution
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import build_index, open_index, read_index
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
@@ -103,7 +104,7 @@ def test_long_documents_are_as_long_as_stated_and_fill_the_sequences(tmp_path: P
     each = counts[long].sum() / lengths[long].sum(), counts[~long].sum() / lengths[~long].sum()
     assert each[0] == pytest.approx(each[1], rel=0.1)
     index = open_index(make_run(tmp_path, **spec, sequences=200), LONG)
-    packing = pack(index, LONG, 0, 0)
+    packing = pack(Mixture(index, 0), 0)
     assert packing.fill_fraction > 0.98
     assert packing.tokens.max() <= 131_072 and len(index) > 3 * len(packing)
     work = packing.length_sq / 131_072**2  # of attention, from sequence to sequence
@@ -124,7 +125,7 @@ def test_long_videos_are_minutes_of_pairs_of_frames(tmp_path: Path) -> None:
     assert mean == pytest.approx(390 * (each + 8), rel=0.03)
     lengths = np.add.reduceat(drawn.tokens, drawn.segment_start[:-1]) + SAMPLE_SPECIALS
     assert (lengths == 131_072).mean() == pytest.approx(0.11, abs=0.03)
-    packing = pack(open_index(make_run(tmp_path, **spec, sequences=100), inputs), inputs, 0, 0)
+    packing = pack(Mixture(open_index(make_run(tmp_path, **spec, sequences=100), inputs), 0), 0)
     assert packing.fill_fraction > 0.95 and packing.tokens.max() <= 131_072
 
 
@@ -225,7 +226,7 @@ def test_the_same_sizes_on_every_machine() -> None:
 
 def test_packing_statistics_and_ordering_work_on_drawn_sizes(tmp_path: Path) -> None:
     index = open_index(make_run(tmp_path, sequences=200, min_side_px=512), INPUTS)
-    data = describe_data(pack(index, INPUTS, 0, 0))
+    data = describe_data(pack(Mixture(index, 0), 0))
     assert (data.samples, data.sequences, data.fill_fraction, data.skipped) == (200, 200, 1.0, 0)
     assert (
         data.images_per_sequence.mean == 8
@@ -233,7 +234,7 @@ def test_packing_statistics_and_ordering_work_on_drawn_sizes(tmp_path: Path) -> 
         and data.fingerprint == index.fingerprint
     )
     assert len(data.sample.tokens) == 200 and set(data.sample.length_sq) == {8192**2}
-    batch = SequenceStream(index, 0).batch(0, 48)
+    batch = SequenceStream(Mixture(index, 0)).batch(0, 48)
     layout = make_layout(
         [unit("e", ["encoder"], 3), unit("l", ["llm"], 4), unit("g", ["generator"], 5)], 2, 48
     )

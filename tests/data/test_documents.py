@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.documents import pieces
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
@@ -70,7 +71,7 @@ def test_pieces_are_nearly_full_and_end_between_words(tokenizer: Tokenizer) -> N
 def labels_by_key(index: Index) -> dict[str, list[bytes]]:
     """What is trained of every sample in one epoch, in the order of the index; EOS is a dot."""
     tokens = ByteTokenizer()
-    packing, reader = pack(index, INPUTS, 0, 0), ShardReader(index, ByteTokenizer())
+    packing, reader = pack(Mixture(index, 0), 0), ShardReader(index, ByteTokenizer())
     trained: dict[int, bytes] = {}
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.duplicates import of_samples, repeated
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index, held_out, open_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.spec.runfile import Run
@@ -38,7 +39,7 @@ def test_the_first_of_equal_samples_stays(samples: list[list[tuple[int, int]]]) 
 
 
 def used(index: Index) -> list[str]:
-    return sorted(index.keys[int(one)] for one in pack(index, INPUTS, 0, 0).samples)
+    return sorted(index.keys[int(one)] for one in pack(Mixture(index, 0), 0).samples)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from disttrain_cli.data.checking import find_broken
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.films import resized
 from disttrain_cli.data.index import build_index, read_index
 from disttrain_cli.data.ordering.orders import Orders
@@ -81,7 +82,7 @@ def test_ids_labels_and_positions_are_those_of_transformers(tmp_path: Path, fami
     assert np.array_equal(again.grids, index.grids) and np.array_equal(again.frames, index.frames)
     tokenizer = read_tokenizer(run)
     reader = ShardReader(again, tokenizer)
-    packing = pack(again, inputs, 0, 0)
+    packing = pack(Mixture(again, 0), 0)
     seen = 0
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)
@@ -138,7 +139,7 @@ def test_a_question_has_the_patches_and_positions_that_were_trained(
     index = build_index(run, inputs)
     tokenizer = read_tokenizer(run)
     model = Trained(run, inputs, torch.device("cpu"), [], {})
-    packing, reader = pack(index, inputs, 0, 0), ShardReader(index, tokenizer)
+    packing, reader = pack(Mixture(index, 0), 0), ShardReader(index, tokenizer)
     trained = {}
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)

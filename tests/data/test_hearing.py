@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.log_mel import SILENCE, decode_features
@@ -116,7 +117,7 @@ def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(
 def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: Any) -> None:
     run, index = heard
     reader, tokens = ShardReader(index, ByteTokenizer()), ByteTokenizer()
-    stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    stream = SequenceStream(Mixture(index, run.file.train.seed)).batch(0, 12)
     seen = 0
     for part in layout.units:
         works = {"encoder": {"image"}, "ear": {"audio"}, "llm": {"tokens", "layout", "labels"}}

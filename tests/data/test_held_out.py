@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.held_out import chosen, hashes
 from disttrain_cli.data.index import build_index, held_out, read_index
 from disttrain_cli.data.packing import pack
@@ -58,7 +59,7 @@ def test_training_and_evaluation_share_no_sample(own_run: Callable[..., Run]) ->
     run = own_run({"a.tar": SHARDS["a"]}, held_out=0.3)
     index = build_index(run, INPUTS)
     training, evaluation = (
-        set(pack(each, INPUTS, 0, 0).samples) for each in (index, held_out(index))
+        set(pack(Mixture(each, 0), 0).samples) for each in (index, held_out(index))
     )
     assert not training & evaluation and training | evaluation == set(range(60))
     assert 0.1 < len(evaluation) / 60 < 0.5
@@ -67,7 +68,7 @@ def test_training_and_evaluation_share_no_sample(own_run: Callable[..., Run]) ->
 def test_more_shards_keep_the_choice(own_run: Callable[..., Run]) -> None:
     def kept(run: Run) -> set[str]:
         index = held_out(build_index(run, INPUTS))
-        return {index.keys[row] for row in pack(index, INPUTS, 0, 0).samples}
+        return {index.keys[row] for row in pack(Mixture(index, 0), 0).samples}
 
     before = kept(own_run({"b.tar": SHARDS["b"]}, held_out=0.2))
     after = kept(own_run({"a.tar": SHARDS["a"], "b.tar": SHARDS["b"]}, held_out=0.2))
@@ -85,5 +86,5 @@ def test_nothing_held_out_changes_nothing(own_run: Callable[..., Run]) -> None:
         run.model_copy(update={"file": run.file.model_copy(update={"data": data})}), INPUTS
     )
     assert split.fingerprint != index.fingerprint
-    packed = [pack(each, INPUTS, 0, 0) for each in (index, replace(split, drawn=None))]
+    packed = [pack(Mixture(each, 0), 0) for each in (index, replace(split, drawn=None))]
     assert np.array_equal(packed[0].samples, packed[1].samples)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.decoding import decode_image, decode_target
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
@@ -83,7 +84,7 @@ def test_tokens_say_what_the_samples_say(run: Run, index: Index) -> None:
     """Rebuild every sequence's samples from its tokens and compare with the shards."""
     tokens = ByteTokenizer()
     reader = ShardReader(index, tokens)
-    stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    stream = SequenceStream(Mixture(index, run.file.train.seed)).batch(0, 12)
     labels_seen = 0
     for replica in range(2):
         with loader(run, index, MONOLITHIC, "all", replica) as source:
@@ -124,7 +125,7 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
     likewise."""
     tokens, merged = ByteTokenizer(), 4
     reader = ShardReader(index, tokens)
-    stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    stream = SequenceStream(Mixture(index, run.file.train.seed)).batch(0, 12)
     with loader(run, index, MONOLITHIC, "all", 1) as source:
         for place, slot in enumerate(source.order(0).slots):
             batch, own = source.fetch(0, place), slot.replicas["all"][1]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import build_index, open_index
 from disttrain_cli.data.mixtures import weights_of
 from disttrain_cli.data.packing import pack
@@ -45,7 +46,7 @@ def test_an_epoch_is_drawn_so(own_run: MakeRun) -> None:
     for temperature in (1.0, 2.0):
         run = make_run(folder, [{"path": "own"}, {"path": "other"}], temperature=temperature)
         index = open_index(run, INPUTS)
-        drawn = index.source[pack(index, INPUTS, 0, 0).samples]
+        drawn = index.source[pack(Mixture(index, 0), 0).samples]
         shares.append(np.bincount(drawn).tolist())
         fingerprints.add(index.fingerprint)
     assert shares == [[90, 10], [75, 25]] and len(fingerprints) == 2

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.data.slots import Ints
@@ -55,15 +56,13 @@ def sequence_samples(packing: Packing) -> list[list[int]]:
 
 def test_pairs_of_tokens_follow_the_windows() -> None:
     index = make_index([[TEXT], [TEXT], [TEXT]], [[1], [8], [38]])  # and two marks each
-    assert pack(index, INPUTS, 0, 0).length_sq.sum() == 9 + 100 + 1600
+    assert pack(Mixture(index, 0), 0).length_sq.sum() == 9 + 100 + 1600
     windowed = replace(index, inputs=INPUTS.model_copy(update={"windows": [4, 4]}))
-    assert pack(windowed, windowed.inputs, 0, 0).length_sq.sum() == 9 + (100 - 6 * 7) + (
-        1600 - 36 * 37
-    )
+    assert pack(Mixture(windowed, 0), 0).length_sq.sum() == 9 + (100 - 6 * 7) + (1600 - 36 * 37)
 
 
 def test_a_packing_counts_its_members(index: Index) -> None:
-    packing = pack(index, INPUTS, seed=3, epoch=0)
+    packing = pack(Mixture(index, 3), 0)
     assert sorted(packing.samples) == list(range(len(index)))
     assert packing.fill_fraction > 0.9 and packing.tokens.max() <= INPUTS.sequence_length
     images = targets = 0
@@ -102,14 +101,14 @@ def test_a_packing_counts_its_members(index: Index) -> None:
 
 
 def test_seed_and_epoch_shuffle(index: Index) -> None:
-    packed = {(s, e): pack(index, INPUTS, s, e).samples.tolist() for s in (0, 1) for e in (0, 1)}
+    packed = {(s, e): pack(Mixture(index, s), e).samples.tolist() for s in (0, 1) for e in (0, 1)}
     assert len({tuple(samples) for samples in packed.values()}) == 4
-    assert pack(index, INPUTS, 1, 1).samples.tolist() == packed[1, 1]
+    assert pack(Mixture(index, 1), 1).samples.tolist() == packed[1, 1]
 
 
 def test_weights_draw_samples() -> None:
     index = make_index([[TEXT]] * 30, [[20]] * 30, [2.5, 0.5, 1.0], np.repeat(np.arange(3), 10))
-    epochs = [pack(index, INPUTS, 0, epoch) for epoch in (0, 1)]
+    epochs = [pack(Mixture(index, 0), epoch) for epoch in (0, 1)]
     drawn = [Counter(epoch.samples.tolist()) for epoch in epochs]
     for counts in drawn:
         assert sorted(counts[row] for row in range(10)) == [2] * 5 + [3] * 5
@@ -128,15 +127,15 @@ def test_stream_is_the_epochs_one_after_the_other(first: int, count: int) -> Non
     expected: list[list[int]] = []
     epoch = 0
     while len(expected) < first + count:
-        expected += sequence_samples(pack(index, INPUTS, 5, epoch))
+        expected += sequence_samples(pack(Mixture(index, 5), epoch))
         epoch += 1
-    batch = SequenceStream(index, 5).batch(first, count)
+    batch = SequenceStream(Mixture(index, 5)).batch(first, count)
     assert sequence_samples(batch) == expected[first : first + count]
     assert batch.ids.tolist() == list(range(first, first + count))
 
 
 def test_stream_jumps_back(index: Index) -> None:
-    stream = SequenceStream(index, 0)
+    stream = SequenceStream(Mixture(index, 0))
     early = stream.batch(3, 5).samples
     stream.batch(200, 5)
     assert np.array_equal(stream.batch(3, 5).samples, early)
@@ -156,5 +155,5 @@ def test_ranges_and_hash() -> None:
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_one_sample_is_one_sequence(epoch: int) -> None:
-    packing = pack(make_index([[TEXT]], [[9]]), INPUTS, 0, epoch)
+    packing = pack(Mixture(make_index([[TEXT]], [[9]]), 0), epoch)
     assert len(packing) == 1 and packing.tokens.tolist() == [11]

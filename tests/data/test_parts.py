@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from disttrain_cli.data.checking import find_broken, try_decoding
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index, read_index
 from disttrain_cli.data.index_file import read_stored
 from disttrain_cli.data.packing import SequenceStream, pack
@@ -159,7 +160,7 @@ def test_ids_masks_and_tiles_are_those_of_the_processor(
     processor, run, inputs, index = made(tmp_path, family, form)
     assert not index.skipped and len(index) == len(SIZES)
     assert read_index(run, inputs).fingerprint == index.fingerprint
-    tokens, packing = read_tokenizer(run), pack(index, inputs, 0, 0)
+    tokens, packing = read_tokenizer(run), pack(Mixture(index, 0), 0)
     reader, seen = ShardReader(index, tokens), 0
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)
@@ -183,7 +184,7 @@ def test_every_layout_is_given_the_processors_tiles(tmp_path: Path, family: str)
     processor, run, _, index = made(tmp_path, family, "json")
     tokens = read_tokenizer(run)
     tiles = [expected(processor, sizes)[2] for sizes in SIZES]
-    drawn = SequenceStream(index, run.file.train.seed).batch(0, 12).samples.tolist()
+    drawn = SequenceStream(Mixture(index, run.file.train.seed)).batch(0, 12).samples.tolist()
     wanted = Counter(tile.tobytes() for sample in drawn for tile in tiles[sample])
     for layout, unit in ((MONOLITHIC, "all"), (DISAGGREGATED, "encoder")):
         found = Counter[bytes]()
@@ -249,7 +250,7 @@ def test_outside_of_templates_the_texts_around_parts_are_segments(
         "c": whole((16, 16)),
         "k": whole((9, 70)) + tokens.encode("What is it?"),
     }
-    packing = pack(index, inputs, 0, 0)
+    packing = pack(Mixture(index, 0), 0)
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)
         ids, labels = plan.token_ids(tokens, reader.texts)
@@ -278,7 +279,7 @@ def test_a_file_is_decoded_once_for_all_its_parts(
     monkeypatch.setattr("disttrain_cli.data.preparing.try_decoding", counted)
     batches = fetch_step(run, index, MONOLITHIC, "all", 0, fields={"image", "labels"})
     tiles = sum(len(batch.items["image"].grids) for batch in batches)
-    drawn = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    drawn = SequenceStream(Mixture(index, run.file.train.seed)).batch(0, 12)
     files = int((index.files[drawn.items["image"].segment]).sum())
     assert 0 < len(decoded) <= files < tiles
     assert (index.part[decoded] == 0).all() and (index.kinds[decoded] == IMAGE).all()
@@ -308,7 +309,7 @@ def test_a_broken_file_is_blank_in_all_its_parts_and_mutes_its_sample(tmp_path: 
                 blanks += sum(not one.any() for one in values)
                 labels += int((batch.labels != NOT_TRAINED).sum())
             skipped += sum(one.key == "3" for one in source.skipped)
-    drawn = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    drawn = SequenceStream(Mixture(index, run.file.train.seed)).batch(0, 12)
     parts = int(index.parts[np.flatnonzero(index.kinds == IMAGE)[0]])
     times = drawn.samples.tolist().count(3)
     assert parts > 1 and times and blanks == parts * times and skipped

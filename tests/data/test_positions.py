@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.positions import grid_positions, sample_positions
@@ -89,7 +90,7 @@ def test_in_one_dimension_tokens_are_counted() -> None:
 def test_positions_restart_with_every_sample_of_a_sequence(run: Run, index: Index) -> None:
     three = INPUTS.model_copy(update={"positions": "mrope"})
     packing, placed = (
-        pack(of, inputs, run.file.train.seed, 0)
+        pack(Mixture(of, run.file.train.seed), 0)
         for of, inputs in ((index, INPUTS), (build_index(run, three), three))
     )
     images = 0

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index, read_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
@@ -72,7 +73,7 @@ def test_in_any_order_by_many_threads(read_form: tuple[Run, Index, Written]) -> 
 def test_labels_are_the_trained_texts(read_form: tuple[Run, Index, Written]) -> None:
     run, index, written = read_form
     tokens, reader = ByteTokenizer(), ShardReader(index, ByteTokenizer())
-    packing = pack(index, INPUTS, run.file.train.seed, 0)
+    packing = pack(Mixture(index, run.file.train.seed), 0)
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)
         ids, labels = plan.token_ids(tokens, reader.texts)
@@ -134,7 +135,7 @@ def test_the_index_counts_the_labels_that_sequences_have(
         assert index.label_tokens[:-1].tolist() == [
             sum(length for loss, length in sample if loss) + sample[-1][0] for sample in samples
         ]
-        packing = pack(index, INPUTS, 0, 0)
+        packing = pack(Mixture(index, 0), 0)
         reader = ShardReader(index, ByteTokenizer())
         for number in range(len(packing)):
             labels = SequencePlan(packing, number).token_ids(ByteTokenizer(), reader.texts)[1]

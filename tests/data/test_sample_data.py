@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sample_data import WORDS, write_sample_data
@@ -56,7 +57,7 @@ def test_every_scan_is_used_and_sizes_are_skewed(digits: Index) -> None:
     assert patches.min() <= 4 and patches.max() == 64
     images = digits.per_sample((digits.kinds == IMAGE).astype(np.int64))
     assert images.max() >= 6 and (images == 0).sum() > 50
-    packing = pack(digits, BYTE_INPUTS, 0, 0)
+    packing = pack(Mixture(digits, 0), 0)
     assert packing.fill_fraction > 0.95 and len(packing) > 150
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.statistics import (
@@ -21,7 +22,7 @@ from tests.data.dataset import INPUTS, interleaved, text
 
 
 def test_totals(index: Index) -> None:
-    packing = pack(index, INPUTS, 0, 0)
+    packing = pack(Mixture(index, 0), 0)
     data = describe_data(packing)
     assert (data.samples, data.sequences, data.fingerprint) == (46, len(packing), index.fingerprint)
     assert data.text_tokens + data.image_tokens + 4 * data.targets == index.tokens.sum()
@@ -32,7 +33,7 @@ def test_totals(index: Index) -> None:
 
 
 def test_work_of_sequences(index: Index) -> None:
-    packing = pack(index, INPUTS, 0, 0)
+    packing = pack(Mixture(index, 0), 0)
     work = sequence_work(packing)
     patches = packing.items["image"].grid.prod(axis=1)
     assert work["encoder"].sum(axis=0).tolist() == [len(patches), patches.sum(), (patches**2).sum()]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.data.epochs import HISTOGRAM, WINDOWS
+from disttrain_cli.data.epochs import STREAMS, WINDOWS
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.packing import pack
 from disttrain_cli.errors import DataError
 from disttrain_cli.models.graph import describe
@@ -56,10 +57,10 @@ def test_a_run_that_began_with_the_first_order_is_profiled_with_it(
     new = read_dataset(run, describe(run))
     checkpoint(run.dir.checkpoints, 5)
     old = read_dataset(run, describe(run))
-    assert (old.profile.order, new.profile.order) == (WINDOWS, HISTOGRAM)
+    assert (old.profile.order, new.profile.order) == (WINDOWS, STREAMS)
     assert "order" not in old.profile.model_dump()  # so that plans still fit older profiles
-    for data, order in ((old, WINDOWS), (new, HISTOGRAM)):
-        packed = pack(data.epoch.index, describe(run), run.file.train.seed, 0, order)
+    for data, order in ((old, WINDOWS), (new, STREAMS)):
+        packed = pack(Mixture(data.epoch.index, run.file.train.seed, order), 0)
         assert data.epoch.samples.tolist() == packed.samples.tolist()
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from disttrain_cli.costs.overlap import last_slots
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import build_index, read_index
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sample_data import write_sample_data
@@ -181,7 +182,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     index = read_index(run, describe(run))
     drawn = (
-        SequenceStream(index, run.file.train.seed)
+        SequenceStream(Mixture(index, run.file.train.seed))
         .batch(0, STEPS * run.file.train.global_batch_size)
         .samples
     )

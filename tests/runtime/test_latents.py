@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index, build_index, open_index
 from disttrain_cli.data.latents import described, open_latents
 from disttrain_cli.data.loader import Loader
@@ -211,7 +212,7 @@ def test_a_profile_decodes_only_images_that_training_decodes(plain: Run, cached:
     rates = []
     for run in (plain, one, cached):
         inputs = describe(run)
-        packing = pack(build_index(run, inputs), inputs, 0, 0)
+        packing = pack(Mixture(build_index(run, inputs), 0), 0)
         rates.append(measure_preprocessing(run, packing, 0.01).images_per_s_per_core)
     assert rates[0] > 0 and rates[1] > 0 and rates[2] == 0
 

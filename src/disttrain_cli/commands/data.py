@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from disttrain_cli.data.index import Index
     from disttrain_cli.data.indexing import Share
     from disttrain_cli.data.sources import Skipped
+    from disttrain_cli.spec.inputs import ModelInputs
     from disttrain_cli.spec.runfile import Run
 
 SERVE_EPILOG = """Examples:
@@ -80,8 +81,9 @@ $ disttrain data order
 $ disttrain data order demo/disttrain.yaml --epochs 3
 
 Training makes the order of an epoch itself, on the first process that needs it, while the others
-wait. This makes it ahead: of the epoch that training begins or goes on in, and of those after it.
-What is there already is not made again.
+wait. This makes it ahead: of the epoch that training begins or goes on in, and of those after it,
+of the next phase of data.curriculum where it begins before. What is there already is not made
+again.
 """
 
 app = typer.Typer()
@@ -180,14 +182,10 @@ def index(
     """Read the sizes of all samples: the sample index, on one host or several."""
     console = Console(json_mode=json_mode, quiet=quiet)
     own = None if share is None else _share(share)
-    opened = open_run(run_file)
+    opened, inputs = _with_data(run_file)
     from disttrain_cli.data.index import open_index
-    from disttrain_cli.data.index_checks import check_sources
     from disttrain_cli.data.index_writing import read_share_of
-    from disttrain_cli.models.graph import describe
 
-    check_sources(opened)
-    inputs = describe(opened)
     if own is not None:
         with console.progress() as progress:
             shards = read_share_of(opened, inputs, own, progress)
@@ -227,14 +225,11 @@ def check(
 ) -> None:
     """Decode every image and clip once, and leave out the samples that cannot be used."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
+    opened, inputs = _with_data(run_file)
     from disttrain_cli.data.checking import find_broken, unchecked
     from disttrain_cli.data.index import leave_out, open_index
-    from disttrain_cli.data.index_checks import BadSamplesError, check_sources
-    from disttrain_cli.models.graph import describe
+    from disttrain_cli.data.index_checks import BadSamplesError
 
-    check_sources(opened)
-    inputs = describe(opened)
     try:
         with console.progress() as progress:
             index = open_index(opened, inputs, progress)
@@ -315,36 +310,43 @@ def order(
 ) -> None:
     """Make the orders of the next epochs ahead of training."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
+    opened, inputs = _with_data(run_file)
+    from disttrain_cli.data.epochs.mixture import Mixture, in_sequences
     from disttrain_cli.data.index import open_index
-    from disttrain_cli.data.index_checks import check_sources
     from disttrain_cli.data.packing import SequenceStream
-    from disttrain_cli.models.graph import describe
-    from disttrain_cli.runtime.checkpoints.folder import describe as checkpoint
-    from disttrain_cli.runtime.checkpoints.folder import latest, order_of
+    from disttrain_cli.runtime.checkpoints.folder import begun
+    from disttrain_cli.runtime.checkpoints.phases import phases_of
 
-    check_sources(opened)
-    train, newest = opened.file.train, latest(opened.dir.checkpoints)
-    step = 0 if newest is None else int(checkpoint(newest)["step"])
-    version = order_of(opened.dir.checkpoints)
+    train, before = opened.file.train, begun(opened.dir.checkpoints)
+    batch, made = train.global_batch_size, list[dict[str, int]]()
     with console.progress() as progress:
-        index = open_index(opened, describe(opened), progress)
-        stream = SequenceStream(index, train.seed, version, progress, keep=True)
-        first = stream.epoch_of(step * train.global_batch_size)
-        ranges = {number: stream.range_of(number) for number in range(first, first + epochs)}
+        index = open_index(opened, inputs, progress)
+        phases, _ = phases_of(index, before)
+        mixture = Mixture(index, train.seed, before.order, in_sequences(phases, batch))
+        stream, at = SequenceStream(mixture, progress, keep=True), before.step * batch
+        for _ in range(epochs):
+            phase, epoch = stream.epoch_of(at)
+            begin, at = stream.range_of(phase, epoch)
+            step = mixture.phases[phase].first // batch
+            made.append(
+                {"phase": step, "epoch": epoch, "first_sequence": begin, "sequences": at - begin}
+            )
     console.result(
-        {
-            "order": version,
-            "path": str(opened.dir.orders),
-            "epochs": [
-                {"epoch": number, "first_sequence": begin, "sequences": end - begin}
-                for number, (begin, end) in ranges.items()
-            ],
-        },
-        opened.dir.orders,
+        {"order": before.order, "path": str(opened.dir.orders), "epochs": made}, opened.dir.orders
     )
-    for number, (begin, end) in ranges.items():
-        console.say(f"Epoch {number}: {end - begin:,} sequences")
+    for one in made:
+        of_phase = f" from step {one['phase']:,} on" if len(mixture.phases) > 1 else ""
+        console.say(f"Epoch {one['epoch']}{of_phase}: {one['sequences']:,} sequences")
+
+
+def _with_data(run_file: Path) -> tuple[Run, ModelInputs]:
+    """A run that has data, and what its model asks of them."""
+    run = open_run(run_file)
+    from disttrain_cli.data.index_checks import check_sources
+    from disttrain_cli.models.graph import describe
+
+    check_sources(run)
+    return run, describe(run)
 
 
 def _after_latents(run: Run, index: Index) -> str:

@@ -167,6 +167,10 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
         f"{data.skipped:,} skipped"
     )
+    for phase in data.phases if len(data.phases) > 1 else []:
+        weights = " : ".join(f"{weight:g}" for weight in phase.weights)
+        priced = "; these figures are of it" if phase.step == data.priced_step else ""
+        console.say(f"         from step {phase.step:,} on sources × {weights}{priced}")
     if data.duplicates:
         console.say(f"         {data.duplicates:,} not used: they say what an earlier one says")
     for named in data.skipped_first:

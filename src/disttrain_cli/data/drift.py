@@ -32,18 +32,22 @@ LEAST_SPREAD = 1e-3  # of the mean, where the profile's sequences are all alike
 def drift(
     profile: Profile, steps: Sequence[Mapping[str, Any]], sizes: SizeSample | None = None
 ) -> list[Drift]:
-    """What has moved significantly, the largest change first; nothing without steps.
+    """What has moved significantly, the largest change first; nothing without steps. Steps of the
+    last phase alone are judged, by the sizes that the profile has of it.
 
     Args:
         profile: what the plan was made with.
         steps: in order; each with the sums `tokens`, `images`, `targets` over its `sequences`, and
             `step`.
-        sizes: single sequences of the last steps, where they were recorded: images and samples may
+        sizes: single sequences of the last steps (`recent`), where they were recorded: images and
+            samples may
             have grown though there are as many as before.
     """
-    planned = profile.data.sample
+    last = of_last_phase(profile, steps)
+    planned = profile.data.phase_at(last[-1]["step"] if last else 0).sample
+    assert planned is not None
     drifts = [
-        *_from_steps(planned, steps),
+        *_from_steps(planned, last),
         *(_from_sizes(planned, sizes) if sizes is not None else []),
     ]
     return sorted(
@@ -54,6 +58,14 @@ def drift(
 def recent(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The steps that are judged: those that show what the run reads now."""
     return steps[-min(RECENT_STEPS, -(-len(steps) // 2)) :] if steps else steps
+
+
+def of_last_phase(
+    profile: Profile, steps: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The steps in which sources are mixed as in the last one."""
+    first = profile.data.phase_at(steps[-1]["step"]).step if steps else 0
+    return [step for step in steps if step["step"] >= first]
 
 
 def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list[Drift]:

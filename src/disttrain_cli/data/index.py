@@ -26,6 +26,7 @@ from disttrain_cli.data.index_checks import (
     check_same,
     check_sources,
     checked_tokenizer,
+    extended,
     list_shards,
     made_for,
     states_of,
@@ -33,7 +34,7 @@ from disttrain_cli.data.index_checks import (
 from disttrain_cli.data.index_columns import columns_of, stored_index
 from disttrain_cli.data.index_file import Stored, read_stored
 from disttrain_cli.data.index_writing import stored_for, write_index
-from disttrain_cli.data.mixtures import weights_of
+from disttrain_cli.data.mixtures import Phases, weights_of
 from disttrain_cli.data.parts import counts_of_parts, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped
@@ -141,6 +142,11 @@ class Index:
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
     held: bool = False  # of the samples that training leaves out
     orders: Path | None = None  # folder of its epochs' orders (`data.epochs.making`)
+    #: Fingerprint of each source: its shards, and which of its samples are drawn; none where sizes
+    #: were drawn.
+    of_sources: list[str] = field(default_factory=list)
+    #: (first step, weight of each source) as the run file has them; the first are `weights`.
+    phases: Phases = field(default_factory=list)
     known: Mapping[str, Any] = field(default_factory=dict)  # properties that need no computing
 
     def __len__(self) -> int:
@@ -258,7 +264,9 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     shards = list_shards(run)
     stored = stored_for(run, inputs, tokenizer, shards)
     if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
-        return _index(run, inputs, stored, shards, progress)
+        made = made_for(run, inputs, tokenizer)
+        if extended(stored, made) == made:  # no source has another weight
+            return _index(run, inputs, stored, shards, progress)
     write_index(run, inputs, tokenizer, shards, progress, stored)
     return _index(run, inputs, read_stored(run.dir.index), shards, progress)
 
@@ -333,14 +341,15 @@ def _index(
         name: columns[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name in columns
     }
     of_all = {name: columns[name] for name in (*DERIVED, *OF_PARTS, *OF_FILMS) if name in columns}
+    data = run.file.data
+    drawn = [counts[f"drawn {number}"] for number in range(len(data.sources))]
+    phases = [(step, weights_of(given, drawn, data.temperature)) for step, given in data.phases()]
     return Index(
         fingerprint=_fingerprint(run, stored),
         inputs=inputs,
-        weights=weights_of(
-            [source.weight for source in run.file.data.sources],
-            [counts[f"drawn {number}"] for number in range(len(run.file.data.sources))],
-            run.file.data.temperature,
-        ),
+        weights=phases[0][1],
+        phases=phases,
+        of_sources=header["sources"],
         shards=[shard for _, shard in shards],
         skipped=[one for _, one in stored.skipped],
         keys=Keys(columns["keys"], columns["key_start"]),
@@ -362,6 +371,8 @@ def _fingerprint(run: Run, stored: Stored) -> str:
         named.append("deduplicated")
     if data.temperature != 1:
         named.append(f"temperature {data.temperature}")
+    if data.curriculum:
+        named.append(f"phases {data.phases()}")
     if not named:
         return stored.fingerprint
     return hashlib.sha256(" ".join([stored.fingerprint, *named]).encode()).hexdigest()[:16]

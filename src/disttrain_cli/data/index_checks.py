@@ -15,6 +15,7 @@ from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 
 REINDEX = "Index the data again with: disttrain profile --reindex"
@@ -135,7 +136,10 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
         **hashed,
         "model inputs": inputs.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
-        "data.sources": [source.model_dump(mode="json") for source in run.file.data.sources],
+        "data.sources": [
+            source.model_dump(include={"path", "images", "weight"})
+            for source in run.file.data.sources
+        ],
     }
 
 
@@ -161,6 +165,28 @@ def check_same(stored: Stored, now: dict[str, Any]) -> None:
             f"changed: {', '.join(changed)} (index {fingerprint(stored.inputs)}, now"
             f" {fingerprint(now)})",
             PROFILE,
+        )
+
+
+def extended(stored: Stored, now: dict[str, Any]) -> dict[str, Any]:
+    """`now` (`made_for`) with the sources of an index, if it goes on with these: they may have
+    other weights, and others may follow."""
+
+    def places(sources: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+        return [(source["path"], source["images"]) for source in sources]
+
+    before = stored.inputs["data.sources"]
+    same = places(before) == places(now["data.sources"])[: len(before)]
+    return now | {"data.sources": before} if same else now
+
+
+def check_profiled_data(data_fingerprint: str, profile: Profile) -> None:
+    """MismatchError where an index is of other data than were profiled."""
+    if data_fingerprint != profile.fingerprints.data:
+        raise MismatchError(
+            "The dataset is not the one that was profiled",
+            f"data of the profile: {profile.fingerprints.data}; of the index: {data_fingerprint}",
+            "Profile and plan again: disttrain profile && disttrain plan",
         )
 
 

@@ -26,7 +26,7 @@ from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_
 from disttrain_cli.data.parts import cutting
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
+from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, KINDS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
@@ -34,7 +34,7 @@ from disttrain_cli.spec.runfile import Run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
 NARROW = {  # types of columns whose values are computed with in 64 bits
     "kinds": np.int8,
     "tokens": np.int32,
@@ -130,7 +130,17 @@ def _write(
         for name, values in arrays.items():
             writer.add(name, values.astype(NARROW.get(name, values.dtype), copy=False))
     progress("columns of the index", len(stored.files), len(stored.files))
-    writer.close({"stored": stored.described(), "counts": counts})
+    described = {"stored": stored.described(), "sources": _sources(run, stored)}
+    writer.close({**described, "counts": counts})
+
+
+def _sources(run: Run, stored: Stored) -> list[str]:
+    """`Index.of_sources`."""
+    data, shards = run.file.data, list[list[Any]]([] for _ in run.file.data.sources)
+    for indexed in stored.files:
+        shards[indexed.source].append([indexed.name, indexed.size, indexed.digest])
+    alike = [INDEX_VERSION, stored.inputs["tokenizer"], data.held_out, data.deduplicate]
+    return [fingerprint([*alike, own]) for own in shards]
 
 
 def _used(arrays: dict[str, Any], samples: int) -> NDArray[np.bool_]:

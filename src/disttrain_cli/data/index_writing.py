@@ -15,6 +15,7 @@ from disttrain_cli.data.index_checks import (
     check_sources,
     check_text,
     checked_tokenizer,
+    extended,
     list_shards,
     made_for,
     shard_label,
@@ -37,11 +38,11 @@ from disttrain_cli.spec.runfile import Run
 def stored_for(
     run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]]
 ) -> Stored | None:
-    """The index on disk, if it was made for this run file; MismatchError where a shard of it
-    changed or went."""
+    """The index on disk, if it was made for this run file or one of fewer sources; MismatchError
+    where a shard of it changed or went."""
     try:
         stored = read_stored(run.dir.index)
-        check_same(stored, made_for(run, inputs, tokenizer))
+        check_same(stored, extended(stored, made_for(run, inputs, tokenizer)))
     except (DataError, MismatchError):
         return None
     check_kept(stored, states_of(shards), shards)

@@ -1,5 +1,5 @@
-"""Whole samples packed into sequences of fixed length; the sequences of all epochs are numbered in
-one stream.
+"""Whole samples packed into sequences of fixed length; the sequences of all phases and epochs are
+numbered in one stream.
 
 Which sample lies in which sequence is `data.epochs`' to say: equal on every machine. Sequence k of
 the stream has the same samples whatever the layout; a global batch is a range of it.
@@ -7,27 +7,24 @@ the stream has the same samples whatever the layout; a global batch is a range o
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from disttrain_cli.data.epochs import NEWEST
-from disttrain_cli.data.epochs.making import Epoch, Epochs
-from disttrain_cli.data.epochs.sizes import joined, part_of
+from disttrain_cli.data.epochs.making import Epochs
+from disttrain_cli.data.epochs.mixture import Mixture
+from disttrain_cli.data.epochs.phase import PhaseStream
+from disttrain_cli.data.epochs.sizes import joined
+from disttrain_cli.data.epochs.streams import Start, at_first
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.index import KINDS
-from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
-
-KEPT_EPOCHS = 2  # that stay open: a batch may lie on the end of one
-AHEAD_SAMPLES = 1 << 20  # of an epoch, from which on the next one is made before it begins
 
 
 @dataclass(frozen=True)
@@ -75,105 +72,76 @@ class Packing:
         return float(self.tokens.sum()) / (len(self) * self.index.inputs.sequence_length)
 
 
-def pack(
-    index: Index,
-    inputs: ModelInputs,
-    seed: int,
-    epoch: int,
-    order: int = NEWEST,
-    progress: Progress = silent,
-) -> Packing:
-    """All sequences of one epoch; their ids count from 0.
+def pack(mixture: Mixture, epoch: int, progress: Progress = silent) -> Packing:
+    """All sequences of one epoch of a mixture's first phase; their ids count from 0.
 
     Raises:
         DataError: the weights of the sources draw no sample, or too many.
-        MismatchError: this program does not know the order.
+        MismatchError: this program does not know the mixture's order.
     """
-    assert inputs == index.inputs
-    stream = SequenceStream(index, seed, order, progress)
-    first, last = stream.range_of(epoch)
+    stream = SequenceStream(replace(mixture, phases=mixture.phases[:1]), progress)
+    first, last = stream.range_of(0, epoch)
     packing = stream.batch(first, last - first)
     return replace(packing, ids=packing.ids - first)
 
 
 class SequenceStream:
-    """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache; any thread
-    may ask.
+    """The endless stream of sequences: phase after phase, epoch after epoch. Any thread may ask.
 
     Args:
         progress: told when the order of an epoch is made or waited for.
         keep: orders of earlier epochs, where more are made.
 
     Raises:
-        MismatchError: this program does not know the order.
+        MismatchError: this program does not know the mixture's order.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        seed: int,
-        order: int = NEWEST,
-        progress: Progress = silent,
-        keep: bool = False,
-    ) -> None:
-        self._index, self._epochs = index, Epochs(index, seed, order, progress, keep)
-        # stream numbers of the first sequences of the epochs that are known, and of the next one
-        self._firsts, self._lock = [0], threading.Lock()
-        self._epoch = Once(self._known, KEPT_EPOCHS)
-        self._ahead = 0  # the last epoch that was begun before it was asked for
+    def __init__(self, mixture: Mixture, progress: Progress = silent, keep: bool = False) -> None:
+        self._mixture, self._firsts = mixture, [phase.first for phase in mixture.phases]
+        self._start = Once(self._started, len(self._firsts))
+        self._phases: list[PhaseStream] = []
+        following, end = None, None
+        for number, first in reversed(list(enumerate(self._firsts))):
+            epochs = Epochs(mixture, number, partial(self._start, number), progress, keep)
+            following = PhaseStream(epochs, None if end is None else end - first, following)
+            self._phases.insert(0, following)
+            end = first
 
     def batch(self, first: int, count: int) -> Packing:
-        """Sequences first .. first + count - 1 of the stream, over the ends of epochs where need
-        be."""
+        """Sequences first .. first + count - 1 of the stream, over the ends of epochs and phases
+        where need be."""
         parts, at = [], first
         while at < first + count:
-            number = self.epoch_of(at)
-            epoch = self._epoch(number)
-            begin, end = epoch.firsts[number : number + 2]
-            high = min(end, first + count)
-            parts.append(part_of(epoch.columns, at - begin, high - begin))
-            if high > (begin + end) // 2 and len(epoch.columns["samples"]) >= AHEAD_SAMPLES:
-                self._begin(number + 1)
+            phase = self._phase_of(at)
+            high = self._within(phase, first + count)
+            parts += self._phases[phase].parts(at - self._firsts[phase], high - at)
             at = high
-        return _packing(self._index, first, joined(parts))
+        return _packing(self._mixture.index, first, joined(parts))
 
-    def range_of(self, epoch: int) -> tuple[int, int]:
-        """Numbers of the first sequence of an epoch, and of the one behind its last; its order is
-        made where it is not there."""
-        while len(self._firsts) < epoch + 2:
-            self._epoch(len(self._firsts) - 1)
-        self._epoch(epoch)
-        return self._firsts[epoch], self._firsts[epoch + 1]
+    def range_of(self, phase: int, epoch: int) -> tuple[int, int]:
+        """Numbers of the first sequence of an epoch of a phase, and of the one behind its last,
+        which may be the next phase's first; its order is made where it is not there."""
+        begin, end = (self._firsts[phase] + at for at in self._phases[phase].range_of(epoch))
+        return begin, self._within(phase, end)
 
-    def epoch_of(self, number: int) -> int:
-        """The epoch of a sequence of the stream; its order is made where it is not there."""
-        if self._firsts[-1] <= number:
-            self._learn(self._epochs.firsts())
-        while self._firsts[-1] <= number:
-            self._epoch(len(self._firsts) - 1)
-        epoch = bisect_right(self._firsts, number) - 1
-        self._epoch(epoch)
-        return epoch
+    def epoch_of(self, number: int) -> tuple[int, int]:
+        """The phase, and the epoch in it, of a sequence of the stream; its order is made where it
+        is not there."""
+        phase = self._phase_of(number)
+        return phase, self._phases[phase].epoch_of(number - self._firsts[phase])
 
-    def _begin(self, number: int) -> None:
-        """Have an epoch opened in the background; what fails is told to whoever asks for it."""
-        if number > self._ahead:
-            self._ahead = number
-            threading.Thread(target=self._try, args=(number,), name="epoch", daemon=True).start()
+    def _within(self, phase: int, end: int) -> int:
+        return min([end, *self._firsts[phase + 1 : phase + 2]])
 
-    def _try(self, number: int) -> None:
-        with suppress(Exception):
-            self._epoch(number)
+    def _phase_of(self, number: int) -> int:
+        return bisect_right(self._firsts, number) - 1
 
-    def _known(self, number: int) -> Epoch:
-        epoch = self._epochs.epoch(number, self._firsts)
-        self._learn(epoch.firsts)
-        return epoch
-
-    def _learn(self, firsts: list[int]) -> None:
-        with self._lock:  # else another thread may know more
-            if len(firsts) > len(self._firsts):
-                self._firsts = firsts
+    def _started(self, phase: int) -> Start:
+        """What a phase begins with."""
+        if not phase:
+            return at_first(self._mixture)
+        before, used = phase - 1, self._firsts[phase] - self._firsts[phase - 1]
+        return self._phases[before].after(self._start(before), used)
 
 
 def _packing(index: Index, first: int, columns: Mapping[str, Ints]) -> Packing:

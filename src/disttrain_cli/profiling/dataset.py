@@ -7,15 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.index import open_index
+from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
-from disttrain_cli.data.statistics import describe_data, mean_and_max_work, sequence_work
+from disttrain_cli.data.statistics import (
+    describe_data,
+    mean_and_max_work,
+    sequence_work,
+    size_sample,
+)
 from disttrain_cli.errors import DataError
 from disttrain_cli.profiling.preprocess import decode_like, measure_preprocessing
 from disttrain_cli.profiling.sizes import SEQUENCES
-from disttrain_cli.runtime.checkpoints.folder import order_of
+from disttrain_cli.runtime.checkpoints.folder import begun
+from disttrain_cli.runtime.checkpoints.phases import phases_of
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import DataProfile, PreprocessProfile
+from disttrain_cli.spec.profile import DataProfile, PhaseProfile, PreprocessProfile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -63,28 +71,73 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
         DataError: the dataset is missing, empty or too damaged, or brings a module no work at all.
         SpecError: the tokenizer does not fit the model, or the distribution is not known.
     """
-    index = open_index(run, inputs, progress)
-    seed, order = run.file.train.seed, order_of(run.dir.checkpoints)
-    epoch = pack(index, inputs, seed, 0, order, progress)
+    index, seed = open_index(run, inputs, progress), run.file.train.seed
+    before = begun(run.dir.checkpoints)
+    phases, goes_on = phases_of(index, before)
+    left = _left(phases, before.step)
+    mixtures = {
+        step: Mixture(index, seed, before.order, (Phase(0, weights),) if phases else ())
+        for step, weights in left
+    }
+    packed = {step: pack(mixture, 0, progress) for step, mixture in mixtures.items()}
+    priced = _longest(left, before.step, run.file.train.steps)
+    epoch = packed[priced]
     _check_work(run, inputs, epoch)
-    drawn = SequenceStream(index, seed, order).batch(0, SEQUENCES)
+    drawn = SequenceStream(mixtures[priced]).batch(0, SEQUENCES)
     progress("measure preprocessing", 0, 0)
     rates = decode_like(epoch) if run.file.data.distribution else measure_preprocessing(run, drawn)
     known = epoch if len(epoch) >= SEQUENCES else drawn
     work = mean_and_max_work(known)
+    others = [mean_and_max_work(other) for step, other in packed.items() if step != priced]
     return Dataset(
         epoch=epoch,
         drawn=drawn,
         mean={name: mean for name, (mean, _) in work.items()},
-        most={name: most for name, (_, most) in work.items()},
+        most={
+            name: Work(*np.max([each[name][1] for each in (work, *others)], axis=0).tolist())
+            for name in work
+        },
         idle={
             name: 1.0 - float(np.mean(np.any(rows > 0, axis=1)))
             for name, rows in sequence_work(known).items()
         },
-        profile=describe_data(epoch, order),
+        profile=describe_data(epoch, before.order).model_copy(
+            update={
+                "phases": [
+                    PhaseProfile(
+                        step=step,
+                        weights=weights,
+                        sample=size_sample(packed[step])
+                        if step in packed and step != priced
+                        else None,
+                    )
+                    for step, weights in phases
+                ],
+                "sources": index.of_sources if phases else [],
+                "priced_step": priced,
+                "goes_on_from": goes_on,
+            }
+        ),
         preprocess=rates,
         provenance={"preprocess": SYNTHETIC} if run.file.data.distribution else {},
     )
+
+
+def _left(phases: Phases, step: int) -> Phases:
+    """Those that are not over at a step; one of no weights where there are none."""
+    over = [first for first, _ in phases if first <= step][:-1]
+    return phases[len(over) :] or [(0, [])]
+
+
+def _longest(phases: Phases, begin: int, end: int) -> int:
+    """First step of the phase that has the most of the steps `begin` to before `end`, the earliest
+    of several."""
+    firsts = [first for first, _ in phases]
+    lasts = [*firsts[1:], max(end, firsts[-1])]
+    return max(
+        zip(firsts, lasts, strict=True),
+        key=lambda phase: (min(phase[1], end) - max(phase[0], begin), -phase[0]),
+    )[0]
 
 
 def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:

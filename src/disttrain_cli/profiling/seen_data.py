@@ -6,12 +6,13 @@ no more than chance, the profile's figures stay: they are of the whole dataset.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from disttrain_cli.analysis.job.database import Database
-from disttrain_cli.data.drift import RECENT_STEPS, Drift, drift
+from disttrain_cli.data.drift import RECENT_STEPS, Drift, drift, of_last_phase
 from disttrain_cli.data.sizes import Sizes, sizes_of_sample
 from disttrain_cli.data.statistics import SAMPLED_SEQUENCES, distribution
 from disttrain_cli.spec.heads import Item
@@ -28,7 +29,7 @@ LAST = "SELECT * FROM sizes WHERE step > (SELECT max(step) FROM sizes) - $steps 
 def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, list[Drift]]:
     """Sizes of the sequences of the last steps, None where they are too few, and what of them has
     drifted."""
-    rows = database.sql(LAST, {"steps": RECENT_STEPS})
+    rows = of_last_phase(profile, database.sql(LAST, {"steps": RECENT_STEPS}))
     if len(rows) < LEAST_SEQUENCES:
         return None, []
     chosen = [
@@ -45,7 +46,7 @@ def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, 
     return sample, drift(profile, [_sums(rows), _sums(rows)], sample)
 
 
-def _sums(rows: list[dict[str, Any]]) -> dict[str, int]:
+def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """All rows as one step of `data.drift`."""
     return {
         "step": int(rows[0]["step"]),

@@ -101,7 +101,7 @@ def run_steps(
     with (
         Saver(
             task.dir.checkpoints,
-            made_from(run, profile.fingerprints.data, profile.data.order),
+            made_from(run, profile),
             engine,
             run.file.train.checkpoint.keep,
             task.average,
@@ -110,6 +110,10 @@ def run_steps(
     ):
         while step < task.last and not stopped:
             tracer.step = step
+            mixed, begins = _mixed(run, profile, step)
+            if rank0 and begins:
+                said = ", ".join(f"{name} × {weight:g}" for name, weight in mixed.items())
+                task.say(f"Data from step {step:,} on: {said}")
             tracer.begin("order")
             order = data.order(step)
             engine.get_ready()
@@ -141,6 +145,7 @@ def run_steps(
                     "learning_rates": lrs(run, step),
                     "learning_rate": learning_rate(run.file.train, "", step),
                     "skipped_steps": engine.skipped_steps,
+                    "data_weights": mixed,
                     **evaluated,
                 }
                 steps.rows.append(row | {"end_ns": end_ns})
@@ -164,6 +169,16 @@ def run_steps(
                     writer.flush()
             tracer.end_step()
     return stopped if step < task.last else ""
+
+
+def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], bool]:
+    """(weight of each source by name, where they change while the run lasts; whether they do at
+    this step)."""
+    if len(profile.data.phases) < 2:
+        return {}, False
+    phase, names = profile.data.phase_at(step), run.file.data.names
+    weights = [*phase.weights, *[0.0] * len(names)]
+    return dict(zip(names, weights, strict=False)), phase.step == step
 
 
 def _told(engine: UnitEngine, watch: Watch | None) -> list[float]:

@@ -11,7 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from disttrain_cli.data.digits import check_judge
+from disttrain_cli.data.epochs.mixture import mixture_of
 from disttrain_cli.data.index import Index, read_index
+from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.statistics import unigram_entropy
@@ -19,6 +21,7 @@ from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.starts import (
@@ -99,14 +102,17 @@ def train(
     resumed = step_to_resume(run, profile, root, total) if resume else None
     if not (resume or restart):
         check_fresh(root)
+    if not resume:
+        check_begins(profile)
     if profile_steps is not None:
         check_profiled(profile_steps, total, resumed or 0)
     if run.file.preprocess.addresses:
         from disttrain_cli.data.serving.client import check_workers
 
         check_workers(run, plan.plan, index, profile, total, progress)
-    stream = SequenceStream(index, run.file.train.seed, profile.data.order, progress)
-    stream.epoch_of((resumed or 0) * run.file.train.global_batch_size)  # before ranks wait for it
+    batch = run.file.train.global_batch_size
+    mixture = mixture_of(index, run.file.train.seed, profile.data, batch)
+    SequenceStream(mixture, progress).epoch_of((resumed or 0) * batch)  # before ranks wait for it
     rows: list[dict[str, Any]] = []
 
     def take(step: dict[str, Any]) -> None:
@@ -236,12 +242,7 @@ def _checked_index(run: Run, profile: Profile) -> Index:
             "Profile and plan again: disttrain profile && disttrain plan",
         )
     index = read_index(run, profile.inputs)
-    if index.fingerprint != profile.fingerprints.data:
-        raise MismatchError(
-            "The dataset is not the one that was profiled",
-            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
-            "Profile and plan again: disttrain profile && disttrain plan",
-        )
+    check_profiled_data(index.fingerprint, profile)
     described(run, index)
     return index
 

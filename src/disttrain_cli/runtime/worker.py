@@ -125,7 +125,7 @@ def main(payload: dict[str, Any]) -> None:
         first = (
             checkpoint.resume(
                 run.dir.checkpoints,
-                made_from(run, job.index.fingerprint, job.profile.data.order),
+                made_from(run, job.profile),
                 engine,
                 average,
             )

@@ -425,6 +425,22 @@ class SizeSample(Strict):
         return self
 
 
+class PhaseProfile(Strict):
+    """Steps in which the sources have the same weights."""
+
+    step: int = Field(ge=0, description="The first of them.")
+    weights: list[float] = Field(
+        description="How often an epoch draws the samples of each source; of sources behind the"
+        " last, never."
+    )
+    sample: SizeSample | None = Field(
+        None,
+        exclude_if=lambda sample: sample is None,
+        description="Sizes of some of its sequences; none where `DataProfile.sample` has them, or"
+        " it was over when the data were profiled.",
+    )
+
+
 class DataProfile(Strict):
     """The dataset in numbers."""
 
@@ -473,7 +489,36 @@ class DataProfile(Strict):
             " one that it began with."
         ),
     )
+    sources: list[str] = Field(
+        default_factory=list,
+        exclude_if=lambda given: not given,
+        description=(
+            "From order 3 on, the fingerprint of each source: a run may go on with more of them."
+        ),
+    )
+    phases: list[PhaseProfile] = Field(
+        default_factory=list,
+        exclude_if=lambda given: not given,
+        description="From order 3 on, how sources are mixed from which step on.",
+    )
+    goes_on_from: int = Field(
+        0,
+        exclude_if=lambda step: not step,
+        description="Step of the checkpoint whose run had other phases; 0 where all of them are"
+        " the run file's.",
+    )
+    priced_step: int = Field(
+        0,
+        exclude_if=lambda step: not step,
+        description="First step of the phase that all these figures are of.",
+    )
     sample: SizeSample
+
+    def phase_at(self, step: int) -> PhaseProfile:
+        """The phase of a step, with its sizes; one of no weights where there are none."""
+        phases = [one for one in self.phases if one.step <= step]
+        phase = phases[-1] if phases else PhaseProfile(step=0, weights=[])
+        return phase if phase.sample else phase.model_copy(update={"sample": self.sample})
 
     def count(self, item: Item) -> int:
         """Items of a modality."""

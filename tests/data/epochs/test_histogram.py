@@ -38,7 +38,7 @@ def plain_fill(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def plain_epoch(index: Index, seed: int, epoch: int, block_samples: int) -> list[list[int]]:
-    """The samples of every sequence, in order, as docs/data.md defines the second order."""
+    """The samples of every sequence, in order, as the second order has them."""
     drawn: list[int] = []
     for source, weight in enumerate(index.weights):
         own = [row for row in range(len(index)) if index.source[row] == source]

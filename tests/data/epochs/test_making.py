@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.columns import HEADER, alone
-from disttrain_cli.data.epochs import HISTOGRAM, WINDOWS, making
+from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS, making, streams
 from disttrain_cli.data.epochs.making import Epochs
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.errors import MismatchError, SpecError
@@ -68,17 +69,18 @@ def folders(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/epoch-*"))
 
 
-@pytest.mark.parametrize("order", [WINDOWS, HISTOGRAM])
+@pytest.mark.parametrize("order", [WINDOWS, HISTOGRAM, STREAMS])
 def test_from_files_as_from_memory(
     folder: Path, order: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("disttrain_cli.data.epochs.histogram.order_blocks.__defaults__", (25,))
-    memory = SequenceStream(made(None), 3, order).batch(0, 50)
+    monkeypatch.setattr(streams, "BLOCK_SAMPLES", 25)
+    memory = SequenceStream(Mixture(made(None), 3, order)).batch(0, 50)
     assert len(memory) == 50 and memory.fill_fraction > 0.8
-    assert same(SequenceStream(made(folder), 3, order).batch(0, 50), memory)
-    again = SequenceStream(made(folder), 3, order)
+    assert same(SequenceStream(Mixture(made(folder), 3, order)).batch(0, 50), memory)
+    again = SequenceStream(Mixture(made(folder), 3, order))
     assert same(again.batch(0, 50), memory)
-    late = SequenceStream(made(folder), 3, order).batch(37, 5)
+    late = SequenceStream(Mixture(made(folder), 3, order)).batch(37, 5)
     assert (
         late.samples.tolist()
         == memory.samples[memory.sample_start[37] : memory.sample_start[42]].tolist()
@@ -86,7 +88,7 @@ def test_from_files_as_from_memory(
 
 
 def test_a_resumed_run_opens_the_epoch_it_is_in(folder: Path, made_epochs: list[int]) -> None:
-    first = SequenceStream(made(folder), 3)
+    first = SequenceStream(Mixture(made(folder), 3))
     for number in range(0, 5 * SEQUENCES, SEQUENCES):
         first.batch(number, SEQUENCES)
     expected, count = first.batch(4 * SEQUENCES, 3), len(made_epochs)
@@ -95,10 +97,10 @@ def test_a_resumed_run_opens_the_epoch_it_is_in(folder: Path, made_epochs: list[
     assert [path.name for path in folders(folder)] == [
         f"epoch-{n:06d}" for n in range(count - 3, count)
     ]
-    assert same(SequenceStream(made(folder), 3).batch(4 * SEQUENCES, 3), expected)
+    assert same(SequenceStream(Mixture(made(folder), 3)).batch(4 * SEQUENCES, 3), expected)
     assert len(made_epochs) == count
     shutil.rmtree(folder)  # all of it can be made again
-    assert same(SequenceStream(made(folder), 3).batch(4 * SEQUENCES, 3), expected)
+    assert same(SequenceStream(Mixture(made(folder), 3)).batch(4 * SEQUENCES, 3), expected)
 
 
 def test_other_seeds_indexes_and_orders_lie_apart(folder: Path, made_epochs: list[int]) -> None:
@@ -109,15 +111,15 @@ def test_other_seeds_indexes_and_orders_lie_apart(folder: Path, made_epochs: lis
         (made(folder, 61), 0, HISTOGRAM),
         (replace(made(folder), held=True), 0, HISTOGRAM),
     ):
-        SequenceStream(index, seed, order).batch(0, 4)
+        SequenceStream(Mixture(index, seed, order)).batch(0, 4)
     assert len(folders(folder)) == len(made_epochs) == 5
     # one that took another's place is noticed
     paths = folders(folder)
     shutil.rmtree(paths[0])
     shutil.copytree(paths[1], paths[0])
     for seed in (0, 1):
-        expected = SequenceStream(made(None), seed).batch(0, 4)
-        assert same(SequenceStream(made(folder), seed).batch(0, 4), expected)
+        expected = SequenceStream(Mixture(made(None), seed)).batch(0, 4)
+        assert same(SequenceStream(Mixture(made(folder), seed)).batch(0, 4), expected)
 
 
 def cut(path: Path) -> None:
@@ -158,11 +160,11 @@ def header(change: Callable[[str], str]) -> Callable[[Path], None]:
 def test_what_cannot_be_used_is_made_anew(
     folder: Path, made_epochs: list[int], damage: Callable[[Path], None]
 ) -> None:
-    expected = SequenceStream(made(folder), 3).batch(2, 5)
+    expected = SequenceStream(Mixture(made(folder), 3)).batch(2, 5)
     damage(folders(folder)[0])
-    assert same(SequenceStream(made(folder), 3).batch(2, 5), expected)
+    assert same(SequenceStream(Mixture(made(folder), 3)).batch(2, 5), expected)
     assert made_epochs == [0, 0]
-    assert same(SequenceStream(made(folder), 3).batch(2, 5), expected)
+    assert same(SequenceStream(Mixture(made(folder), 3)).batch(2, 5), expected)
     assert made_epochs == [0, 0]
 
 
@@ -171,7 +173,7 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o500)
     with pytest.raises(SpecError, match="Cannot write"):
-        SequenceStream(made(folder), 3).batch(0, 1)
+        SequenceStream(Mixture(made(folder), 3)).batch(0, 1)
 
 
 def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,23 +195,25 @@ def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(making, "writing_columns", Full)
     with pytest.raises(SpecError, match="No space left"):
-        SequenceStream(made(folder), 3).batch(0, 1)
+        SequenceStream(Mixture(made(folder), 3)).batch(0, 1)
     assert [path.name for path in folder.glob("*/*")] == ["lock"]
     monkeypatch.undo()
     assert same(
-        SequenceStream(made(folder), 3).batch(0, 5), SequenceStream(made(None), 3).batch(0, 5)
+        SequenceStream(Mixture(made(folder), 3)).batch(0, 5),
+        SequenceStream(Mixture(made(None), 3)).batch(0, 5),
     )
 
 
 def test_an_order_of_another_program() -> None:
-    with pytest.raises(MismatchError, match="order 3"):
-        SequenceStream(made(None), 3, 3)
+    with pytest.raises(MismatchError, match="order 4"):
+        SequenceStream(Mixture(made(None), 3, 4))
 
 
 MAKER = """
 import sys, time
 from pathlib import Path
 from disttrain_cli.data.epochs import making
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.packing import SequenceStream
 from tests.data.epochs.test_making import made
 real = making.Epochs._pieces
@@ -219,7 +223,7 @@ def pieces(self, number):
         yield piece
         time.sleep(float(sys.argv[2]))
 making.Epochs._pieces = pieces
-print(SequenceStream(made(Path(sys.argv[1])), 3).batch(0, 20).samples.tolist(), flush=True)
+print(SequenceStream(Mixture(made(Path(sys.argv[1])), 3)).batch(0, 20).samples.tolist(), flush=True)
 """
 
 
@@ -252,7 +256,7 @@ def test_two_jobs_at_a_time_and_a_maker_that_is_killed(folder: Path) -> None:
         f"process {other.pid}" in told[0] for other in others
     )
     texts = [other.communicate(timeout=60)[0].splitlines() for other in others]
-    expected = SequenceStream(made(None), 3).batch(0, 20).samples.tolist()
+    expected = SequenceStream(Mixture(made(None), 3)).batch(0, 20).samples.tolist()
     assert [text[-1] for text in texts] == [str(expected)] * 2
     assert sum(text.count("makes") for text in texts) == 2  # each of epochs 0 and 1 once
     assert sorted(path.name for path in folder.glob("*/*")) == [
@@ -265,25 +269,27 @@ def test_two_jobs_at_a_time_and_a_maker_that_is_killed(folder: Path) -> None:
 def test_the_next_epoch_is_made_ahead(
     folder: Path, made_epochs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disttrain_cli.data.packing.AHEAD_SAMPLES", 1)
-    stream = SequenceStream(made(folder), 3)
+    monkeypatch.setattr("disttrain_cli.data.epochs.phase.AHEAD_SAMPLES", 1)
+    stream = SequenceStream(Mixture(made(folder), 3))
     stream.batch(0, 2)
     assert made_epochs == [0]
-    first, last = stream.range_of(0)
+    first, last = stream.range_of(0, 0)
     stream.batch((first + last) // 2, 2)
     for thread in threading.enumerate():
         if thread.name == "epoch":
             thread.join()
     assert made_epochs == [0, 1]
     monkeypatch.undo()
-    assert same(stream.batch(last - 1, 4), SequenceStream(made(None), 3).batch(last - 1, 4))
+    assert same(
+        stream.batch(last - 1, 4), SequenceStream(Mixture(made(None), 3)).batch(last - 1, 4)
+    )
 
 
 def test_epochs_that_were_asked_for_stay(folder: Path, made_epochs: list[int]) -> None:
-    stream = SequenceStream(made(folder), 3, keep=True)
-    stream.range_of(5)
+    stream = SequenceStream(Mixture(made(folder), 3), keep=True)
+    stream.range_of(0, 5)
     shutil.rmtree(folders(folder)[2])
-    again = SequenceStream(made(folder), 3, keep=True)
-    ranges = [again.range_of(number) for number in range(6)]
+    again = SequenceStream(Mixture(made(folder), 3), keep=True)
+    ranges = [again.range_of(0, number) for number in range(6)]
     assert [end for _, end in ranges[:-1]] == [begin for begin, _ in ranges[1:]]
     assert made_epochs == [0, 1, 2, 3, 4, 5, 2] and len(folders(folder)) == 6

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.epochs import WINDOWS
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.windows import fill
 from disttrain_cli.data.packing import pack
 from disttrain_cli.spec.index import TEXT
-from tests.data.dataset import INPUTS, PROPERTY
+from tests.data.dataset import PROPERTY
 from tests.data.test_packing import make_index
 
 
@@ -33,7 +34,7 @@ def test_the_first_order_stays() -> None:
     index = make_index([[TEXT]] * 5000, lengths, [1.5, 0.75], np.repeat([0, 1], 2500))
     digests = []
     for epoch in (0, 3):
-        packing = pack(index, INPUTS, 7, epoch, WINDOWS)
+        packing = pack(Mixture(index, 7, WINDOWS), epoch)
         content = (
             packing.sample_start.astype("<i8").tobytes() + packing.samples.astype("<i8").tobytes()
         )

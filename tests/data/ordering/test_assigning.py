@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.assigning import Costs, assign, count_costs
 from disttrain_cli.data.ordering.assigning import order_step as order_assigned
@@ -48,7 +49,7 @@ def random_batch(seed: int, count: int = 12) -> Packing:
         index.grids,
     )
     object.__setattr__(index, "grids", grids)
-    return SequenceStream(index, seed).batch(0, count)
+    return SequenceStream(Mixture(index, seed)).batch(0, count)
 
 
 def order_step(
@@ -188,14 +189,14 @@ def test_given_costs_decide() -> None:
 
 def test_a_batch_without_images() -> None:
     index = make_index([[TEXT]] * 30, [[100]] * 30)
-    batch = SequenceStream(index, 0).batch(0, 12)
+    batch = SequenceStream(Mixture(index, 0)).batch(0, 12)
     for layout in LAYOUTS:
         for policy in ("none", "paper"):
             check_step(batch, layout, order_step(batch, layout, 0, policy))
 
 
 def test_count_costs(index: Index) -> None:
-    batch = SequenceStream(index, 0).batch(0, 12)
+    batch = SequenceStream(Mixture(index, 0)).batch(0, 12)
     costs = count_costs(sizes_of(batch), INPUTS)
     assert (
         costs["encoder"].sum()

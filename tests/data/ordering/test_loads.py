@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.levelling import deal, even_shares, level, owners
@@ -79,7 +80,7 @@ def test_owners_are_those_of_level(costs: list[int], replicas: int) -> None:
 
 
 def test_a_size_sample_has_the_means_of_the_epoch(index: Index) -> None:
-    packing = pack(index, INPUTS, 0, 0)
+    packing = pack(Mixture(index, 0), 0)
     whole = sizes_of_sample(size_sample(packing, len(packing) + 5))
     assert whole.tokens.tolist() == packing.tokens.tolist()
     assert whole.items["image"].area.tolist() == packing.items["image"].grid.prod(axis=1).tolist()

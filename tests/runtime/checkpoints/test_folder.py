@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from disttrain_cli.data.epochs import HISTOGRAM, NEWEST, WINDOWS
+from disttrain_cli.data.epochs import HISTOGRAM, NEWEST, STREAMS, WINDOWS
 from disttrain_cli.errors import MismatchError
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, check_belongs, order_of, sealed
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, begun, check_belongs, sealed
 
 
 def checkpoint(root: Path, step: int, **said: Any) -> Path:
@@ -22,14 +22,14 @@ def checkpoint(root: Path, step: int, **said: Any) -> Path:
 
 
 def test_a_run_keeps_the_order_that_it_began_with(tmp_path: Path) -> None:
-    assert order_of(tmp_path / "none") == NEWEST == HISTOGRAM
+    assert begun(tmp_path / "none").order == NEWEST == STREAMS
     checkpoint(tmp_path / "old", 3)  # as they were written when there was one order
-    assert order_of(tmp_path / "old") == WINDOWS
+    assert begun(tmp_path / "old").order == WINDOWS
     checkpoint(tmp_path / "new", 3, order=HISTOGRAM)
-    assert order_of(tmp_path / "new") == HISTOGRAM
+    assert begun(tmp_path / "new").order == HISTOGRAM
     damaged = checkpoint(tmp_path / "old", 6, order=HISTOGRAM)
     (damaged / DESCRIPTION).write_text("{")
-    assert order_of(tmp_path / "old") == WINDOWS
+    assert begun(tmp_path / "old").order == WINDOWS
 
 
 def test_a_checkpoint_of_another_order_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
@@ -27,7 +28,7 @@ def test_a_question_is_what_was_trained_on_up_to_the_answer(tmp_path: Path, temp
     given = batch_of(model, tokens, [question.prompt for question in questions], room=8)
     assert given.batch.token_ids is not None and given.batch.positions is not None
     width = given.batch.token_ids.shape[1]
-    packing, reader = pack(index, WIDE, 0, 0), ShardReader(index, tokens)
+    packing, reader = pack(Mixture(index, 0), 0), ShardReader(index, tokens)
     rows = []
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
@@ -29,7 +30,7 @@ def test_a_question_has_the_tiles_and_places_that_were_trained(tmp_path: Path, f
     questions = list(held_out_questions(run, inputs))
     assert [question.recorded for question in questions] == [ANSWERS[1]] * len(SIZES)
     assert [len(question.prompt.images) for question in questions] == [len(one) for one in SIZES]
-    packing, reader = pack(index, inputs, 0, 0), ShardReader(index, tokens)
+    packing, reader = pack(Mixture(index, 0), 0), ShardReader(index, tokens)
     trained = {}
     for number in range(len(packing)):
         plan = SequencePlan(packing, number)

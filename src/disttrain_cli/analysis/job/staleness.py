@@ -10,7 +10,7 @@ from disttrain_cli.analysis.next_commands import plan_again
 from disttrain_cli.analysis.result.rows import OperationRow
 from disttrain_cli.analysis.result.verdicts import Verdict
 from disttrain_cli.analysis.verdict import LEAST_SHARE
-from disttrain_cli.data.drift import Drift, drift, recent
+from disttrain_cli.data.drift import Drift, drift, of_last_phase, recent
 from disttrain_cli.spec.profile import SizeSample
 
 
@@ -21,7 +21,7 @@ def moved_data(database: Database) -> list[Drift]:
         return []
     steps = database.sql("SELECT step, tokens, images, targets FROM steps ORDER BY step")
     steps = [row | {"sequences": job.layout.global_batch_size} for row in steps]
-    last = recent(steps)
+    last = recent(of_last_phase(job.profile, steps))
     sizes = database.sql(
         "SELECT tokens, length_sq, images, targets, clips FROM sizes WHERE step >= $first",
         {"first": last[0]["step"] if last else 0},

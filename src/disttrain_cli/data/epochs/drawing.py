@@ -22,13 +22,7 @@ def check_drawn(index: Index, most: int) -> None:
     """DataError where the weights of the sources draw no sample, or more than `most` of few."""
     counts = [np.count_nonzero(eligible(index, source)) for source in range(len(index.weights))]
     wanted = sum(weight * count for weight, count in zip(index.weights, counts, strict=True))
-    most = max(most, 16 * len(index.source))
-    if wanted > most:
-        raise DataError(
-            f"The weights of data.sources draw {wanted:,.0f} samples in an epoch",
-            f"weights: {index.weights}, of {len(index.source):,} samples; allowed: {most:,}",
-            "Lower all of them: the mixture follows from their ratios.",
-        )
+    check_most(index, wanted, most)
     if not any(
         int(weight) * count + round((weight - int(weight)) * count)
         for weight, count in zip(index.weights, counts, strict=True)
@@ -37,4 +31,16 @@ def check_drawn(index: Index, most: int) -> None:
             "The weights of data.sources draw no sample",
             f"weights: {index.weights}",
             "Raise the weight of at least one source, or lower data.held_out.",
+        )
+
+
+def check_most(index: Index, wanted: float, most: int) -> None:
+    """DataError where an epoch draws more than `most` samples, or sixteen times as many as there
+    are."""
+    most = max(most, 16 * len(index.source))
+    if wanted > most:
+        raise DataError(
+            f"The weights of data.sources draw {wanted:,.0f} samples in an epoch",
+            f"samples: {len(index.source):,}; allowed: {most:,}",
+            "Lower all of them: the mixture follows from their ratios.",
         )

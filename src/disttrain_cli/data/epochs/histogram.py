@@ -39,12 +39,15 @@ def order_blocks(
     for number in range(blocks):
         first, last = (at * len(drawn) // blocks for at in (number, number + 1))
         samples = drawn[permuted(first, last, len(drawn), seed, epoch, ORDER)]
-        bins, places = fill(index.lengths[samples], index.inputs.sequence_length)
-        order = np.argsort(
-            mix(seed, epoch, SEQUENCE_ORDER, number, np.arange(len(bins) - 1)), kind="stable"
-        )
-        counts = np.diff(bins)[order]
-        yield number, blocks, starts_of(counts), samples[places[ranges(bins[order], counts)]]
+        yield number, blocks, *pack_block(index, samples, seed, epoch, SEQUENCE_ORDER, number)
+
+
+def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:
+    """(start [Q + 1], samples) of the sequences of a block, in an order drawn by `key`."""
+    bins, places = fill(index.lengths[samples], index.inputs.sequence_length)
+    order = np.argsort(mix(*key, np.arange(len(bins) - 1)), kind="stable")
+    counts = np.diff(bins)[order]
+    return starts_of(counts), samples[places[ranges(bins[order], counts)]]
 
 
 def _drawn(index: Index, seed: int, epoch: int) -> Ints:
@@ -53,14 +56,14 @@ def _drawn(index: Index, seed: int, epoch: int) -> Ints:
     kind = np.int32 if len(index.source) < 1 << 31 else np.int64
     parts = []
     for source, weight in enumerate(index.weights):
-        own = _places(eligible(index, source), kind)
+        own = places_of(eligible(index, source), kind)
         again = round((weight - int(weight)) * len(own))
         parts += [own] * int(weight)
         parts.append(own[permuted(0, again, len(own), seed, epoch, DRAW, source)])
     return np.concatenate(parts)
 
 
-def _places(chosen: NDArray[np.bool_], kind: DTypeLike) -> NDArray[Any]:
+def places_of(chosen: NDArray[np.bool_], kind: DTypeLike) -> NDArray[Any]:
     """Where `chosen` is true: `np.flatnonzero`, but as narrow as may be."""
     return np.concatenate(
         [

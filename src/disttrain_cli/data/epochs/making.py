@@ -1,7 +1,8 @@
-"""The orders of all epochs, each made once: by the first process that asks, for all of them.
+"""The orders of all epochs of a phase, each made once: by the first process that asks, for all of
+them.
 
 They lie in the run's folder as flat files (`data.columns`), `orders/WHAT-FOR/epoch-000000/`. Each
-says which number in the stream of all epochs the first sequence of its epoch has, and of those
+says which number in the phase the first sequence of its epoch has, and of those
 before it: an epoch can be opened where earlier ones are gone. An order that is cut off or of
 something else is made anew. Of an index that has no folder, orders are kept in memory.
 """
@@ -9,21 +10,24 @@ something else is made anew. Of an index that has no folder, orders are kept in 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.columns import Columns, alone, open_columns, writing_columns
-from disttrain_cli.data.epochs import HISTOGRAM, NEWEST, WINDOWS, histogram, windows
+from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS, histogram, streams, windows
+from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.sizes import START, columns_of, joined
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.epochs.streams import Start
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.progress import Progress
 
 NAME = "epoch-{:06d}"
 KEPT = 3  # epochs on disk: one that is made ahead, this one, and the one before it
@@ -33,42 +37,53 @@ KEPT = 3  # epochs on disk: one that is made ahead, this one, and the one before
 class Epoch:
     """The sequences [Q] of one epoch."""
 
-    #: numbers in the stream of the first sequence of every epoch up to this one, and of the next
+    #: numbers in the phase of the first sequence of every epoch up to this one, and of the next
     firsts: list[int]
+    blocks: list[int]  # numbers in the epoch of the first sequence of every block
     columns: Columns  # `data.epochs.sizes`
 
 
 class Epochs:
-    """The epochs of one index and seed; any thread and process may ask.
+    """The epochs of a phase of a mixture; any thread and process may ask.
 
     Raises:
-        MismatchError: `order` is none of this program's.
+        MismatchError: this program does not know the mixture's order.
     """
 
     def __init__(
         self,
-        index: Index,
-        seed: int,
-        order: int = NEWEST,
-        progress: Progress = silent,
-        keep: bool = False,
+        mixture: Mixture,
+        phase: int,
+        start: Callable[[], Start],
+        progress: Progress,
+        keep: bool,
     ) -> None:
-        """`keep`: earlier epochs, which are removed else when one is made."""
-        if order not in (WINDOWS, HISTOGRAM):
+        """
+        Args:
+            start: what the phase begins with; asked for when an epoch of order `STREAMS` is made.
+            keep: earlier epochs, which are removed else when one is made.
+        """
+        index, order = mixture.index, mixture.order
+        if order not in (WINDOWS, HISTOGRAM, STREAMS):
             raise MismatchError(
                 f"The run has its data in order {order}",
-                f"this program knows {WINDOWS} and {HISTOGRAM}",
+                f"this program knows {WINDOWS} to {STREAMS}",
                 "Go on with the disttrain that it began with.",
             )
-        self._index, self._seed, self._order, self._progress = index, seed, order, progress
-        self._keep = keep
+        self.mixture, self.phase = mixture, phase
+        self._start, self._progress, self._keep = start, progress, keep
         self._made_for = {
             "index": index.fingerprint,
             "held out": index.held,
             "inputs": index.inputs.fingerprint(),
-            "seed": seed,
+            "seed": mixture.seed,
             "order": order,
         }
+        if order == STREAMS:  # sources that come later change nothing
+            phases = mixture.phases[: phase + 1]
+            own = index.of_sources[: max(len(one.weights) for one in phases)]
+            said = [[one.first, list(one.weights)] for one in phases]
+            self._made_for |= {"index": own or index.fingerprint, "phases": said}
         root = index.orders
         self._folder = root and root / fingerprint(self._made_for)
 
@@ -109,37 +124,43 @@ class Epochs:
         if opened is None or opened[0].get("made for") != self._for(folder):
             return None
         header, columns = opened
-        return Epoch(header["firsts"], columns)
+        return Epoch(header["firsts"], header.get("blocks", [0]), columns)
 
     def _for(self, folder: Path) -> dict[str, Any]:
         return self._made_for | {"epoch": folder.name}
 
     def _write(self, folder: Path, number: int, firsts: list[int]) -> None:
-        sequences = 0
+        blocks, sequences = list[int](), 0
         with writing_columns(folder) as writer:
             for columns in self._pieces(number):
+                blocks.append(sequences)
                 sequences += len(columns["tokens"])
                 for name, piece in columns.items():
                     (writer.add_starts if name.endswith(START) else writer.add)(name, piece)
             firsts = [*firsts[: number + 1], firsts[number] + sequences]
-            writer.close({"made for": self._for(folder), "firsts": firsts})
+            made_for = {"made for": self._for(folder)}
+            writer.close({**made_for, "firsts": firsts, "blocks": blocks})
 
     def _in_memory(self, number: int, firsts: list[int]) -> Epoch:
-        columns = joined(list(self._pieces(number)))
-        firsts = [*firsts[: number + 1], firsts[number] + len(columns["tokens"])]
-        return Epoch(firsts, columns)
+        pieces = list(self._pieces(number))
+        blocks = starts_of(np.array([len(piece["tokens"]) for piece in pieces])).tolist()
+        firsts = [*firsts[: number + 1], firsts[number] + blocks.pop()]
+        return Epoch(firsts, blocks, joined(pieces))
 
     def _pieces(self, number: int) -> Iterator[dict[str, NDArray[Any]]]:
         """Columns of the sequences of one block after the other."""
         for block, blocks, start, samples in self._blocks(number):
             self._progress(f"order of epoch {number}", block, blocks)
-            yield columns_of(self._index, start, samples)
+            yield columns_of(self.mixture.index, start, samples)
 
     def _blocks(self, number: int) -> Iterator[tuple[int, int, Ints, Ints]]:
-        if self._order == WINDOWS:
-            yield 0, 1, *windows.order_epoch(self._index, self._seed, number)
+        index, seed = self.mixture.index, self.mixture.seed
+        if self.mixture.order == WINDOWS:
+            yield 0, 1, *windows.order_epoch(index, seed, number)
+        elif self.mixture.order == HISTOGRAM:
+            yield from histogram.order_blocks(index, seed, number)
         else:
-            yield from histogram.order_blocks(self._index, self._seed, number)
+            yield from streams.order_blocks(self.mixture, self.phase, self._start(), number)
 
 
 def _remove_before(root: Path, epoch: int) -> None:

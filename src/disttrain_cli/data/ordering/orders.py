@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from disttrain_cli.data.epochs import NEWEST
+from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.once import Once
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
@@ -90,8 +91,12 @@ class Orders:
             run.cluster.gpus_per_node,
             run.cluster.memory_gib,
         )
+        seed = run.train.seed
         self._stream = SequenceStream(
-            index, run.train.seed, profile.data.order if profile else order, progress
+            mixture_of(index, seed, profile.data, layout.global_batch_size)
+            if profile
+            else Mixture(index, seed, order),
+            progress,
         )
         self._known = known or {}
         #: What every replica of every unit does in a step, and the global batch, in the order of

@@ -12,11 +12,12 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from disttrain_cli.data.epochs import NEWEST, WINDOWS
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.adapters import numbers
 
@@ -112,22 +113,36 @@ def describe(folder: Path) -> dict[str, Any]:
     return value
 
 
-def order_of(checkpoints: Path) -> int:
-    """The order of the data that a run began with, as its newest checkpoint says; the newest order
-    where it has none."""
+class Begun(NamedTuple):
+    """How the data of a run are drawn up to a step."""
+
+    step: int
+    order: int
+    sources: list[str]  # as `Index.of_sources`
+    phases: list[tuple[int, list[float]]]  # (first step, weight of each source)
+
+
+def begun(checkpoints: Path) -> Begun:
+    """How a run draws its data, as its newest checkpoint says; the newest order, of which nothing
+    is drawn, where it has none."""
     for folder in reversed(all_of(checkpoints)):
         with suppress(SpecError):  # damaged
-            return int(describe(folder).get("order", BEFORE["order"]))
-    return NEWEST
+            said = BEFORE | describe(folder)
+            step, order, phases = int(said["step"]), int(said["order"]), said["phases"]
+            drawn = [(first, weights) for first, weights in phases if first < step]
+            return Begun(step, order, said["dataset"] if drawn else [], drawn)
+    return Begun(0, NEWEST, [], [])
 
 
-def made_from(run: Run, data_fingerprint: str, order: int) -> dict[str, Any]:
+def made_from(run: Run, profile: Profile) -> dict[str, Any]:
     """What a checkpoint must have been made from for a run to go on from it: model, data, and its
     place in them."""
+    data = profile.data
     return {
         **model_of(run),
-        "dataset": data_fingerprint,
-        "order": order,
+        "order": data.order,
+        "dataset": data.sources or profile.fingerprints.data,
+        "phases": [[phase.step, phase.weights] for phase in data.phases],
         "seed": run.file.train.seed,
         "global_batch_size": run.file.train.global_batch_size,
     }
@@ -156,6 +171,11 @@ REMEDIES = {
         "give r, lora_alpha and use_rslora of the adapters their old values",
     ),
     "dataset": ("another dataset", "bring the data back as it was"),
+    "phases": (
+        "data with other weights",
+        "profile and plan again, which keeps those of the steps before the newest checkpoint:"
+        " disttrain profile && disttrain plan",
+    ),
     "order": (
         "another order of the data",
         "profile and plan again, which keeps the order of the newest checkpoint: disttrain profile"
@@ -170,7 +190,7 @@ REMEDIES = {
 
 
 #: What checkpoints were made from that do not say it.
-BEFORE = {"order": WINDOWS}
+BEFORE: dict[str, Any] = {"order": WINDOWS, "phases": []}
 
 
 def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
@@ -181,16 +201,20 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
         SpecError: its description cannot be read.
     """
     described = describe(folder)
+    step = int(described["step"])
     for what, ours in here.items():
         theirs = described.get(what, BEFORE.get(what, ours))
-        if theirs != ours:
+        if what == "phases":
+            theirs, ours = ([one for one in phases if one[0] < step] for phases in (theirs, ours))
+        more = what == "dataset" and isinstance(theirs, list) and isinstance(ours, list)
+        if theirs != (ours[: len(theirs)] if more else ours):
             other, remedy = REMEDIES[what]
             raise MismatchError(
                 f"The checkpoint {folder} was made from {other}",
                 f"{what} of the checkpoint: {theirs}; here: {ours}",
                 f"To go on from it, {remedy}; or {ANEW}.",
             )
-    return int(described["step"])
+    return step
 
 
 def check_tied(folder: Path, shared: Iterable[str]) -> None:

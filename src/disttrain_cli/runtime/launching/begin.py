@@ -16,6 +16,7 @@ from pathlib import Path
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
 from disttrain_cli.runtime.launching.starts import (
     alone,
@@ -55,6 +56,7 @@ def _begin(job: JobFile, again: int, run: Run, folder: RunDir) -> str:
     elif not (resume or payload.get("restart")):
         check_fresh(folder)
     if not resume:
+        check_begins(profile)
         run.fetch_weights()
     name, reports, notes = begin_start(folder, job_of(run, plan, profile), resume)
     for note in notes:

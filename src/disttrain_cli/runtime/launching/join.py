@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.data.index import Index, read_index
+from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import layer_table
@@ -68,6 +69,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     Raises:
         DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry
         their messages.
+        MismatchError: the data are not those of the profile.
     """
     run = read_run(Path(payload["run"]))
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
@@ -79,6 +81,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         Pulse(pulses(Path(payload["logs"])), coords.rank, train.longest_hang_s, follow).beating()
     )
     index = read_index(run, profile.inputs)
+    check_profiled_data(index.fingerprint, profile)
     facts = identity_of(run, plan.plan, index, profile) | {
         "run file": fingerprint(run.file),
         "revisions": json.dumps(run.revisions),

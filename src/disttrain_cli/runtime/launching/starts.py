@@ -170,7 +170,7 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
             if earlier
             else "Start without --resume.",
         )
-    step = check_belongs(newest, made_from(run, profile.fingerprints.data, profile.data.order))
+    step = check_belongs(newest, made_from(run, profile))
     if step >= total:
         raise SpecError(
             f"The newest checkpoint is of step {step}, and the run ends at step {total}",

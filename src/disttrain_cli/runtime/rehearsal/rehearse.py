@@ -14,10 +14,11 @@ from pydantic import BaseModel, Field
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.index import Index
+from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.ordering.loads import order_loads
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment
-from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.starts import alone, job_of, run_ranks, step_to_resume
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
@@ -185,13 +186,9 @@ def simulated(
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    index, other = rehearsed_index(run, profile.inputs), run.file.rehearse.distribution
-    if other is None and index.fingerprint != profile.fingerprints.data:
-        raise MismatchError(
-            "The dataset is not the one that was profiled",
-            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
-            "Profile and plan again: disttrain profile && disttrain plan",
-        )
+    index = rehearsed_index(run, profile.inputs)
+    if run.file.rehearse.distribution is None:
+        check_profiled_data(index.fingerprint, profile)
     return index
 
 

@@ -140,7 +140,7 @@ def main(payload: dict[str, Any]) -> None:
         first = (
             checkpoint.resume(
                 folder.checkpoints,
-                made_from(run, profile.fingerprints.data, profile.data.order),
+                made_from(run, profile),
                 engine,
             )
             if payload["resume"]

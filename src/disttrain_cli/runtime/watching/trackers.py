@@ -90,6 +90,7 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
         for module, value in (row.get("generator_losses") or {}).items()
         if math.isfinite(value)
     }
+    known |= {f"data/{name}": weight for name, weight in row.get("data_weights", {}).items()}
     known |= {f"watch/{cause}": float(share) for cause, share in row.get("watch", {}).items()}
     return known | {
         f"mfu/{unit}": float(value) for unit, value in (row.get("unit_mfu") or {}).items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict
@@ -29,6 +31,26 @@ class SourceSpec(Strict):
         le=1000,
         description=(
             "How often its samples are drawn, relative to the other sources (1 = once per epoch)."
+        ),
+    )
+
+    name: str | None = Field(
+        None,
+        min_length=1,
+        exclude_if=lambda name: name is None,
+        description="What data.curriculum calls it; its path if not given.",
+    )
+
+
+class CurriculumPhase(Strict):
+    """Other weights of the sources, from a step on."""
+
+    step: int = Field(ge=0, le=1_000_000_000, description="The first step with these weights.")
+    weights: dict[str, Annotated[float, Field(ge=0, le=1000)]] = Field(
+        min_length=1,
+        description=(
+            "By name of the source, instead of its weight; 0 = not drawn. Sources that are not"
+            " named keep the weight they had."
         ),
     )
 
@@ -102,6 +124,11 @@ class DataSpec(Strict):
             "Instead of sources: sizes drawn from a named distribution; plans only, no training."
         ),
     )
+    curriculum: list[CurriculumPhase] = Field(
+        default_factory=list,
+        exclude_if=lambda phases: not phases,
+        description="Phases with other weights of the sources, in order.",
+    )
     temperature: float = Field(
         1.0,
         ge=1,
@@ -164,3 +191,39 @@ class DataSpec(Strict):
                 "held_out belongs to sources: a distribution has no samples to evaluate on"
             )
         return self
+
+    @model_validator(mode="after")
+    def _stated(self) -> DataSpec:
+        names = self.names
+        for before, phase in zip([None, *self.curriculum], self.curriculum, strict=False):
+            if before is not None and phase.step <= before.step:
+                raise ValueError(
+                    f"steps of curriculum must increase; given: {before.step}, then {phase.step}"
+                )
+            for name in phase.weights:
+                if names.count(name) != 1:
+                    which = "no source" if name not in names else "several sources"
+                    raise ValueError(
+                        f"curriculum gives {name!r} a weight, as {which} is called; sources:"
+                        f" {', '.join(names) or 'none'}. Name them with sources[].name"
+                    )
+        for step, weights in self.phases():
+            if self.sources and not any(weights):
+                raise ValueError(f"from step {step} on, curriculum gives every source weight 0")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """What each source is called."""
+        return [source.name or source.path for source in self.sources]
+
+    def phases(self) -> list[tuple[int, list[float]]]:
+        """(first step, weight of each source) of all phases; the first begins at step 0."""
+        weights = dict(enumerate(source.weight for source in self.sources))
+        names, phases = self.names, [(0, list(weights.values()))]
+        for phase in self.curriculum:
+            weights |= {names.index(name): weight for name, weight in phase.weights.items()}
+            if not phase.step:
+                phases.clear()
+            phases.append((phase.step, list(weights.values())))
+        return phases

@@ -1,0 +1,155 @@
+"""The third order: every source is an endless stream of its own samples, one permutation of them
+after the other. A phase draws from all streams by its weights, in blocks of millions that are
+packed as in the second order, and goes on where the phase before it stopped.
+
+What a phase had drawn into sequences that nobody used comes first in the next one: whatever the
+phases, no sample of a stream is left out and none is drawn twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from disttrain_cli.data.arrays import mix
+from disttrain_cli.data.epochs.drawing import DRAW, ORDER, check_most, eligible
+from disttrain_cli.data.epochs.histogram import MOST_DRAWN, pack_block, places_of
+from disttrain_cli.data.epochs.mixture import Mixture
+from disttrain_cli.data.epochs.permutation import permuted
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.errors import DataError
+
+BLOCK_SAMPLES = 1 << 22
+SMALL = 1 << 12  # samples of a source, of which many permutations are sorted at once
+
+
+class Start(NamedTuple):
+    """What a phase begins with, by source."""
+
+    drawn: list[int]  # samples of its stream that were drawn before
+    pending: list[Ints]  # rows of those of them that lie in no sequence before the phase
+
+
+def at_first(mixture: Mixture) -> Start:
+    """What the first phase begins with."""
+    sources = range(len(mixture.index.weights))
+    return Start([0 for _ in sources], [np.zeros(0, np.int64) for _ in sources])
+
+
+class Draws:
+    """How many samples of each source a phase draws into which block of which epoch.
+
+    An epoch draws every source as often as its weight says, on the average of epochs exactly.
+    """
+
+    def __init__(self, mixture: Mixture, phase: int) -> None:
+        index, weights = mixture.index, mixture.phases[phase].weights
+        self._index = index
+        self.counts = [int(eligible(index, at).sum()) for at in range(len(index.weights))]
+        self._each = [
+            Fraction(weight) * count for weight, count in zip(weights, self.counts, strict=False)
+        ]
+        self._each += [Fraction(0)] * (len(self.counts) - len(self._each))
+
+    def of_epoch(self, epoch: int) -> list[tuple[int, int]]:
+        """By source, how many samples the phase has drawn at the begin and the end of an epoch.
+
+        Raises:
+            DataError: it draws no sample, or too many.
+        """
+        ends = [
+            (int(each * epoch + Fraction(1, 2)), int(each * (epoch + 1) + Fraction(1, 2)))
+            for each in self._each
+        ]
+        total = sum(end - begin for begin, end in ends)
+        check_most(self._index, total, MOST_DRAWN)
+        if not total:
+            raise DataError(
+                "The weights of data.sources draw no sample",
+                f"samples of the sources: {self.counts}",
+                "Raise the weight of at least one source, or lower data.held_out.",
+            )
+        return ends
+
+    def of_blocks(self, epoch: int) -> list[list[tuple[int, int]]]:
+        """The same of every block of an epoch."""
+        ends = self.of_epoch(epoch)
+        blocks = -(-sum(end - begin for begin, end in ends) // BLOCK_SAMPLES)
+        edges = [
+            [begin + (end - begin) * block // blocks for begin, end in ends]
+            for block in range(blocks + 1)
+        ]
+        return [list(zip(*both, strict=True)) for both in pairwise(edges)]
+
+
+def order_blocks(
+    mixture: Mixture, phase: int, start: Start, epoch: int
+) -> Iterator[tuple[int, int, Ints, Ints]]:
+    """(number of a block, of how many; start [Q + 1], samples) of the sequences of an epoch of a
+    phase.
+
+    Raises:
+        DataError: the weights of the sources draw no sample, or too many.
+    """
+    index, seed = mixture.index, mixture.seed
+    kind = np.int32 if len(index.source) < 1 << 31 else np.int64
+    blocks = Draws(mixture, phase).of_blocks(epoch)
+    drawing = [at for at, (begin, _) in enumerate(blocks[0]) if blocks[-1][at][1] > begin]
+    own = {at: places_of(eligible(index, at), kind) for at in drawing}
+    for number, ends in enumerate(blocks):
+        samples = np.concatenate(
+            [
+                _queued(start.drawn[at], start.pending[at], own[at], *ends[at], seed, at)
+                for at in drawing
+            ]
+        )
+        key = seed, phase, epoch, number
+        samples = samples[permuted(0, len(samples), len(samples), *key, ORDER)]
+        yield number, len(blocks), *pack_block(index, samples, *key)
+
+
+def _queued(
+    drawn: int, pending: Ints, own: Ints, first: int, last: int, seed: int, source: int
+) -> Ints:
+    """Rows that a phase draws from a source as its samples `first` to before `last`."""
+    begin, end = (drawn + max(0, at - len(pending)) for at in (first, last))
+    return np.concatenate(
+        [pending[first:last].astype(own.dtype), own[_stream(begin, end, len(own), seed, source)]]
+    )
+
+
+def _stream(first: int, last: int, count: int, seed: int, source: int) -> Ints:
+    """The samples `first` to before `last` of the stream of a source of `count` samples, by their
+    number in the source."""
+    turns = np.arange(first // count, -(-last // count))
+    if count <= SMALL:
+        by = mix(seed, DRAW, source, turns[:, None], np.arange(count))
+        begin = first - first // count * count
+        return np.argsort(by, axis=1, kind="stable").ravel()[begin : begin + last - first]
+    parts = [np.zeros(0, np.int64)]
+    for turn in turns.tolist():
+        begin, end = (min(max(at - turn * count, 0), count) for at in (first, last))
+        parts.append(permuted(begin, end, count, seed, DRAW, source, turn))
+    return np.concatenate(parts)
+
+
+def start_after(
+    mixture: Mixture, phase: int, start: Start, epoch: int, block: int, left: Ints
+) -> Start:
+    """What the next phase begins with.
+
+    Args:
+        epoch, block: of the last sequence before it.
+        left: rows of the sequences of this block that follow.
+    """
+    after = Start([], [])
+    sources = mixture.index.source[left]
+    for source, (_, end) in enumerate(Draws(mixture, phase).of_blocks(epoch)[block]):
+        pending = start.pending[source]
+        after.drawn.append(start.drawn[source] + max(0, end - len(pending)))
+        after.pending.append(np.concatenate([left[sources == source], pending[end:]]))
+    return after
