@@ -1,12 +1,14 @@
 """The order of an epoch: making it, opening it, resuming in it, and how samples are mixed.
 
 Samples have lengths of a lognormal distribution (median 330 tokens, mean 500) and, every second
-one, an image; sequences have 8,192 tokens. Compared are the first order (windows of 2,048 samples,
-in Python) and the second (`data.epochs.histogram`) on as many samples as the first packs in a
-minute. Then, of 100 million samples: seconds and memory of the process that makes an epoch's order,
+one, an image; they are of four sources, and sequences have 8,192 tokens. Compared are the first
+order (windows of 2,048 samples, in Python), the second (`data.epochs.histogram`) and the third
+(`data.epochs.streams`) on as many samples as the first packs in a minute. Then, in the third order,
+of 100 million samples: seconds and memory of the process that makes an epoch's order,
 and of new processes as a rank is one, that open index and order and take a batch of 1,920
-sequences, at the beginning and at epoch 3. Files lie in a temporary folder (12 GB) and in the page
-cache. Run from the repository with the `dev` extra installed.
+sequences, at the beginning and at epoch 3, or go on from there with other weights. Files lie in a
+temporary folder (15 GB) and in the page cache. Run from the repository with the `dev` extra
+installed.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import numpy as np
 
 from benchmarks.common import Tables, main
 from disttrain_cli.data.columns import ColumnWriter, open_columns, writing_columns
-from disttrain_cli.data.epochs import HISTOGRAM, WINDOWS
-from disttrain_cli.data.epochs.mixture import Mixture
+from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS
+from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.index import DERIVED, FIELDS, Index, Keys
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.spec.heads import ImageInput
@@ -41,7 +43,8 @@ SAMPLES, COMPARED, SMALL = 100_000_000, 2_000_000, 20_000
 BATCH, SEED, RESUMED = 1920, 0, 3
 SIDE = 16  # patches
 CHUNK = 1 << 20
-ORDERS = {"windows": WINDOWS, "histogram": HISTOGRAM}
+ORDERS = {"windows": WINDOWS, "histogram": HISTOGRAM, "streams": STREAMS}
+WEIGHTS, LATER_WEIGHTS = (1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 0.5, 0.0)  # by source
 
 
 def measure(small: bool) -> Tables:
@@ -77,7 +80,7 @@ def write_index(writer: ColumnWriter, samples: int) -> None:
         zeros, image = np.zeros(len(kinds), np.int8), kinds == IMAGE
         grids = np.where(image[:, None], np.int32(SIDE), np.int32(0)).repeat(2, axis=1)
         columns = {
-            "source": np.zeros(count, np.int32),
+            "source": (len(WEIGHTS) * np.arange(first, first + count) // samples).astype(np.int32),
             "shard": np.zeros(count, np.int32),
             "kinds": kinds,
             "tokens": tokens,
@@ -108,7 +111,7 @@ def opened(folder: Path) -> Index:
     return Index(
         fingerprint="benchmark",
         inputs=INPUTS,
-        weights=[1.0],
+        weights=list(WEIGHTS),
         shards=[],
         skipped=[],
         keys=Keys(columns["keys"], columns["key_start"]),
@@ -175,6 +178,7 @@ def _processes(folder: Path) -> list[dict[str, Any]]:
         process("opens it", "begin"),
         process(f"makes epochs 1 to {RESUMED}", "make_more"),
         process(f"resumes at epoch {RESUMED}", "resume"),
+        process("makes an epoch of other weights from there on", "go_on"),
     ]
 
 
@@ -191,15 +195,26 @@ def begin(folder: Path) -> None:
 
 
 def resume(folder: Path) -> None:
-    firsts = SequenceStream(Mixture(opened(folder), SEED))._epochs.firsts()
-    first = firsts[RESUMED] + (firsts[RESUMED + 1] - firsts[RESUMED]) // 4
+    first = _amid(folder)
     _report(folder, lambda stream: stream.batch(first, 1), first)
 
 
-def _report(folder: Path, what: Any, then: int | None = None) -> None:
+def go_on(folder: Path) -> None:
+    first = _amid(folder)
+    _report(folder, lambda stream: stream.epoch_of(first), first, Phase(first, LATER_WEIGHTS))
+
+
+def _amid(folder: Path) -> int:
+    """A sequence of the epoch at which a run is resumed."""
+    begin, end = SequenceStream(Mixture(opened(folder), SEED)).range_of(0, RESUMED)
+    return begin + (end - begin) // 4
+
+
+def _report(folder: Path, what: Any, then: int | None = None, *phases: Phase) -> None:
     """Seconds and memory beyond the imports; `then` is where a batch is taken afterwards."""
     before, begun = _memory_mib(), (time.monotonic(), time.process_time())
-    stream = SequenceStream(Mixture(opened(folder), SEED))
+    index = opened(folder)
+    stream = SequenceStream(Mixture(index, SEED, phases=(Phase(0, index.weights), *phases)))
     what(stream)
     row: dict[str, Any] = {
         "s": time.monotonic() - begun[0],

@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from disttrain_cli.runtime.checkpoints.folder import sealed
@@ -300,14 +302,17 @@ def test_a_checkpoint_of_something_else_is_refused_with_both_fingerprints(chain,
     demo = copied(chain, tmp_path, "traces")
     path = demo / "runs" / "tiny" / "checkpoints" / "step-000005" / "checkpoint.json"
     about = json.loads(path.read_text())
-    was, about[what] = about[what], "feedfacefeedface"
+    was, about[what] = (
+        about[what],
+        ["feedfacefeedface"] if what == "dataset" else "feedfacefeedface",
+    )
     about.pop("sha256")
     path.write_text(json.dumps(sealed(about)))
     code, out, err = disttrain(demo, "train", "--resume", "--steps", 9)
     assert (
         code == 1
         and out == ""
-        and was in err
+        and str(was) in err
         and "feedfacefeedface" in err
         and f"another {what}" in err
     )
@@ -342,3 +347,52 @@ def test_a_fresh_start_keeps_what_the_earlier_one_left(chain, tmp_path):
     shutil.rmtree(root / "checkpoints")
     code, _, err = disttrain(demo, "train", "--resume")
     assert code == 1 and "earlier/000" in err
+
+
+def test_a_run_goes_on_with_one_more_source(chain, tmp_path):
+    demo = copied(chain, tmp_path)
+    shutil.copytree(demo / "data" / "captions", demo / "data" / "more")
+    file = demo / "disttrain.yaml"
+    old = "    - {path: data/captions}"
+    new = "    - {path: data/more, name: more, weight: 0.5}"
+    phases = "  curriculum: [{step: 7, weights: {more: 3, data/captions: 0}}]"
+    text = file.read_text()
+    line = next(line for line in text.splitlines() if line.startswith(old))
+    file.write_text(text.replace(line, "\n".join([line, new, phases])))
+    code, out, err = disttrain(demo, "train", "--resume", "--steps", 9)
+    assert code == 1 and out == "" and "another run file" in err and "disttrain profile" in err
+    data = document(demo, "profile", "--device", "cpu")["data"]
+    mixed = [(0, [2, 1]), (5, [2, 1, 0.5]), (7, [2, 0, 3])]
+    assert [(one["step"], one["weights"]) for one in data["phases"]] == mixed
+    document(demo, "plan")
+    code, _, err = disttrain(demo, "train", "--restart", "--steps", 1)
+    assert code == 1 and "checkpoint of step 5" in err and "--resume" in err
+    code, out, err = disttrain(demo, "train", "--resume", "--steps", 9, "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["resumed_from_step"] == 5 and [one["step"] for one in said["steps"]] == [5, 6, 7, 8]
+    assert "Data from step 5 on: data/interleaved × 2, data/captions × 1, more × 0.5" in err
+    assert "Data from step 7 on: data/interleaved × 2, data/captions × 0, more × 3" in err
+    about = json.loads((Path(demo, said["checkpoint"]) / "checkpoint.json").read_text())
+    assert [tuple(one) for one in about["phases"]] == mixed and about["dataset"] == data["sources"]
+    rows = [
+        row
+        for path in (demo / "runs" / "tiny" / "traces" / "samples").glob("*.parquet")
+        for row in pq.read_table(path).to_pylist()
+    ]
+    llm = next(row["unit"] for row in rows if "llm" in row["unit"])
+    steps = {}
+    for row in rows:
+        if row["unit"] == llm:
+            steps.setdefault(row["step"], []).extend(row["samples"])
+    source = pq.read_table(demo / "runs" / "tiny" / "index.parquet", columns=["source"])
+    source = source["source"].to_pylist()
+    assert sorted(steps) == list(range(9))
+    early = [sample for step in range(5) for sample in steps[step] if source[sample] == 1]
+    assert early and len(set(early)) == len(early)  # less than an epoch
+    of_steps = {
+        step: Counter(source[sample] for sample in samples) for step, samples in steps.items()
+    }
+    assert not any(of_steps[step][2] for step in range(5))
+    assert all(of_steps[step][2] for step in range(5, 9))
+    assert all(of_steps[step][1] for step in range(5)) and not (of_steps[7] + of_steps[8])[1]

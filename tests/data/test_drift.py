@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.data.drift import RECENT_STEPS, drift
-from disttrain_cli.spec.profile import SizeSample
+from disttrain_cli.spec.profile import PhaseProfile, SizeSample
 from tests.planning import synthetic
 
 BATCH = 64
@@ -115,3 +115,23 @@ def test_what_the_plan_never_saw_has_no_percentage():
 def test_nothing_to_judge_is_no_drift():
     assert drift(PROFILE, []) == []
     assert drift(PROFILE, [], SizeSample(tokens=[], length_sq=[], images=[], targets=[])) == []
+
+
+def test_a_phase_is_judged_by_its_own_sizes():
+    """Other weights change the data, as the profile says they will."""
+    random = np.random.default_rng(3)
+    early, late = drawn(random, 512, images=3), drawn(random, 512, images=9)
+    profile = profile_of(random)
+    phases = [
+        PhaseProfile(step=0, weights=[1, 0]),
+        PhaseProfile(step=60, weights=[0, 1], sample=late),
+    ]
+    data = profile.data.model_copy(update={"sample": early, "phases": phases})
+    planned = profile.model_copy(update={"data": data})
+    steps = steps_of(random, 60, images=3) + [
+        step | {"step": 60 + step["step"]} for step in steps_of(random, 30, images=9)
+    ]
+    assert not drift(planned, steps) and not drift(planned, steps[:60])
+    stayed = steps_of(random, 90, images=3)
+    (moved,) = drift(planned, stayed)
+    assert moved.what == "images read per sequence" and moved.planned == pytest.approx(9, abs=1)
