@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from benchmarks import common
+from benchmarks.small_llm import write_run
 
 RANKS = 2
 #: hidden width, blocks, rounds
 SIZES, SMALL = (1024, 4, 5), (64, 1, 1)
 GIB = 2**30
+TRAIN = {"global_batch_size": RANKS, "steps": 1, "precision": "fp32", "zero_stage": 1}
 WAYS = ("disttrain", "torch.save", "DeepSpeed")
 
 
@@ -39,7 +40,7 @@ def measure(small: bool) -> common.Tables:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run = _write_run(folder, *(SMALL if small else SIZES)[:2])
+        run = write_run(folder, *(SMALL if small else SIZES)[:2], 128, TRAIN)
         payload = {"run": str(run), "folder": name, "rounds": (SMALL if small else SIZES)[2]}
         launch(RANKS, "benchmarks.checkpoints:ranks", payload, folder / "logs", timeout_s=3600)
         ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
@@ -146,43 +147,6 @@ def before_fork(payload: dict[str, Any]) -> None:
     from disttrain_cli.spec.runfile import read_run
 
     layer_table(read_run(Path(payload["run"])))
-
-
-def _write_run(folder: Path, width: int, blocks: int) -> Path:
-    path = folder / "disttrain.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "checkpoints",
-                "model": {
-                    "modules": {
-                        "llm": {
-                            "kind": "llm",
-                            "architecture": "llama",
-                            "config": {
-                                "hidden_size": width,
-                                "num_hidden_layers": blocks,
-                                "num_attention_heads": 4,
-                                "num_key_value_heads": 4,
-                                "intermediate_size": 3 * width,
-                                "vocab_size": 512,
-                                "max_position_embeddings": 128,
-                            },
-                        }
-                    }
-                },
-                "data": {"sources": [{"path": "."}], "sequence_length": 128},
-                "cluster": {"device": "cpu"},
-                "train": {
-                    "global_batch_size": RANKS,
-                    "steps": 1,
-                    "precision": "fp32",
-                    "zero_stage": 1,
-                },
-            }
-        )
-    )
-    return path
 
 
 def _engine(payload: dict[str, Any], device: Any) -> Any:

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from benchmarks import common
+from benchmarks.small_llm import VOCABULARY, write_run
 
-VOCABULARY = 512
 # Layout name → (replicas, precision, ZeRO stage).
 LAYOUTS = {
     "PP 2": (1, "fp32", 0),
@@ -123,41 +122,14 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 def _write_run(folder: Path, sizes: tuple[int, ...], dp: int, precision: str, zero: int) -> Path:
     width, blocks, length, microbatch, slots, _ = sizes
-    path = folder / "disttrain.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "name": "stock",
-                "model": {
-                    "modules": {
-                        "llm": {
-                            "kind": "llm",
-                            "architecture": "llama",
-                            "config": {
-                                "hidden_size": width,
-                                "num_hidden_layers": blocks,
-                                "num_attention_heads": 4,
-                                "num_key_value_heads": 4,
-                                "intermediate_size": 3 * width,
-                                "vocab_size": VOCABULARY,
-                                "max_position_embeddings": length,
-                            },
-                        }
-                    }
-                },
-                "data": {"sources": [{"path": "."}], "sequence_length": length},
-                "cluster": {"device": "cpu"},
-                "train": {
-                    "global_batch_size": dp * microbatch * slots,
-                    "steps": 100,
-                    "precision": precision,
-                    "zero_stage": zero,
-                    "optimizer": {"lr": 1e-4},
-                },
-            }
-        )
-    )
-    return path
+    train = {
+        "global_batch_size": dp * microbatch * slots,
+        "steps": 100,
+        "precision": precision,
+        "zero_stage": zero,
+        "optimizer": {"lr": 1e-4},
+    }
+    return write_run(folder, width, blocks, length, train)
 
 
 def _tokens(sizes: tuple[int, ...], dp: int) -> np.ndarray:

@@ -40,6 +40,7 @@ from functools import cached_property
 from math import comb, exp, log
 from typing import Any
 
+from disttrain_cli.analysis.losses import CAUSES
 from disttrain_cli.analysis.walk import Floats
 
 #: The chance to take noise for a straggler.
@@ -57,17 +58,6 @@ KEY_OF = {
     "queued": "unexplained",
     "unrecorded": "unexplained",
 }
-_KEYS = (
-    "unit",
-    "intra_microbatch",
-    "inter_microbatch",
-    "stage",
-    "worker",
-    "communication",
-    "data",
-    "host",
-    "unexplained",
-)
 _MOST_EXACT = 500
 #: Late ranks that gain a smaller share of a step are no stragglers.
 LEAST_STRAGGLER = 0.05
@@ -287,7 +277,7 @@ def by_key(parts: dict[str, float]) -> dict[str, float]:
     """Finer kinds summed to the keys of `lost_s`."""
     return {
         key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0
-        for key in _KEYS
+        for key in CAUSES
     }
 
 
