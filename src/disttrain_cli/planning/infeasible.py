@@ -8,7 +8,6 @@ does help, and is the least to within that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,12 +19,12 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.baselines import candidates
 from disttrain_cli.planning.bounds import divisors
-from disttrain_cli.planning.options import layer_gib, layers_per_stage
+from disttrain_cli.planning.layouts import layout_of, layout_with
+from disttrain_cli.planning.options import layer_gib
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, UnitShape
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.stage_graph import in_line
 
 Ints = NDArray[np.int64]
 LONG = 16_384  # tokens of a sequence, from which on it is said why it is not shared
@@ -120,9 +119,7 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
     """Some layout of a strategy, of few GPUs; None where none was found."""
     if strategy in ("distmm", "paper"):  # their rules fix the GPUs of every unit
         units, result = candidates(profile, cluster, strategy, 1)
-        if not result.best:
-            return None
-        return _layout(units, result.best[0].slot_sequences, result.best[0].units)
+        return layout_of(units, units[0].cluster, result.best[0], strategy) if result.best else None
     units = group(profile, cluster, strategy)
     fits: list[tuple[int, int, Fit]] = []
     for size in divisors(cluster.batch):
@@ -135,7 +132,7 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
     if not fits:
         return None
     _, size, fit = min(fits)
-    return _layout(units, size, fit.shapes)
+    return layout_with(units, units[0].cluster, fit.shapes, size, strategy)
 
 
 def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) -> list[Fit]:
@@ -183,38 +180,4 @@ def _spaced(most: int) -> Ints:
                 np.geomspace(1, most, 1 + int(np.log(most) / np.log(1.1))).astype(np.int64),
             ]
         )
-    )
-
-
-def _layout(units: list[Unit], size: int, shapes: Sequence[UnitShape]) -> Layout:
-    """The layout of these shapes for slots of `size` sequences."""
-    cluster, llm, plans = units[0].cluster, holder_of(units), []
-    slots = cluster.batch // size
-    stages = in_line([shape.pp for shape in shapes], llm)
-    for unit, shape, left in zip(units, shapes, stages, strict=True):
-        tp, dp, pp, recomputes, cp, gathers = shape
-        layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes, cp, gathers)
-        assert layers is not None, "a shape that fits has a split"
-        plans.append(
-            UnitPlan(
-                name=unit.name,
-                modules=list(unit.modules),
-                tp=tp,
-                cp=cp,
-                cp_comm_type=shape.cp_comm_type,
-                dp=dp,
-                pp=pp,
-                gpus=shape.gpus,
-                layers_per_stage=layers,
-                checkpointing=recomputes,
-            )
-        )
-    return Layout(
-        global_batch_size=cluster.batch,
-        microbatch_size=size // plans[llm].dp,
-        microbatches=slots,
-        gpus_used=sum(plan.gpus for plan in plans),
-        zero_stage=cluster.zero_stage,
-        trained=list(cluster.trained) if cluster.trained is not None else None,
-        units=plans,
     )
