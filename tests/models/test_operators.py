@@ -222,7 +222,7 @@ def test_the_head_keeps_its_logits(make_run):
     # Beside x, the norm and the logits, of each row: the norm's scale; largest logit, sum and
     # label's logit; where the label is, whether it is here and whether it is trained.
     assert found.saved_bytes == 2 * rows + 4 * length * vocabulary + length * (
-        4 + 3 * 4 + 8 + 1 + 1
+        4 + 4 + 8 + 1 + 1
     )
 
 

@@ -2,7 +2,7 @@
 al. 2019, section 3).
 
 Logits stay in the model's precision, in which they are kept for the backward; only some rows at a
-time are in fp32.
+time are in fp32, made by the operator that needs them so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def cross_entropy(
         group, labels
             elsewhere count as if their logit were 0.
 
-    A group exchanges the largest logit of a row, the sum of its exponentials and its label's logit.
+    A group exchanges the largest logarithm of a row's sums of exponentials, their sum, and the
+    label's logit.
     """
     return _CrossEntropy.apply(logits_RV, labels_R, first_id, group)
 
@@ -46,14 +47,14 @@ class _CrossEntropy(torch.autograd.Function):
         local_R = labels_R - first_id
         here_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
         local_R = local_R.masked_fill(~here_R, 0)
-        found_3R = logits_RV.new_empty(3, len(logits_RV), dtype=torch.float32)
+        label_R = logits_RV.gather(1, local_R[:, None]).squeeze(1).float().masked_fill(~here_R, 0.0)
+        log_sum_R = torch.empty_like(label_R)
         for rows in _chunks(logits_RV):
-            exact = logits_RV[rows].float()
-            label = exact.gather(1, local_R[rows, None]).squeeze(1).masked_fill(~here_R[rows], 0.0)
-            found_3R[:, rows] = torch.stack([exact.amax(1), exact.logsumexp(1), label])
-        largest_R, log_sum_R, label_R = found_3R
+            largest_R1 = logits_RV[rows].amax(1, keepdim=True).float()
+            sum_R1 = (logits_RV[rows] - largest_R1).exp_().sum(1, keepdim=True)
+            log_sum_R[rows] = (largest_R1 + sum_R1.log()).squeeze(1)
         if group is not None:
-            largest_R = all_reduced(largest_R, group, dist.ReduceOp.MAX)
+            largest_R = all_reduced(log_sum_R, group, dist.ReduceOp.MAX)
             sum_R, label_R = all_reduced(
                 torch.stack([(log_sum_R - largest_R).exp(), label_R]), group
             )
@@ -66,9 +67,9 @@ class _CrossEntropy(torch.autograd.Function):
         logits_RV, log_sum_R, local_R, here_R, trained_R = ctx.saved_tensors
         scale_R, made_RV = gradient * trained_R, torch.empty_like(logits_RV)
         for rows in _chunks(logits_RV):
-            local = (logits_RV[rows].float() - log_sum_R[rows, None]).exp_()
+            local = (logits_RV[rows] - log_sum_R[rows, None]).exp_()
             local.scatter_add_(1, local_R[rows, None], -here_R[rows, None].to(local.dtype))
-            made_RV[rows] = local.mul_(scale_R[rows, None])
+            torch.mul(local, scale_R[rows, None], out=made_RV[rows])
         return made_RV, None, None, None
 
 

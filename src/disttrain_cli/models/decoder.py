@@ -25,7 +25,13 @@ from disttrain_cli.models.configs.decoders import DYNAMIC, FAMILIES
 from disttrain_cli.models.context_parallel import assembled, own_part
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms, with_rows_added
+from disttrain_cli.models.fused import (
+    RmsNorm,
+    gated_mlp,
+    rotated,
+    with_own_norms,
+    with_rows_added,
+)
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import EMBEDS, LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.levelling import runs_of
@@ -33,9 +39,14 @@ from disttrain_cli.models.parallel import across, embed, gather, once, scatter, 
 
 
 def library(config: Any, part: str) -> Any:
-    """A class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding"."""
+    """A class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding".
+
+    The file's attention finds our rotary embedding under the name of its own.
+    """
     family = FAMILIES[config.model_type]
-    file = import_module(f"transformers.models.{family.file}.modeling_{family.file}")
+    file: Any = import_module(f"transformers.models.{family.file}.modeling_{family.file}")
+    if not isinstance(file.apply_rotary_pos_emb, partial):
+        file.apply_rotary_pos_emb = partial(rotated, file.apply_rotary_pos_emb)
     return getattr(file, family.prefix + part)
 
 

@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.kernels import gated_by_silu, turned
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is on a GPU, for which "meta" stands."""
+    return tensor.is_cuda or tensor.is_meta
+
 
 class RmsNorm(nn.Module):
     """x / √(mean(x²) + eps) · weight, in fp32 inside (Zhang & Sennrich 2019, arXiv 1910.07467)."""
@@ -21,7 +28,7 @@ class RmsNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        one_kernel = (x.is_cuda or x.is_meta) and x.dtype == self.weight.dtype
+        one_kernel = on_gpu(x) and x.dtype == self.weight.dtype
         return (_KernelRmsNorm if one_kernel else _RmsNorm).apply(x, self.weight, self.eps)
 
 
@@ -125,6 +132,27 @@ def with_own_norms(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def rotated(
+    library: Callable[..., Any],
+    query_NHLD: Tensor,
+    key_NGLD: Tensor,
+    cos_NLD: Tensor,
+    sin_NLD: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """transformers' `apply_rotary_pos_emb` of a family: on a GPU in one kernel for each tensor."""
+    whole = cos_NLD.shape == (len(query_NHLD), *query_NHLD.shape[2:])
+    if not (whole and on_gpu(query_NHLD)):
+        made: tuple[Tensor, Tensor] = library(query_NHLD, key_NGLD, cos_NLD, sin_NLD)
+        return made
+    cos_RD, sin_RD = cos_NLD.flatten(0, 1), sin_NLD.flatten(0, 1)
+
+    def one(x_NHLD: Tensor) -> Tensor:
+        rows_RHD = x_NHLD.transpose(1, 2).flatten(0, 1)
+        return turned(rows_RHD, cos_RD, sin_RD).unflatten(0, cos_NLD.shape[:2]).transpose(1, 2)
+
+    return one(query_NHLD), one(key_NGLD)
+
+
 def with_rows_added(whole_RD: Tensor, rows: Tensor, more: Tensor) -> Tensor:
     """The tensor with `more` added to the rows of these numbers, each there once."""
     return _RowsAdded.apply(whole_RD, rows, more)
@@ -152,7 +180,13 @@ def gated_mlp(mlp: Any, rows_RD: Tensor) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
     """act(gate) · up, of which gate and up are kept."""
+    if type(act).__name__ in _SILU and on_gpu(gate):
+        return gated_by_silu(gate, up)
     return _Gated.apply(gate, up, act)
+
+
+#: Names of the same activation in torch, transformers and diffusers.
+_SILU = ("SiLU", "SiLUActivation", "FP32SiLU")
 
 
 class _Gated(torch.autograd.Function):

@@ -23,8 +23,9 @@ from disttrain_cli.models.attention import Segments, attend, segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.context_parallel import bounds_of, regrouped
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.fused import gated_mlp, with_own_norms
+from disttrain_cli.models.fused import gated_mlp, on_gpu, with_own_norms
 from disttrain_cli.models.host import to_device
+from disttrain_cli.models.kernels import turned
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
 from disttrain_cli.models.towers import EMBEDS, ImageLayer, Ints, count, images_of, runs
@@ -200,8 +201,11 @@ class Block(QwenLayer):
         query, key, value = (
             attention.qkv(hidden_RD).unflatten(-1, (3, -1, attention.head_dim)).unbind(1)
         )
-        query, key = apply_rotary_pos_emb_vision(
-            query, key, *self._positions(batch, hidden_RD.device)
+        positions = self._positions(batch, hidden_RD.device)
+        query, key = (
+            (turned(query, *positions), turned(key, *positions))
+            if on_gpu(query)
+            else apply_rotary_pos_emb_vision(query, key, *positions)
         )
         made = attend(query, key, value, self._segments(batch, query))
         return attention.proj(made.flatten(1))

@@ -1,0 +1,124 @@
+"""Rotary embeddings and SiLU gates of decoder layers as operators of one kernel each on a GPU.
+
+As PyTorch's operators they take a dozen passes over memory: 18 % of a step of a model of a billion
+weights on an H100 (docs/log.md, 2026-11-26). On "meta" and fake devices the operators stand for
+what runs; a CUDA build of torch without Triton computes the same in several kernels, more slowly.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_LIBRARY = torch.library.Library("disttrain", "FRAGMENT")
+_LIBRARY.define("turn(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor")
+_LIBRARY.define("gate(Tensor gate, Tensor up) -> Tensor")
+_LIBRARY.define("gate_backward(Tensor gradient, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+
+
+def turned(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
+    """x · cos + (−x₂, x₁) · sin of the halves x₁, x₂ of every head (Su et al. 2021, arXiv
+    2104.09864): [R, H, D], laid out densely."""
+    made: Tensor = _Turned.apply(x_RHD, cos_RD, sin_RD)
+    return made
+
+
+def gated_by_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of which gate and up are kept."""
+    made: Tensor = _GatedBySilu.apply(gate, up)
+    return made
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_RD, sin_RD)
+        return torch.ops.disttrain.turn(_by_columns(x_RHD), cos_RD, sin_RD, False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        made = torch.ops.disttrain.turn(_by_columns(gradient), *ctx.saved_tensors, True)
+        return made, None, None
+
+
+class _GatedBySilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return torch.ops.disttrain.gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return torch.ops.disttrain.gate_backward(gradient.contiguous(), *ctx.saved_tensors)
+
+
+def _by_columns(x: Tensor) -> Tensor:
+    """The tensor with its last dimension next to each other in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@cache
+def _triton() -> Any:
+    """The kernels, where Triton is installed."""
+    if not find_spec("triton"):
+        return None
+    from disttrain_cli.models import triton_kernels
+
+    return triton_kernels
+
+
+def turned_plainly(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """What `turn` computes, in fp32 and by PyTorch's operators."""
+    (x_1, x_2), (cos_1, cos_2), (sin_1, sin_2) = (
+        tensor.float().chunk(2, -1) for tensor in (x, cos[:, None], sin[:, None])
+    )
+    halves = (
+        (x_1 * cos_1 + x_2 * sin_2, x_2 * cos_2 - x_1 * sin_1)
+        if back
+        else (x_1 * cos_1 - x_2 * sin_1, x_2 * cos_2 + x_1 * sin_2)
+    )
+    return torch.cat(halves, -1).to(x.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    if (kernels := _triton()) is None:
+        return turned_plainly(x, cos, sin, back)
+    made = x.new_empty(x.shape)
+    kernels.turn(x, cos.contiguous(), sin.contiguous(), back, made)
+    return made
+
+
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    if (kernels := _triton()) is None:
+        return functional.silu(gate) * up
+    made = torch.empty_like(gate)
+    kernels.gate(gate, up, made)
+    return made
+
+
+def _gate_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    if (kernels := _triton()) is None:
+        of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+        return of_gate, gradient * functional.silu(gate)
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    kernels.gate_back(gradient, gate, up, of_gate, of_up)
+    return of_gate, of_up
+
+
+for _name, _kernel, _shape in (
+    ("turn", _turn, lambda x, cos, sin, back: x.new_empty(x.shape)),
+    ("gate", _gate, lambda gate, up: torch.empty_like(gate)),
+    (
+        "gate_backward",
+        _gate_backward,
+        lambda gradient, gate, up: (torch.empty_like(gate), torch.empty_like(up)),
+    ),
+):
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _shape, "Meta")

@@ -1,0 +1,107 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Elementwise parts of decoder layers as single kernels for GPUs, in Triton, which torch's CUDA
+builds bring along.
+
+Each reads its inputs once and writes its results once, in fp32 inside. `kernels` makes operators of
+them; nothing else imports this module, which needs Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+#: Numbers of one program.
+BLOCK = 1024
+
+
+@triton.jit
+def turned_kernel(
+    x,
+    cos,
+    sin,
+    made,
+    x_row,
+    x_head,
+    heads,
+    half,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """All heads of a row: x · cos + (−x₂, x₁) · sin; with BACK that matrix's transpose."""
+    row = tl.program_id(0).to(tl.int64)
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    mask, inside = (head < heads) & (column < half), column < half
+    factors = row * 2 * half + column
+    cos_1 = tl.load(cos + factors, mask=inside).to(tl.float32)
+    cos_2 = tl.load(cos + factors + half, mask=inside).to(tl.float32)
+    sin_1 = tl.load(sin + factors, mask=inside).to(tl.float32)
+    sin_2 = tl.load(sin + factors + half, mask=inside).to(tl.float32)
+    given = x + row * x_row + head * x_head + column
+    x_1 = tl.load(given, mask=mask).to(tl.float32)
+    x_2 = tl.load(given + half, mask=mask).to(tl.float32)
+    if BACK:
+        made_1, made_2 = x_1 * cos_1 + x_2 * sin_2, x_2 * cos_2 - x_1 * sin_1
+    else:
+        made_1, made_2 = x_1 * cos_1 - x_2 * sin_1, x_2 * cos_2 + x_1 * sin_2
+    into = made + (row * heads + head) * 2 * half + column
+    tl.store(into, made_1, mask=mask)
+    tl.store(into + half, made_2, mask=mask)
+
+
+@triton.jit
+def gated_kernel(gate, up, made, count, BLOCK: tl.constexpr):
+    """silu(gate) · up."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    x = tl.load(gate + place, mask=mask).to(tl.float32)
+    y = tl.load(up + place, mask=mask).to(tl.float32)
+    tl.store(made + place, x * tl.sigmoid(x) * y, mask=mask)
+
+
+@triton.jit
+def gated_backward_kernel(gradient, gate, up, of_gate, of_up, count, BLOCK: tl.constexpr):
+    """The gradients of both."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    g = tl.load(gradient + place, mask=mask).to(tl.float32)
+    x = tl.load(gate + place, mask=mask).to(tl.float32)
+    y = tl.load(up + place, mask=mask).to(tl.float32)
+    open_ = tl.sigmoid(x)
+    tl.store(of_up + place, g * x * open_, mask=mask)
+    tl.store(of_gate + place, g * y * open_ * (1.0 + x * (1.0 - open_)), mask=mask)
+
+
+def turn(x_RHD: Any, cos_RD: Any, sin_RD: Any, back: bool, made_RHD: Any) -> None:
+    """Write `turned_kernel`'s rows; the columns of `x` lie next to each other, all else densely."""
+    rows, heads, width = x_RHD.shape
+    turned_kernel[(rows,)](
+        x_RHD,
+        cos_RD,
+        sin_RD,
+        made_RHD,
+        x_RHD.stride(0),
+        x_RHD.stride(1),
+        heads,
+        width // 2,
+        BACK=back,
+        HEADS=triton.next_power_of_2(heads),
+        HALF=triton.next_power_of_2(width // 2),
+    )
+
+
+def gate(gate_: Any, up: Any, made: Any) -> None:
+    """Write `gated_kernel`'s numbers; all lie densely."""
+    count = gate_.numel()
+    gated_kernel[(triton.cdiv(count, BLOCK),)](gate_, up, made, count, BLOCK=BLOCK)
+
+
+def gate_back(gradient: Any, gate_: Any, up: Any, of_gate: Any, of_up: Any) -> None:
+    """Write `gated_backward_kernel`'s gradients; all lie densely."""
+    count = gate_.numel()
+    gated_backward_kernel[(triton.cdiv(count, BLOCK),)](
+        gradient, gate_, up, of_gate, of_up, count, BLOCK=BLOCK
+    )
