@@ -1,4 +1,4 @@
-"""Operators of one kernel: the formulas that they stand for, and on a GPU the kernels themselves."""
+"""Operators of one kernel: the formulas that they stand for; on a GPU the kernels themselves."""
 
 from __future__ import annotations
 

@@ -221,9 +221,7 @@ def test_the_head_keeps_its_logits(make_run):
     rows = 4 * length * width
     # Beside x, the norm and the logits, of each row: the norm's scale; largest logit, sum and
     # label's logit; where the label is, whether it is here and whether it is trained.
-    assert found.saved_bytes == 2 * rows + 4 * length * vocabulary + length * (
-        4 + 4 + 8 + 1 + 1
-    )
+    assert found.saved_bytes == 2 * rows + 4 * length * vocabulary + length * (4 + 4 + 8 + 1 + 1)
 
 
 def test_convolutions_are_counted_and_gradients_left_as_they_were(make_run):
