@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.list_schedule import Batch, Group
 from benchmarks.waiting import costs
+from disttrain_cli.costs.activations import activation_terms, working_terms
 from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
     CostedStage,
@@ -29,15 +30,7 @@ from disttrain_cli.costs.layout import (
     update_s,
 )
 from disttrain_cli.costs.links import all_gather_s, p2p_s, reduce_scatter_s, ring_link
-from disttrain_cli.costs.memory import (
-    GIB,
-    WEIGHT_BYTES,
-    activation_terms,
-    layout_memory,
-    parameters,
-    state_bytes,
-    working_terms,
-)
+from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES, layout_memory, parameters, state_bytes
 from disttrain_cli.costs.stage import backward_parts, forward_parts, overlap_helps
 from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample

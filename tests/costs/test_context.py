@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import (
     UNEVEN,
     exchanged_bytes,
@@ -17,7 +18,7 @@ from disttrain_cli.costs.context import (
 )
 from disttrain_cli.costs.layout import reduce_s, stages_of
 from disttrain_cli.costs.links import all_gather_s, all_to_all_s, exchange_s, reduce_scatter_s
-from disttrain_cli.costs.memory import communicators, kept_share, layout_memory, working_share
+from disttrain_cli.costs.memory import communicators, layout_memory
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.activations import worst_mix
 from disttrain_cli.costs.memory import (
     GIB,
     MessageBytes,
     message_bytes,
     reserved_bytes,
     share_of_states,
-    worst_mix,
 )
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
-from disttrain_cli.costs.memory import GIB, kept_share, state_bytes, working_share
+from disttrain_cli.costs.memory import GIB, state_bytes
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout, UnitShape
@@ -68,7 +69,7 @@ class Kinds:
     # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
     kept_gib: Floats
     shared_gib: Floats
-    # [V, 4, K] of one slot on one rank, by its replica's work (`costs.memory.worst_mix`)
+    # [V, 4, K] of one slot on one rank, by its replica's work (`costs.activations.worst_mix`)
     activation_gib: Floats
     # [V, 4, K] the most of one slot that a layer holds while it runs, what it keeps among it
     working_gib: Floats

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from disttrain_cli.costs.activations import kept_share, own_mix
 from disttrain_cli.costs.hardware import CAPABILITY, lookup
-from disttrain_cli.costs.memory import GIB, kept_share, layout_memory, own_mix
+from disttrain_cli.costs.memory import GIB, layout_memory
 from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers

@@ -1,9 +1,9 @@
 """A step whose every slot brings the most work that a plan's memory is priced for; made from
 numbers, without data.
 
-The first replica of every unit has it (`costs.memory.worst_mix`): of the unit with the LLM every
-sequence is the worst of the data, elsewhere one sequence is and the others are average ones. What
-is not a whole number of items is rounded up, images to whole merge blocks.
+The first replica of every unit has it (`costs.activations.worst_mix`): of the unit with the LLM
+every sequence is the worst of the data, elsewhere one sequence is and the others are average ones.
+What is not a whole number of items is rounded up, images to whole merge blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from disttrain_cli.costs.memory import WHOLE, worst_mix
+from disttrain_cli.costs.activations import WHOLE, worst_mix
 from disttrain_cli.data.ordering.assigning import by_owner
 from disttrain_cli.data.slots import (
     Ints,
@@ -75,7 +75,7 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
     """The profile as if the worst sequences brought just the work that first replicas have in a
     slot.
 
-    What `costs.memory` prices by it is that of this slot, whose items are whole ones.
+    What `costs.activations` prices by it is that of this slot, whose items are whole ones.
     """
     sequences, modules = slot_sequences(profile, layout), dict(profile.modules)
     for unit in layout.units:

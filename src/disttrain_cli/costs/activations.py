@@ -1,0 +1,268 @@
+"""Activations of a stage: what a slot keeps, and what a layer holds while it runs, by the work.
+
+They are counted at the worst work a replica can meet, not at the mean. A rank of a CP group has its
+share of them, and what it keeps beyond that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.context import held_bytes, kept_bytes, rows
+from disttrain_cli.costs.freezing import Backward, backwards
+from disttrain_cli.costs.remembering import remembered
+from disttrain_cli.costs.stage import slope
+from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
+from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
+from disttrain_cli.spec.work import Work
+
+Floats = NDArray[np.float64]
+WHOLE = 1e-6  # items, below which a share that is no whole number is a sum's rounding
+
+
+def worst_mix(
+    profile: Profile, modules: Sequence[str], slot_sequences: float, dp: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Worst work of one replica in a slot, as multiples of (worst sequence, mean sequence, mean
+    item), by DP.
+
+    A unit with the LLM works on whole sequences, M = slot / DP of them, each possibly the worst.
+    Other units share the slot's images over their replicas: a slot with one worst sequence among
+    average ones, levelled image by image, which leaves at most one image more on a replica than its
+    share (Graham 1969). Where all images are of one size that is the share rounded up.
+    """
+    if profile.inputs.llm in modules:
+        return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
+    of = profile.modules[modules[0]]
+    worst, mean = 1.0 / dp, (slot_sequences - 1.0) / dp
+    share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
+    if all(_of_one_size(work) for work in (of.max_work_per_sequence, of.work_per_sequence)):
+        return worst, mean, np.ceil(share - WHOLE) - share
+    return worst, mean, (dp > 1).astype(float)
+
+
+def _of_one_size(work: Work) -> bool:
+    """Whether all items have the same tokens (equality in Cauchy and Schwarz's inequality)."""
+    return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
+
+
+def own_mix(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
+    """[4] the worst work of a replica in a slot, by the terms of `activation_terms`."""
+    slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
+    mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
+    return np.array([1.0, *(part[0] for part in mix)])
+
+
+def kept_share(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None = None,
+) -> Floats:
+    """[4, L] `activation_terms` of a rank by the work of its replica: its share of them, and what
+    it keeps beyond that."""
+    share = _shared(
+        activation_terms(profile, modules, shape.tp, trained, shape.checkpointing), shape.cp
+    )
+    more = _inputs_of_others if shape.checkpointing else _kept_twice
+    return share + more(profile, modules, shape, trained)
+
+
+def working_share(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None = None,
+    later: bool = False,
+    overlap: bool = False,
+) -> Floats:
+    """[4, L] `working_terms` of a rank by the work of its replica, in the same way."""
+    terms = working_terms(profile, modules, shape.tp, trained, shape.checkpointing, later, overlap)
+    share = _shared(terms, shape.cp) + _kept_twice(profile, modules, shape, trained)
+    if not shape.gathers:
+        return share
+    kept = kept_share(profile, modules, shape._replace(checkpointing=False), trained)
+    held = _by_own_rows(
+        profile, modules, shape, trained, lambda _, *known: held_bytes(profile, *known)
+    )
+    return np.maximum(share, kept + held)
+
+
+def deferred_share(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None = None,
+) -> Floats:
+    """[4, L] `deferred_terms` of a rank by the work of its replica: its share of them."""
+    return _shared(deferred_terms(profile, modules, shape.tp, trained), shape.cp)
+
+
+@remembered
+def activation_terms(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    trained: Sequence[str] | None = None,
+    checkpointing: bool = False,
+) -> Floats:
+    """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence,
+    mean item.
+
+    A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward;
+    under activation checkpointing a layer keeps its input, and what its stage was given of the
+    slot's inputs stays, also what only a frozen layer reads.
+    """
+    return _terms(
+        profile,
+        modules,
+        trained,
+        lambda cost, does: [
+            _kept(cost, tp, does, checkpointing),
+            *([cost.tp[str(tp)].batch_bytes] if checkpointing else []),
+        ],
+    )
+
+
+@remembered
+def working_terms(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    trained: Sequence[str] | None = None,
+    checkpointing: bool = False,
+    later: bool = False,
+    overlap: bool = False,
+) -> Floats:
+    """The most bytes of a slot that a layer holds while it runs, what it then keeps among them;
+    terms as above.
+
+    Args:
+        later: gradients of weights are computed after the backward.
+        overlap: the TP group's messages travel behind products. The symmetric memory for them is
+            there whatever layer runs.
+    """
+
+    def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
+        shard = cost.tp[str(tp)]
+        if does == "still" and shard.still_bytes is not None:
+            return [shard.still_bytes, *([shard.overlapping_bytes] if overlap else [])]
+        again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
+        split = later and does == "trained"
+        transient = shard.split_transient_bytes if split else shard.transient_bytes
+        buffers = [shard.overlapping_bytes] if overlap else []
+        return [_kept(cost, tp, does, False), transient, *again, *buffers]
+
+    terms = _terms(profile, modules, trained, amounts)
+    if not overlap:
+        return terms
+    stays = _terms(profile, modules, trained, lambda cost, does: [cost.tp[str(tp)].symmetric_bytes])
+    return terms + stays.max(axis=1, keepdims=True)
+
+
+def deferred_terms(
+    profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None
+) -> Floats:
+    """Bytes that a layer keeps of a slot from its backward to the gradients of its weights, where
+    these are computed later; terms as above."""
+    return _terms(
+        profile,
+        modules,
+        trained,
+        lambda cost, does: [cost.tp[str(tp)].deferred_bytes] if does == "trained" else [],
+    )
+
+
+def _terms(
+    profile: Profile,
+    modules: Sequence[str],
+    trained: Sequence[str] | None,
+    amounts: Callable[[LayerCost, Backward], list[Polynomial]],
+) -> Floats:
+    rows: list[list[float]] = []
+    for name in modules:
+        module = profile.modules[name]
+        mean, worst = module.work_per_sequence, module.max_work_per_sequence
+        item = mean.scaled(1.0 / mean.items) if mean.items else Work()
+        layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        row: dict[tuple[str, Backward], list[float]] = {}
+        for kind, does in dict.fromkeys(layers):
+            parts = amounts(module.costs[kind], does)
+            row[kind, does] = [
+                sum(part.base for part in parts),
+                *(sum(slope(part, work) for part in parts) for work in (worst, mean, item)),
+            ]
+        rows += [row[layer] for layer in layers]
+    return np.array(rows).T
+
+
+def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Polynomial:
+    """Bytes of one slot that a layer keeps on one rank from forward to backward."""
+    if does == "still":
+        return Polynomial()
+    shard = cost.tp[str(tp)]
+    if checkpointing:
+        return shard.input_bytes
+    return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
+
+
+def _shared(terms: Floats, cp: int) -> Floats:
+    """Terms of a replica's work, as a rank of a CP group has them."""
+    return np.vstack([terms[:1], terms[1:] / cp])
+
+
+def _kept_twice(
+    profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
+) -> Floats:
+    """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
+    return _by_own_rows(profile, modules, shape, trained, partial(kept_bytes, profile))
+
+
+def _by_own_rows(
+    profile: Profile,
+    modules: Sequence[str],
+    shape: UnitShape,
+    trained: Sequence[str] | None,
+    row_bytes: Callable[[str, LayerCost, UnitShape, Backward], float],
+) -> Floats:
+    """[4, L] so many bytes for each row of a rank."""
+    columns: list[Floats] = []
+    for name in modules:
+        module, own = profile.modules[name], own_rows(profile, name, shape)
+        layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
+        each = {
+            (kind, does): own * row_bytes(name, module.costs[kind], shape, does)
+            for kind, does in dict.fromkeys(layers)
+        }
+        columns += [each[layer] for layer in layers]
+    return np.array(columns).T
+
+
+def _inputs_of_others(
+    profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
+) -> Floats:
+    """[4, L] bytes of a slot's inputs that a rank of a CP group was given for the others: encoders
+    are given whole images. They stay where activations are recomputed."""
+    given = _terms(
+        profile, modules, trained, lambda cost, does: [cost.tp[str(shape.tp)].batch_bytes]
+    )
+    encodes = [
+        profile.modules[name].kind == "encoder"
+        for name in modules
+        for _ in profile.modules[name].layers
+    ]
+    return given * encodes * (1.0 - 1.0 / shape.cp)
+
+
+def own_rows(profile: Profile, name: str, shape: UnitShape) -> Floats:
+    """[4] rows of a module on a rank of a CP group, by the terms of `activation_terms`."""
+    module = profile.modules[name]
+    mean = module.work_per_sequence
+    item = mean.scaled(1.0 / mean.items) if mean.items else Work()
+    works = (module.max_work_per_sequence, mean, item)
+    return np.array([0.0, *(rows(profile, name, work) / shape.cp for work in works)])
