@@ -74,7 +74,7 @@ def test_a_preset_is_trained_answers_and_is_exported(tmp_path, preset):
     assert code == 0, out + err
     assert "Next: python -c" in err and "image-text-to-text" in err
     folder = next((run / "runs").rglob("samples.json")).parent
-    for one in answers[:3]:
+    for one in answers[:2]:
         image = folder / one["images"][0]
         wrote = document(run, "sample", "--image", image, "--prompt", ASKED)["written"][0]["text"]
         assert wrote.strip() == generated(run / "out", PROCESSORS[preset], image)

@@ -205,6 +205,7 @@ def edit_profile(run_folder, change):
 def test_devices_that_no_layout_needs_are_said_to_be_left_over(run_folder, capsys):
     edit_run(run_folder, "global_batch_size: 6", "global_batch_size: 1")
     edit_run(run_folder, "gpus_per_node: 6", "gpus_per_node: 12")
+    edit_run(run_folder, "train:", "train:\n  ordering: none")
     edit_profile(run_folder, lambda profile: profile["device"].update(count=12, kind="cuda"))
     code, out, _ = call(["plan", run_folder, "--top", 0], capsys)
     used = read_plan(run_folder / "runs" / "tiny" / "plan.yaml").plan.gpus_used

@@ -387,7 +387,6 @@ def test_what_layers_keep_and_run_is_what_they_are_priced_at(tmp_path: Path) -> 
                     "image_generator.down.0",
                 ),
                 "adapters": ("llm.block.0",),
-                "siglip, llama, sd3.5": ("brush.in", "brush.block.0"),
             },
         )
     )

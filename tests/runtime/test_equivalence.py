@@ -31,7 +31,7 @@ from tests.runtime.equivalence_worker import SLOTWISE, orders_of, reference
 from tests.runtime.factory import LORA, plan_of, unit, write_run
 from tests.runtime.layouts import train
 
-STEPS = 3
+STEPS = 2
 POLICIES = ("paper", "best")  # beside none, which the others use
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 

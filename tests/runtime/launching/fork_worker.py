@@ -8,6 +8,7 @@ them by the CUDA runtime, as torch does where there is no NVML, is.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,7 +43,9 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Say on what DeepSpeed computes and how torch's allocator is set; CUDA is untouched."""
+    """Say on what DeepSpeed computes and how torch's allocator is set; CUDA is untouched, and what
+    was imported before the fork is out of the garbage collector's sight."""
     assert not torch.cuda._initialized
+    assert gc.get_freeze_count() > 100_000
     said = f"{get_accelerator().device_name()} {os.environ.get('PYTORCH_ALLOC_CONF')}"
     Path(payload["folder"], os.environ["RANK"]).write_text(said)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import json
 import os
@@ -269,6 +270,7 @@ def main(arguments: list[str]) -> None:
     module, function = resolve(target)
     if hasattr(module, "before_fork"):
         module.before_fork(payload)
+    gc.freeze()  # ranks share what is imported, and no collection looks at it again
     listener = socket.create_server((LOOPBACK, 0))
     os.environ |= {"MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(listener.fileno())}
     starter, ranks = os.getpid(), dict[int, int]()
