@@ -202,6 +202,9 @@ def plan(
     costs = read_profile(profile_path)
     if opened.file.cluster.hostfile is not None:
         read_hostfile(opened.resolve(opened.file.cluster.hostfile))
+    if len(costs.data.phases) > 1:
+        step = costs.data.priced_step
+        note(f"Priced are the data from step {step:,} on, the phase with the most steps to go.")
     if profile is None:  # who names a profile means its device
         check_device(opened.file, costs)
     cluster = cluster_of(opened.file, costs, gpus)

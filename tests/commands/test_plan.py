@@ -414,3 +414,13 @@ def test_what_is_read_is_not_written_over(run_folder, capsys, own):
         code, _, err = call(["plan", str(run_folder), "--out", str(run_folder / out)], capsys)
         assert code == 2 and "is what this command reads" in err
     assert (run_folder / own).read_bytes() == before
+
+
+def test_the_phase_that_is_priced_is_named(run_folder, capsys):
+    path = run_folder / "runs" / "tiny" / "profile.json"
+    profile = json.loads(path.read_text())
+    profile["data"] |= {"phases": [{"step": 0, "weights": [1]}, {"step": 40, "weights": [2]}]}
+    profile["data"]["priced_step"] = 40
+    path.write_text(json.dumps(profile))
+    code, _, err = call(["plan", run_folder], capsys)
+    assert code == 0 and "Priced are the data from step 40 on" in err
