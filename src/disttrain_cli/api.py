@@ -203,8 +203,8 @@ def plan(
     if opened.file.cluster.hostfile is not None:
         read_hostfile(opened.resolve(opened.file.cluster.hostfile))
     if len(costs.data.phases) > 1:
-        step = costs.data.priced_step
-        note(f"Priced are the data from step {step:,} on, the phase with the most steps to go.")
+        first = costs.data.priced_step
+        note(f"Priced are the data from step {first:,} on, the phase with the most steps to go.")
     if profile is None:  # who names a profile means its device
         check_device(opened.file, costs)
     cluster = cluster_of(opened.file, costs, gpus)
