@@ -124,6 +124,16 @@ def test_megatron_may_share_too_and_comes_apart() -> None:
     assert pipelines(alone, cluster).best[0].total_ms > best.total_ms
 
 
+def test_degrees_that_heads_forbid_are_searched_where_keys_are_gathered() -> None:
+    """Three heads: rows cannot be exchanged for them, but two ranks may gather keys and values."""
+    long = profile_of(Heads(3, 1, 16), length=4096)
+    llm = group(long, ONE, "disaggregated")[1]
+    assert llm.ways(1, 2) == [True] and (1, 2) in llm.widths
+    without = group(long, replace(ONE, gathers=False), "disaggregated")[1]
+    assert without.ways(1, 2) == [] and without.widths == [(tp, 1) for tp in without.tps]
+    assert group(long, ONE, "disaggregated")[0].gathers is False
+
+
 def test_neighbours_share_more_or_fewer() -> None:
     units = group(profile_of(), ONE, "disaggregated")
     start = [UnitShape(1, 1, 1), UnitShape(1, 1, 2, cp=2), UnitShape(1, 1, 1)]

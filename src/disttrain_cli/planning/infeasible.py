@@ -75,7 +75,7 @@ def _cannot_share(profile: Profile, cluster: Cluster) -> str:
     llm, node = [profile.inputs.llm], cluster.gpus_per_node
     if profile.inputs.sequence_length < LONG or cluster.most_cp == 1 or node == 1:
         return ""
-    why = misfit(profile, llm, 1, 2 if node % 2 == 0 else node)
+    why = misfit(profile, llm, 1, 2 if node % 2 == 0 else node, cluster.gathers)
     return "" if why is None else f"; its sequences cannot be shared (CP): {why}"
 
 

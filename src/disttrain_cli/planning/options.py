@@ -164,14 +164,9 @@ def list_rows(
     divides = np.arange(1, most_gpus + 1)
     if unit.holds_llm:
         divides = divides[slot_sequences % divides == 0]
-    choices = [
-        divides[: np.searchsorted(divides, most_gpus // width, side="right")]
-        for width in kinds.width
-    ]
-    variant, dp = (
-        np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]),
-        np.concatenate(choices),
-    )
+    counts = np.searchsorted(divides, most_gpus // kinds.width, side="right")
+    variant = np.repeat(np.arange(len(counts)), counts)
+    dp = np.concatenate([divides[:count] for count in counts.tolist()])
     times = kind_ms(unit, variant, dp, slot_sequences)
     states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
     most_room = most_room_gib(unit, variant, dp, slot_sequences)
@@ -244,11 +239,14 @@ def kind_gib(
     mix *= 1.0 + profile.device.fragmentation
     share = share_of_states(profile.precision, replicas * kinds.cp[variant])[:, None]
     states, activations, working = np.empty((3, len(dp), len(kinds.count)))
-    for number in np.flatnonzero(np.bincount(variant)).tolist():
-        found = np.flatnonzero(variant == number)
-        begin, stop = int(found[0]), int(found[-1]) + 1
+    in_order = bool((variant[1:] >= variant[:-1]).all())
+    order = np.arange(len(variant)) if in_order else np.argsort(variant, kind="stable")
+    ends = np.cumsum(np.bincount(variant)).tolist()
+    for number, (begin, stop) in enumerate(pairwise([0, *ends])):
+        if begin == stop:
+            continue
         # rows side by side are not copied
-        mine: Ints | slice = slice(begin, stop) if stop - begin == len(found) else found
+        mine: Ints | slice = slice(begin, stop) if in_order else order[begin:stop]
         states[mine] = kinds.kept_gib[number] + kinds.shared_gib[number] * share[mine]
         activations[mine] = mix[mine] @ kinds.activation_gib[number]
         working[mine] = mix[mine] @ kinds.working_gib[number]
@@ -327,15 +325,14 @@ def price(
     have a stage slower than `within_ms` or whose stages could be fewer, are dropped.
     """
     alone = options.pp == 1
-    parts = [_price_whole(unit, take(options, alone), slot_sequences, slots)]
-    variants = _variants(unit, options)
-    for number in range(len(unit.kinds.tp)):
-        mine = ~alone & (variants == number)
-        if mine.any():
-            parts += _price_split(
-                unit, number, take(options, mine), slot_sequences, slots, afters, within_ms[mine]
-            )
-    return join(parts)
+    whole = _price_whole(unit, take(options, alone), slot_sequences, slots)
+    several = take(options, ~alone)
+    return join(
+        [
+            whole,
+            *_price_split(unit, several, slot_sequences, slots, afters, within_ms[~alone]),
+        ]
+    )
 
 
 def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) -> Options:
@@ -359,34 +356,36 @@ def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) 
 
 def _price_split(
     unit: Unit,
-    variant: int,
     options: Options,
     slot_sequences: int,
     slots: int,
     afters: Ints,
     within_ms: Floats,
 ) -> list[Options]:
-    """Options of several stages, all of one variant: the best split for every number of slots in
-    flight."""
+    """Options of several stages: the best split for every number of slots in flight."""
+    if not len(options):
+        return []
+    variants = _variants(unit, options)
     needed = fewest_stages(
-        *_layers(unit, np.full(len(options), variant), options.dp, slot_sequences),
+        *_layers(unit, variants, options.dp, slot_sequences),
         slots,
         int(afters[0]),
         within_ms / SAFE,
         unit.allowed,
     )
-    options = take(options, needed <= options.pp)
+    variants, options = variants[needed <= options.pp], take(options, needed <= options.pp)
     if not len(options):
         return []
     flights = np.unique(np.minimum(afters, slots))
 
     def slowest(after: int, mine: Flags) -> Floats:
         """[B] slowest stage of these options; inf for the others."""
-        dps, of_dp = np.unique(options.dp[mine], return_inverse=True)
+        dps = int(options.dp.max()) + 1
+        rows, of_row = np.unique(variants[mine] * dps + options.dp[mine], return_inverse=True)
         pp, result = options.pp[mine], np.full(len(options), np.inf)
-        layers = _layers(unit, np.full(len(dps), variant), dps, slot_sequences)
+        layers = _layers(unit, rows // dps, rows % dps, slot_sequences)
         table = slowest_stage(*layers, slots, after, int(pp.max()), unit.allowed)
-        result[mine] = table[of_dp, pp]
+        result[mine] = table[of_row, pp]
         return result
 
     every = np.ones(len(options), dtype=bool)

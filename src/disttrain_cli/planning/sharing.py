@@ -56,7 +56,10 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
         return None
     units = group(profile, cluster, strategy)
     if all(cp == 1 for unit in units for _, cp in unit.widths):
-        why = misfit(profile, [profile.inputs.llm], 1, 2) or "no group fits evenly into a node"
+        why = (
+            misfit(profile, [profile.inputs.llm], 1, 2, cluster.gathers)
+            or "no group fits evenly into a node"
+        )
         return f"Context   sequences of {length:,} tokens are not shared (CP): {why}."
     found = search(units, cluster, TRIED, keep=_shared(units)).best
     ranked_s = [
