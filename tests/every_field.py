@@ -149,6 +149,7 @@ RANGES: dict[str, Any] = {
     "train.hang_s": [100.0],
     "train.seed": [7, 2**31],
     "train.track": [[], ["tensorboard"]],
+    "train.restarts": [1, 2],
     "preprocess.workers": [2, 1],
     "preprocess.prefetch_slots": [1, 3],
     "preprocess.addresses": [[]],
@@ -165,6 +166,7 @@ RANGES: dict[str, Any] = {
     "rehearse.time_scale": [0.5, "auto"],
     "rehearse.gpus_per_process": [1, "auto"],
     "rehearse.faults": lambda draw, file: [],
+    "rehearse.lost": lambda draw, file: [],
     "data.video": lambda draw, file: None,
     "rehearse.distribution": [None],
 }
@@ -188,6 +190,7 @@ ELSEWHERE = {
     "preprocess.tls_cert": "tests/runtime/launching/test_emit.py",
     "preprocess.tls_key": "tests/runtime/launching/test_emit.py",
     "rehearse.faults": "tests/runtime/rehearsal/test_rehearse.py",
+    "rehearse.lost": "tests/mitigation/test_replanning.py",
     "rehearse.distribution": "tests/runtime/rehearsal/test_rehearse.py",
     "model.folder": "tests/models/test_whole.py",
     "model.adapter": "tests/runtime/outputs/test_adapters.py",

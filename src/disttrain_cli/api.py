@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.explain import Explanation
     from disttrain_cli.planning.predict import Step
     from disttrain_cli.planning.sensitivity import Sensitivity
+    from disttrain_cli.runtime.rehearsal.rehearse import RehearsalResult
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
@@ -318,6 +319,7 @@ def train(
     """
     check_start(resume, restart, origin)
     opened = open_run(run)
+    from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
 
@@ -330,18 +332,57 @@ def train(
     if not resume:
         opened.fetch_weights(progress)
     say_start(opened, total, weights, resume, note)
-    return running.train(
-        opened,
-        chosen,
-        costs,
-        steps=steps,
-        resume=resume,
-        restart=restart,
-        profile_steps=profile_steps,
-        origin=weights,
-        on_step=on_step,
-        progress=progress,
-    )
+    file = plan if isinstance(plan, Path) else opened.dir.plan
+    with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
+        return running.train(
+            opened,
+            chosen,
+            costs,
+            steps=steps,
+            resume=resume,
+            restart=restart,
+            profile_steps=profile_steps,
+            origin=weights,
+            on_step=on_step,
+            progress=progress,
+            replanner=replanner,
+        )
+
+
+def rehearse(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> RehearsalResult:
+    """Rehearse a plan that was checked (`checked_plan`), on emulated devices.
+
+    Arguments are those of `train`. Where the run re-plans, what it would do is in the rehearsal's
+    own folder; the run's plan stays.
+
+    Raises:
+        As `runtime.rehearsal.rehearse.rehearse`.
+    """
+    from disttrain_cli.mitigation.looking_after import looked_after
+    from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
+
+    folder = run.dir.rehearsal
+    with looked_after(run, folder, plan, profile, folder.plan, note, emulated=True) as replanner:
+        return rehearsing.rehearse(
+            run,
+            plan,
+            profile,
+            steps=steps,
+            resume=resume,
+            on_step=on_step,
+            progress=progress,
+            replanner=replanner,
+        )
 
 
 def check_start(resume: bool, restart: bool, origin: Path | None) -> None:

@@ -66,7 +66,12 @@ class RankFailedError(DisttrainError):
 
 class RankLostError(RankFailedError):
     """A rank died or hangs without having said why; starting again may help, and `train.restarts`
-    does."""
+    does.
+
+    `rank` is its number, where it is known.
+    """
+
+    rank: int | None = None
 
 
 class ConditionHoldsError(DisttrainError):

@@ -63,7 +63,10 @@ def result(root: Path, steps: int, images: int = 24) -> rehearsing.RehearsalResu
             }
             for number in range(steps)
         ],
-        simulated=[{"step": number, "iteration_s": 0.5} for number in range(steps)],
+        simulated=[
+            {"step": number, "iteration_s": 0.5, "predicted_iteration_s": 0.51}
+            for number in range(steps)
+        ],
         predicted_iteration_s=0.51,
         late_ms=rehearsing.Late(mean=0.4, p99=2.5, max=9.0),
         operations_emulated=100,

@@ -41,7 +41,18 @@ def faked(planned, monkeypatch):
     """A run that reports three steps and starts no rank."""
 
     def train(
-        run, plan, profile, *, steps, resume, restart, profile_steps, origin, on_step, progress
+        run,
+        plan,
+        profile,
+        *,
+        steps,
+        resume,
+        restart,
+        profile_steps,
+        origin,
+        on_step,
+        progress,
+        replanner,
     ):
         root = Path(run.dir.root)
         for step in STEPS:

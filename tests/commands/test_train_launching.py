@@ -219,3 +219,21 @@ def test_a_stopped_run_shows_its_steps_and_ends_with_the_signals_code(
     assert f"Stopped by {name} after step 3." in err and err.endswith("--resume\n")
     code, out, _ = call(["train", planned, "--json", "--quiet"], capsys)
     assert code == expected and json.loads(out)["stopped_by"] == name
+
+
+def test_only_the_command_that_starts_all_ranks_plans_anew(planned, tmp_path, capsys):
+    """Scripts are refused, for a run that asks for it and for a plan that leaves devices out."""
+    path = planned / "disttrain.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("\ntrain:\n", "\ntrain:\n  restarts: 1\n  on_straggler: replan\n"))
+    words = ["train", planned, "--emit", "slurm", "--out", tmp_path / "out"]
+    code, _, err = call(words, capsys)
+    assert code == 1 and "train.on_straggler: replan" in err and "--fail-if" in err
+    path.write_text(text)
+    plan = planned / "runs" / "tiny" / "plan.yaml"
+    before = plan.read_text()
+    plan.write_text(before.replace("\n  units:\n", "\n  left_out: [99]\n  units:\n", 1))
+    code, _, err = call(words, capsys)
+    assert code == 1 and "left_out must name devices of the cluster" in err
+    plan.write_text(before)
+    assert not (tmp_path / "out").exists()

@@ -8,14 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 
 from disttrain_cli.analysis.watching.ending import Ending
 from disttrain_cli.app import main
-from disttrain_cli.commands import watching
 from disttrain_cli.spec.rundir import RunDir, flight_recorder, pulses, verdicts_file
 from tests.analysis import synthetic
 from tests.analysis.growing import Growing
@@ -146,33 +143,3 @@ def test_the_end_is_seen_on_another_host(tmp_path):
         assert end.over()  # it tells no more
     state.write_text(json.dumps({"operation": "ended", "beat": 2}))
     assert end.over()
-
-
-def test_training_says_what_slows_it(runs, monkeypatch):
-    monkeypatch.setattr(watching, "AFTER_S", 0.0)
-    said = []
-    with watching.watched(runs / "slow", said.append):
-        deadline = time.monotonic() + 120
-        while not said and time.monotonic() < deadline:
-            time.sleep(0.05)
-    (line,) = said
-    assert line.startswith("Steps 1 to 7: Rank 3 (llm, stage 1, replica 0) is slow")
-    assert line.endswith("--once")
-
-
-def test_training_says_what_is_sure_and_when_it_is_over(runs):
-    def row(cause, confidence):
-        known = {"first_step": 1, "last_step": 5, "headline": f"{cause}.", "drift": []}
-        return json.dumps(known | {"cause": cause, "confidence": confidence}) + "\n"
-
-    told = [row("none", 0.9), row("host", 0.4), row("worker", 0.8), row("none", 0.9), "cut"]
-    said = []
-    beside = watching._Beside(runs / "slow", said.append)
-    beside._listen(SimpleNamespace(stdout=told))
-    assert [line.split()[4] for line in said] == ["worker.", "none."]
-
-
-def test_short_runs_are_not_watched(runs, monkeypatch):
-    monkeypatch.setattr(watching.subprocess, "Popen", None)
-    with watching.watched(runs / "slow", print):
-        pass

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
-from disttrain_cli.simulation.faults import check_faults, inject, slowdown, waited
+from disttrain_cli.simulation.faults import check_faults, inject, placed, slowdown, waited
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import PreprocessProfile, Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from tests.planning import synthetic
@@ -195,3 +197,34 @@ def test_a_cp_rank_that_is_not_there_is_refused(
         check_faults(case[1], [slow], PROFILE)
     with pytest.raises(ValueError, match="a slow stage has no cp_rank"):
         FaultSpec(slow="stage", unit="llm", cp_rank=1, factor=4.0)
+
+
+def test_faults_move_with_their_devices() -> None:
+    """Ranks: 0, 1 the encoder, 2 to 5 the LLM's stages of two replicas, 6, 7 the generator's."""
+    first = three()
+    now = first.model_copy(update={"left_out": [2, 3]})  # rank 2 on device 4
+
+    def moved(layout: Layout, **fault: Any) -> list[tuple[str, str | None, int, int | None]]:
+        faults = [FaultSpec(factor=2.0, **fault)]
+        return [
+            (one.slow, one.unit, one.stage, one.replica)
+            for one in placed(faults, first, layout, "llm", 4)
+        ]
+
+    slow = {"slow": "rank", "unit": "llm", "stage": 1, "replica": 0}  # device 4
+    assert moved(first, **slow) == [("rank", "llm", 1, 0)]
+    assert moved(now, **slow) == [("rank", "llm", 0, 0)]
+    gone = {"slow": "host", "unit": "llm", "stage": 0, "replica": 1}  # device 3
+    assert moved(first, **gone) == [("host", "llm", 0, 1)] and moved(now, **gone) == []
+    assert moved(first, slow="node", node=0) == [
+        ("rank", "image_encoder", 0, 0),
+        ("rank", "image_encoder", 0, 1),
+        ("rank", "llm", 0, 0),
+        ("rank", "llm", 0, 1),
+    ]
+    assert moved(now, slow="node", node=2) == [
+        ("rank", "image_generator", 0, 0),
+        ("rank", "image_generator", 1, 0),
+    ]
+    assert moved(now, slow="link", unit="llm", stage=1) == [("link", "llm", 1, None)]
+    assert moved(now, slow="link", unit="image_generator", stage=1) == []

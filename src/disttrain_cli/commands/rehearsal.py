@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.steps import LiveStep, say_drift
+from disttrain_cli.commands.train_tables import say_replans
 from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
@@ -37,12 +38,19 @@ def run_rehearsal(
 
     from disttrain_cli.analysis.job.database import open_database
     from disttrain_cli.analysis.job.operations import compare_operations
-    from disttrain_cli.runtime.rehearsal.rehearse import rehearse
+    from disttrain_cli.api import rehearse
 
     with console.progress() as progress:
         live = LiveStep(progress, learns=False)
         result = rehearse(
-            run, plan, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live
+            run,
+            plan,
+            profile,
+            steps=steps,
+            resume=resume,
+            on_step=live.on_step,
+            progress=live,
+            note=console.note,
         )
     operations = (
         compare_operations(open_database([Path(result.run_dir)])) if len(result.steps) > 1 else []
@@ -52,6 +60,9 @@ def run_rehearsal(
         result.run_dir,
     )
     _render(console, run_file, result, operations, plan, profile)
+    if result.stopped_by is not None:
+        console.note(f"Stopped by {result.stopped_by}.")
+        raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
     console.hint(shlex.join(["disttrain", "analyze", short_path(Path(result.run_dir))]))
 
 
@@ -81,7 +92,7 @@ def _render(
             "data wait ms",
         ],
         [
-            _step_cells(result, row, expected["iteration_s"])
+            _step_cells(row, expected)
             for row, expected in zip(result.steps, result.simulated, strict=True)
         ],
     )
@@ -117,6 +128,9 @@ def _render(
             for row in operations[1 : 1 + MOST_OPERATIONS]
         ],
     )
+    for why in result.restarts:
+        console.say(f"Started again: {why}")
+    say_replans(console, result.replans)
     late = result.late_ms
     console.say(
         f"\nEmulation   this host was {late.mean:.2f} ms behind an operation's start on average (99"
@@ -137,10 +151,11 @@ def _render(
 _MESSAGES = {"scaled": "carried one number per row", "real": "had their real size"}
 
 
-def _step_cells(result: RehearsalResult, row: dict[str, Any], expected_s: float) -> list[object]:
+def _step_cells(row: dict[str, Any], expected: dict[str, Any]) -> list[object]:
+    expected_s = expected["iteration_s"]
     return [
         row["step"],
-        f"{result.predicted_iteration_s:.3f}",
+        f"{expected['predicted_iteration_s']:.3f}",
         f"{expected_s:.3f}",
         f"{row['iteration_s']:.3f}",
         f"{100 * (row['iteration_s'] / expected_s - 1):+.1f} %",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from disttrain_cli.api import say_start, train
+from disttrain_cli.api import checked_plan, say_start, train
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -25,7 +25,6 @@ from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.commands.train_modes import Asked, Chosen, choose
 from disttrain_cli.commands.train_tables import show_result
-from disttrain_cli.commands.watching import watched
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.naming import short_path
@@ -187,12 +186,11 @@ def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
     with (
         _ways_on(chosen.run, again),
         console.progress() as progress,
-        watched(chosen.run.dir.root, console.note),
     ):
         live = LiveStep(progress)
         result = train(
             chosen.run,
-            plan=chosen.plan,
+            plan=asked.plan,
             steps=asked.steps,
             resume=asked.resume,
             restart=asked.restart,
@@ -203,7 +201,8 @@ def _train(console: Console, asked: Asked, chosen: Chosen) -> None:
             note=console.note,
         )
     console.result(result, result.run_dir)
-    show_result(console, asked.run_file, result, chosen.plan, chosen.profile)
+    ran = checked_plan(chosen.run, asked.plan) if result.replans else (chosen.plan, chosen.profile)
+    show_result(console, asked.run_file, result, *ran)
     _say_next(console, asked.run_file, chosen.run, result, again)
 
 

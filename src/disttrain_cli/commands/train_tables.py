@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from disttrain_cli.runtime.watching.lines import listed
 
 if TYPE_CHECKING:
     from disttrain_cli.console import Console
+    from disttrain_cli.runtime.launching.supervise import Replanned
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
@@ -28,7 +30,8 @@ def show_result(
     _show_steps(console, result.steps)
     for step in [step for step in result.steps if "evaluation" in step][-TABLE_STEPS:]:
         console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")
-    if steps := result.steps:
+    first = result.replans[-1].step if result.replans else 0
+    if steps := [step for step in result.steps if step["step"] >= first]:
         median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
         console.say(
             f"\nMedian step {median_s:.3f} s; the plan predicted"
@@ -81,9 +84,19 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
     )
 
 
+def say_replans(console: Console, replans: Sequence[Replanned]) -> None:
+    """The plans with which a job went on."""
+    for one in replans:
+        console.say(
+            f"From step {one.step} on {one.gpus} devices: {one.layout}, predicted"
+            f" {one.predicted_iteration_s:.3f} s per step"
+        )
+
+
 def _say_history(console: Console, result: TrainResult) -> None:
     for why in result.restarts:
         console.say(f"Started again: {why}")
+    say_replans(console, result.replans)
     if result.started_from is not None:
         console.say(f"Started from the weights of {short_path(Path(result.started_from))}")
     if result.resumed_from_step is not None:

@@ -99,7 +99,7 @@ def run(
         for look in watch(path, steps=steps, every_s=every, once=once):
             before, (held, sentence) = held, _holds(look, fail_if)
             fails = held and (before or look.stands)
-            if look.changed or fails:
+            if look.changed or look.stays or fails:
                 told = True
                 _tell(console, look, sentence if fails else "")
             if look.changed and not once:
@@ -119,6 +119,18 @@ def _point_to_dumps(console: Console, dumps: Path) -> None:
             "The job hung, and its ranks dumped PyTorch's flight recorder. In which collective, and"
             f" who is missing there: {shlex.join(['disttrain', 'analyze', short_path(dumps)])}"
         )
+
+
+def _leaving(look: Look) -> str:
+    """What a restart without the slow host or device, or on a new plan, would gain."""
+    planned = [one for one in look.analysis.remedies if one.basis == "plan" and one.worth]
+    if not planned:
+        return "a restart on another plan would gain nothing that can be told."
+    best = max(planned, key=lambda one: one.gain_s)
+    return (
+        f"a restart on {best.change} would gain {best.gain_s:.2f} s of a step"
+        f" ({best.gain_pct:.0f} %). {best.command}"
+    )
 
 
 def _holds(look: Look, condition: str | None) -> tuple[bool, str]:
@@ -149,6 +161,8 @@ def _tell(console: Console, look: Look, sentence: str) -> None:
         console.say(f"          Note: {warning}")
     for one in look.analysis.drift:
         console.say(f"          {one.sentence}.")
+    if look.stays:
+        console.say(f"          It stays so: {_leaving(look)}")
     if look.found or look.analysis.drift:
         console.say(f"          {verdict.advice}")
         console.say(f"          Next: {verdict.next_command}")

@@ -222,11 +222,20 @@ def _check_batch(plan: Plan, run: RunFile, profile: Profile) -> None:
 
 def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
     layout = plan.plan
-    if layout.gpus_used > profile.device.count:
+    wrong = [device for device in layout.left_out if device >= profile.device.count]
+    if wrong or len(set(layout.left_out)) < len(layout.left_out):
+        raise SpecError(
+            "left_out must name devices of the cluster, each once",
+            f"given: {', '.join(map(str, layout.left_out))}; allowed: 0 to"
+            f" {profile.device.count - 1}",
+            EDIT,
+        )
+    if layout.gpus_used > profile.device.count - len(layout.left_out):
         terms = " + ".join(f"{unit.name} {_product(unit)}" for unit in layout.units)
         raise SpecError(
             "The plan needs more ranks than the cluster has",
-            f"{terms} = {layout.gpus_used}; the cluster has {profile.device.count}",
+            f"{terms} = {layout.gpus_used}; the cluster has {profile.device.count}"
+            + f", of which {len(layout.left_out)} are left out" * bool(layout.left_out),
             EDIT,
         )
     for unit in layout.units:

@@ -4,6 +4,7 @@ what they report."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching import launch as launching
+from disttrain_cli.runtime.launching.devices import visible_devices
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.starts import (
     Reports,
@@ -32,14 +34,19 @@ from disttrain_cli.runtime.launching.starts import (
     run_ranks,
     step_to_resume,
 )
-from disttrain_cli.runtime.launching.supervise import merged, stop_request, supervised
+from disttrain_cli.runtime.launching.supervise import (
+    Planned,
+    Replanned,
+    Replanner,
+    Supervisor,
+    merged,
+    stop_request,
+)
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
-from disttrain_cli.spec.rundir import stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.samples import Samples, read_samples
-from disttrain_cli.spec.stage_graph import stage_graph
 
 
 class TrainResult(BaseModel):
@@ -57,6 +64,7 @@ class TrainResult(BaseModel):
     samples: Samples | None = None  # what the trained model drew and wrote, where it did
     reference_losses: dict[str, float]
     restarts: list[str] = []  # why ranks were started again
+    replans: list[Replanned] = []  # those of them that went on with another plan
     stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
 
 
@@ -72,12 +80,13 @@ def train(
     origin: Path | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress = silent,
+    replanner: Replanner | None = None,
 ) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample
     images.
 
     SIGTERM and SIGINT end it after the step under way, with a checkpoint; a rank that dies or hangs
-    starts it again, `train.restarts` times.
+    starts it again, `train.restarts` times, and so does a better plan of `replanner`.
 
     The plan must have been checked against the run and profile (`planning.check`). A fresh start
     begins with the weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the
@@ -120,34 +129,44 @@ def train(
         if on_step is not None:
             on_step(step)
 
-    def start(resume: bool, watch: Callable[[], None]) -> Reports:
+    def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
         return run_ranks(
             root,
-            job_of(run, plan, profile),
+            job_of(run, *planned),
             TRAIN,
-            plan.plan.gpus_used,
-            payload_of(run, plan, profile, profile_steps, origin),
+            planned.plan.plan.gpus_used,
+            payload_of(run, *planned, profile_steps, origin),
             steps=total,
             resume=resume,
             on_step=take,
             progress=progress,
             watch=watch,
+            variables=visible_devices(
+                planned.profile.device.kind,
+                planned.profile.device.count,
+                planned.plan.plan.left_out,
+                os.environ,
+            ),
         )
 
     with alone(root):
         with stop_request() as request:
-            _, losses = supervised(
-                run,
-                stage_graph(plan.plan, profile.inputs.llm, profile.tied_layers),
-                resume,
+            went = Supervisor(
+                root,
+                Planned(plan, profile),
+                run.file.train.restarts,
+                run.file.train.longest_hang_s,
                 request,
                 progress,
-                start,
-            )
-        said = stopped_file(root.logs)
-        stopped = said.read_text() if said.exists() else None
+                lambda: len(rows),
+                replanner,
+            ).run(resume, start)
         newest = latest(root.checkpoints)
-        samples = None if stopped or newest is None else _sample(run, profile, newest, progress)
+        samples = (
+            None
+            if went.stopped or newest is None
+            else _sample(run, went.planned.profile, newest, progress)
+        )
         return TrainResult(
             run_dir=str(root.root),
             steps=merged(rows),
@@ -163,8 +182,9 @@ def train(
             ),
             samples=samples,
             reference_losses=_references(run, index),
-            restarts=losses,
-            stopped_by=stopped,
+            restarts=went.restarts,
+            replans=went.replans,
+            stopped_by=went.stopped,
         )
 
 

@@ -11,8 +11,10 @@ from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.errors import SpecError
 from disttrain_cli.simulation.timeline import Pipeline
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
+from disttrain_cli.spec.stage_graph import Stage, stage_graph
 
 EDIT = "Correct it in the run file."
 
@@ -29,6 +31,8 @@ def check_faults(
     """
     prepared = list(dict.fromkeys(stage.unit.name for stage in stages if _loads(profile, stage)))
     for number, fault in enumerate(faults):
+        if fault.slow == "node":
+            continue
         _numbers(stages, number, fault)
         if fault.slow == "worker" and fault.unit not in prepared:
             raise _error(number, "unit", fault.unit, "no data are prepared for it", prepared)
@@ -40,6 +44,71 @@ def _loads(profile: Profile, stage: CostedStage) -> bool:
         item_s(profile, module) * profile.modules[module].work_per_sequence.items > 0.0
         for module in stage.begins
     )
+
+
+def placed(
+    faults: Sequence[FaultSpec], first: Layout, now: Layout, llm: str, gpus_per_node: int
+) -> list[FaultSpec]:
+    """The faults in terms of a layout: a fault belongs to devices, not to what they work on.
+
+    Of slow nodes come the slow ranks on them. Slow ranks, stages and hosts are named by their place
+    in the `first` layout, and move with their devices; of links and workers stays what has a place.
+    """
+    replicas = [
+        (stage, replica, set(of_replica))
+        for stage in stage_graph(now, llm).stages
+        for replica, of_replica in enumerate(devices_of(now, stage))
+    ]
+    moved: list[FaultSpec] = []
+    for fault in faults:
+        if fault.slow != "node" and (now == first or fault.slow in ("link", "worker")):
+            if any(
+                (stage.unit.name, replica) == (fault.unit, fault.replica or 0)
+                and (fault.slow == "worker" or stage.index == fault.stage)
+                and (fault.slow != "link" or stage.after)
+                for stage, replica, _ in replicas
+            ):
+                moved.append(fault)
+            continue
+        slow = _slow_devices(fault, first, llm, gpus_per_node)
+        moved += [
+            FaultSpec(
+                slow="host" if fault.slow == "host" else "rank",
+                unit=stage.unit.name,
+                stage=stage.index,
+                replica=replica,
+                factor=fault.factor,
+            )
+            for stage, replica, of_replica in replicas
+            if of_replica & slow
+        ]
+    return moved
+
+
+def devices_of(layout: Layout, stage: Stage) -> list[list[int]]:
+    """By replica of a stage, its devices."""
+    devices, width = layout.devices, stage.unit.width
+    return [
+        [devices[rank] for rank in stage.ranks[first : first + width]]
+        for first in range(0, len(stage.ranks), width)
+    ]
+
+
+def _slow_devices(fault: FaultSpec, first: Layout, llm: str, gpus_per_node: int) -> set[int]:
+    if fault.node is not None:
+        return set(range(fault.node * gpus_per_node, (fault.node + 1) * gpus_per_node))
+    stage = next(
+        one
+        for one in stage_graph(first, llm).stages
+        if (one.unit.name, one.index) == (fault.unit, fault.stage)
+    )
+    return {
+        device
+        for replica, of_replica in enumerate(devices_of(first, stage))
+        if fault.replica in (None, replica)
+        for place, device in enumerate(of_replica)
+        if fault.cp_rank in (None, place // stage.unit.tp)
+    }
 
 
 def inject(

@@ -191,6 +191,14 @@ class Layout(Strict):
     trained: list[str] | None = Field(
         None, description="Modules trained, and 'projectors'; None = everything."
     )
+    left_out: list[Annotated[int, Field(ge=0, lt=MOST_GPUS)]] = Field(
+        default_factory=list,
+        exclude_if=lambda given: not given,
+        description=(
+            "Devices of the cluster that no rank takes: node × gpus_per_node + number in the node."
+            " The ranks take the others in order."
+        ),
+    )
     units: list[UnitPlan] = Field(min_length=1, description="In pipeline order.")
 
     @model_validator(mode="after")
@@ -204,6 +212,14 @@ class Layout(Strict):
                 f"gpus_used must be the sum over units = {total}; given: {self.gpus_used}"
             )
         return self
+
+    @property
+    def devices(self) -> list[int]:
+        """By rank, the number of its device in the cluster."""
+        out = set(self.left_out)
+        return [device for device in range(self.gpus_used + len(out)) if device not in out][
+            : self.gpus_used
+        ]
 
     def index_of(self, module: str) -> int:
         """Number of the unit that holds a module."""

@@ -111,6 +111,11 @@ def stopped_file(logs: Path) -> Path:
     return logs / "stopped"
 
 
+def replans_file(logs: Path) -> Path:
+    """File to which training appends the plans that it went on with, a line of JSON each."""
+    return logs / "replans.jsonl"
+
+
 def verdicts_file(logs: Path) -> Path:
     """File to which whoever watches a run appends what its verdicts change to, a line of JSON
     each."""

@@ -47,6 +47,41 @@ def test_a_fault_that_begins_is_told_within_five_steps_and_once(tmp_path, growin
     assert BEFORE <= slow[0] < BEFORE + 5
 
 
+@pytest.mark.parametrize("heals", [False, True])
+def test_what_stays_is_said_once_and_of_steps_after_those_that_found_it(tmp_path, growing, heals):
+    """A rank that is slow, or one that is slow for three steps and then no more."""
+    steps = 2 * looking.STEPS + looking.WARM_UP
+    for name, slow in (("long", {3: 1.6}), ("well", {})):
+        synthetic.write(tmp_path / name, synthetic.Synthetic(steps=steps, slow_rank=slow))
+    watcher, seen = Watcher(tmp_path), []
+    growing.go_on(tmp_path / "long")
+    for step in range(steps):
+        if heals and step == 3:
+            growing.go_on(tmp_path / "well")
+        growing.write(step)
+        if (look := watcher.look()) is not None:
+            seen.append(look)
+    found = next(look for look in seen if look.found and look.stands)
+    stayed = [look for look in seen if look.stays]
+    assert len([look for look in seen if look.found and look.stands]) >= looking.STAYS
+    if heals:
+        assert not stayed
+    else:
+        (look,) = stayed
+        assert look.first == found.last and look.row()["blamed_ranks"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "stays"), [([0, 0, 0], [1, 2, 3], False), ([0, 9, 18], [5, 14, 23], True)]
+)
+def test_three_looks_far_apart_are_enough(first, last, stays):
+    staying = looking.Staying("here")
+    for pair in zip(first[:2], last[:2], strict=True):
+        staying = staying.on(*pair)
+        assert not staying.long_enough
+    assert staying.on(first[2], last[2]).long_enough == stays
+
+
 @pytest.mark.parametrize(
     ("gain", "stood", "clear"),
     [

@@ -15,6 +15,7 @@ from disttrain_cli.runtime.launching.devices import (
     device_index,
     identity,
     rank_device,
+    visible_devices,
 )
 
 
@@ -122,3 +123,19 @@ def test_a_rank_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert rank_device("cuda") == torch.device("cuda", 6) and current == [torch.device("cuda", 6)]
     assert rank_device("cpu") == torch.device("cpu") and len(current) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out", "environment", "visible"),
+    [
+        ("cuda", [], {}, None),
+        ("cpu", [1], {}, None),
+        ("cuda", [1], {}, "0,2,3"),
+        ("cuda", [0, 2], {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"}, "GPU-b,GPU-d"),
+    ],
+)
+def test_devices_that_a_plan_leaves_out_are_hidden(
+    kind: str, left_out: list[int], environment: dict[str, str], visible: str | None
+) -> None:
+    hidden = visible_devices(kind, 4, left_out, environment)
+    assert hidden == ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})

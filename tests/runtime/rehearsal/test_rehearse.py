@@ -17,7 +17,7 @@ from disttrain_cli.costs.layout import CostedStage, amount
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.analytic import analytic_profile
-from disttrain_cli.runtime.rehearsal import rehearse as launcher
+from disttrain_cli.runtime.rehearsal import emulation as launcher
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.runtime.rehearsal.rehearse import rehearse
 from disttrain_cli.runtime.rehearsal.setting import setting_of
@@ -217,9 +217,10 @@ def test_steps_that_are_ordered_beforehand_are_those_of_the_policy(tmp_path: Pat
     (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(run.file.model_dump(mode="json")))
     result = rehearse(run, plan, profile)
     index, steps = rehearsed_index(run, profile.inputs), range(2)
-    assert result.simulated == launcher.simulated(
-        run, plan.plan, profile, index, setting_of(run.file, plan, profile), steps, {}
+    expected = launcher.simulated(
+        run, plan.plan, profile, index, setting_of(run.file, plan, profile), steps, {}, ()
     )
+    assert result.simulated == [row | {"predicted_iteration_s": 1.0} for row in expected]
     found = launcher.found_orders(run, plan.plan, profile, index, steps)
     orders = launcher.Orders(run.file, plan.plan, index, profile)
     assert all(

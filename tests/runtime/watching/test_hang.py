@@ -15,7 +15,7 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 
 
-def graph_of(dp: int = 1, tp: int = 1, tied: tuple[int, int] | None = None) -> StageGraph:
+def layout_of(dp: int = 1, tp: int = 1) -> Layout:
     """Three stages: an encoder, and an LLM of two, whose first one has `dp` replicas over `tp`
     ranks."""
     units = [
@@ -24,14 +24,18 @@ def graph_of(dp: int = 1, tp: int = 1, tied: tuple[int, int] | None = None) -> S
             name="llm", modules=["l"], dp=dp, tp=tp, pp=2, gpus=2 * dp * tp, layers_per_stage=[1, 1]
         ),
     ]
-    layout = Layout(
+    return Layout(
         global_batch_size=4,
         microbatch_size=1,
         microbatches=4,
         gpus_used=1 + 2 * dp * tp,
         units=units,
     )
-    return stage_graph(layout, "l", tied)
+
+
+def graph_of(dp: int = 1, tp: int = 1, tied: tuple[int, int] | None = None) -> StageGraph:
+    """The graph of such a layout."""
+    return stage_graph(layout_of(dp, tp), "l", tied)
 
 
 def state(rank: int, operation: str, slot: int = 0, step: int = 3) -> State:

@@ -17,9 +17,11 @@ from disttrain_cli.runtime.launching import supervise
 from disttrain_cli.runtime.launching.starts import Reports
 from disttrain_cli.runtime.watching.judged import Judged
 from disttrain_cli.runtime.watching.trackers import Tracker, figures, trackers_of
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from tests.runtime.factory import write_run
-from tests.runtime.watching.test_hang import graph_of
+from tests.runtime.watching.test_hang import layout_of
 
 ROW = {
     "step": 3,
@@ -120,13 +122,11 @@ def test_trackers_get_the_figures_that_are_numbers() -> None:
     assert figures(ROW) == {"loss/total": 2.5, "loss/text": 2.0, "speed/mfu": 0.25, "mfu/llm": 0.5}
 
 
-class Run:
-    """What `supervised` asks of a run: its folders and how often to start again."""
-
-    def __init__(self, folder: Path, restarts: int) -> None:
-        train = type("Train", (), {"longest_hang_s": 5.0, "restarts": restarts})
-        self.file = type("File", (), {"train": train})
-        self.dir = type("Dir", (), {"logs": folder / "logs", "checkpoints": folder / "checkpoints"})
+def planned(layout: Layout, iteration_s: float = 1.0) -> supervise.Planned:
+    """A layout as `Supervisor` asks for it."""
+    plan = SimpleNamespace(plan=layout, predicted=SimpleNamespace(iteration_s=iteration_s))
+    profile = SimpleNamespace(inputs=SimpleNamespace(llm="l"), tied_layers=None)
+    return supervise.Planned(plan, profile)  # type: ignore[arg-type]
 
 
 def run_supervised(
@@ -134,37 +134,72 @@ def run_supervised(
     restarts: int,
     outcomes: list[object],
     request: supervise.StopRequest | None = None,
-) -> tuple[list[bool], list[str]]:
-    """`supervised` over starts with these outcomes; returns which of them resumed, and why others
-    followed."""
+    replanner: Anew | None = None,
+) -> tuple[list[bool], supervise.Supervised]:
+    """A job whose starts have these outcomes: an error, with a note for every step before it, or
+    what happens while it is looked after; returns which of them resumed, and how it went."""
     resumed: list[bool] = []
+    ended = 0
+    (folder / "logs").mkdir(exist_ok=True)
 
-    def start(resume: bool, watch: Callable[[], None]) -> Reports:
+    def start(given: supervise.Planned, resume: bool, watch: Callable[[], None]) -> Reports:
+        nonlocal ended
+        for left in (stop_file(folder / "logs"), stopped_file(folder / "logs")):
+            left.unlink(missing_ok=True)
         resumed.append(resume)
         outcome = outcomes[len(resumed) - 1]
+        if callable(outcome):
+            outcome = outcome(watch)
         if isinstance(outcome, Exception):
+            ended += len(getattr(outcome, "__notes__", ()))  # steps before it
             raise outcome
         return outcome  # type: ignore[return-value]
 
-    _, losses = supervise.supervised(
-        Run(folder, restarts),
-        graph_of(),
-        False,  # type: ignore[arg-type]
+    went = supervise.Supervisor(
+        RunDir(folder),
+        planned(layout_of()),
+        restarts,
+        5.0,
         request or supervise.StopRequest(),
         silent,
-        start,
-    )
-    return resumed, losses
+        lambda: ended,
+        replanner,
+    ).run(False, start)
+    return resumed, went
+
+
+class Anew:
+    """A `supervise.Replanner` with a plan without device 2, or with none."""
+
+    def __init__(self, fits: bool = True) -> None:
+        self.fits, self.found, self.taken = fits, False, 0
+        self.new = planned(layout_of().model_copy(update={"left_out": [1, 2]}), 0.5)
+
+    def ready(self) -> bool:
+        return self.found
+
+    def take(self) -> tuple[str, supervise.Planned]:
+        self.found, self.taken = False, self.taken + 1
+        return "slow", self.new
+
+    def goes_with(self, device: int) -> range:
+        return range(1, 3) if device else range(1)
+
+    def without(self, device: int) -> tuple[str, supervise.Planned] | None:
+        return ("gone", self.new) if self.fits else None
+
+
+def lost(rank: int) -> RankLostError:
+    error = RankLostError(f"Rank {rank} was killed by SIGKILL")
+    error.rank = rank
+    return error
 
 
 def test_a_lost_rank_starts_the_job_again_from_its_checkpoint(tmp_path: Path) -> None:
-    lost = RankLostError("Rank 2 was killed by SIGKILL")
-    assert run_supervised(tmp_path, 1, [lost, "reports"]) == (
-        [False, False],
-        ["Rank 2 was killed by SIGKILL"],
-    )
+    resumed, went = run_supervised(tmp_path, 1, [lost(2), "reports"])
+    assert resumed == [False, False] and went.restarts == ["Rank 2 was killed by SIGKILL"]
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
-    assert run_supervised(tmp_path, 2, [lost, lost, "reports"])[0] == [False, True, True]
+    assert run_supervised(tmp_path, 2, [lost(2), lost(2), "reports"])[0] == [False, True, True]
 
 
 def test_restarts_end(tmp_path: Path) -> None:
@@ -182,6 +217,73 @@ def test_a_stopped_job_is_not_started_again(tmp_path: Path) -> None:
     request.hear(signal.SIGTERM, None)
     with pytest.raises(RankLostError):
         run_supervised(tmp_path, 3, [RankLostError("lost")], request)
+
+
+def stopping(anew: Anew, logs: Path) -> Callable[[Callable[[], None]], str]:
+    """A start while which a better plan is found; its ranks do what the stop file says."""
+
+    def run(watch: Callable[[], None]) -> str:
+        anew.found = True
+        watch()
+        if stop_file(logs).exists():
+            stopped_file(logs).write_text(stop_file(logs).read_text())
+        return "reports"
+
+    return run
+
+
+def test_a_better_plan_stops_the_ranks_and_starts_them_on_it(tmp_path: Path) -> None:
+    anew, logs = Anew(), tmp_path / "logs"
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    resumed, went = run_supervised(tmp_path, 1, [stopping(anew, logs), "reports"], replanner=anew)
+    assert resumed == [False, True] and went.restarts == ["slow"] and went.stopped is None
+    assert went.planned is anew.new
+    (replan,) = went.replans
+    assert (replan.step, replan.left_out, replan.predicted_iteration_s) == (4, [1, 2], 0.5)
+
+
+def test_a_better_plan_is_only_told_where_no_restart_is_left(tmp_path: Path) -> None:
+    anew, logs = Anew(), tmp_path / "logs"
+    resumed, went = run_supervised(tmp_path, 0, [stopping(anew, logs)], replanner=anew)
+    assert resumed == [False] and not (went.restarts or anew.taken or stop_file(logs).exists())
+
+
+def test_a_signal_ends_a_job_that_is_to_go_on_with_another_plan(tmp_path: Path) -> None:
+    """Before the plan is taken, and while it is written."""
+    logs, request, anew = tmp_path / "logs", supervise.StopRequest(), Anew()
+    stop = stopping(anew, logs)
+
+    def signalled(watch: Callable[[], None]) -> str:
+        stop(watch)
+        request.hear(signal.SIGTERM, None)
+        return "reports"
+
+    resumed, went = run_supervised(tmp_path, 3, [signalled], request, anew)
+    assert resumed == [False] and went.stopped == "SIGTERM" and not anew.taken
+
+    class Slow(Anew):
+        def take(self) -> tuple[str, supervise.Planned]:
+            later.hear(signal.SIGINT, None)
+            return super().take()
+
+    later, slow = supervise.StopRequest(), Slow()
+    resumed, went = run_supervised(tmp_path, 3, [stopping(slow, logs)], later, slow)
+    assert resumed == [False] and went.stopped == "SIGINT" and slow.taken == 1
+
+
+def test_devices_that_are_lost_again_are_left_out(tmp_path: Path) -> None:
+    """Ranks 1 and 2 go together; rank 0 is alone, and so is a loss after a step has ended."""
+    anew = Anew()
+    _, went = run_supervised(tmp_path, 3, [lost(1), lost(2), "reports"], replanner=anew)
+    assert went.restarts[1] == "Rank 2 was killed by SIGKILL; gone" and went.planned is anew.new
+
+    late = lost(1)
+    late.add_note("a step")
+    for second in (lost(0), late):
+        _, went = run_supervised(tmp_path, 3, [lost(1), second, "reports"], replanner=anew)
+        assert len(went.restarts) == 2 and not went.replans
+    _, went = run_supervised(tmp_path, 3, [lost(1), lost(1), "reports"], replanner=Anew(False))
+    assert len(went.restarts) == 2 and not went.replans  # as before
 
 
 def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:

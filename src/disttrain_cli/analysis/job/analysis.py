@@ -24,7 +24,7 @@ from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_
 from disttrain_cli.analysis.job.operations import compare_operations
 from disttrain_cli.analysis.job.rank_times import rank_summaries
 from disttrain_cli.analysis.job.remedies.groups import beside, held_up
-from disttrain_cli.analysis.job.remedies.leaving import without_hosts
+from disttrain_cli.analysis.job.remedies.leaving import left_out
 from disttrain_cli.analysis.job.remedies.ordering import best_share
 from disttrain_cli.analysis.job.remedies.remedies import (
     Layouts,
@@ -142,8 +142,8 @@ def _rehearsed(job: Job) -> str | None:
     if how is None:
         return None
     parts = [
-        f"slow {fault.slow} ({fault.unit}"
-        + (f" stage {fault.stage}" if fault.slow != "worker" else "")
+        f"slow {fault.slow} ({fault.unit if fault.node is None else fault.node}"
+        + (f" stage {fault.stage}" if fault.slow not in ("worker", "node") else "")
         + ("" if fault.replica is None else f" replica {fault.replica}")
         + ("" if fault.cp_rank is None else f" CP rank {fault.cp_rank}")
         + f", × {fault.factor:g})"
@@ -227,8 +227,8 @@ def _straggle(
     findings, state = _causes(graph, suspects, job, planned)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
     if planned:
-        left_out = without_hosts(database, graph, why, findings, where)
-        helps = sorted([*helps, *left_out], key=lambda one: -one.gain_s)
+        leaving = left_out(database, graph, why, findings, where)
+        helps = sorted([*helps, *leaving], key=lambda one: -one.gain_s)
     measured_s, present = (
         float(losses.measured.mean()),
         min(1.0, len(ranks) / expected_ranks(database)),

@@ -1,5 +1,6 @@
--- Every sample of the recorded steps.
+-- Every sample of the recorded steps, whatever plan a step was run by; of a step that was run again, the last time.
 CREATE VIEW samples AS
 SELECT run, step, slot, unit, replica, sequence, tokens AS sequence_tokens, unnest(range(len(samples))) AS place,
        unnest(samples) AS sample, unnest(names) AS name
-FROM sample_segments JOIN kept USING (step, run);
+FROM sample_segments
+JOIN (SELECT step, arg_max(run, latest_ns) AS run FROM seen GROUP BY step) USING (step, run);

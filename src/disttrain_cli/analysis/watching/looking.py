@@ -21,17 +21,24 @@ from msgspec.structs import asdict
 from disttrain_cli.analysis.causes import LEAST_SHARE
 from disttrain_cli.analysis.job.analysis import analyze_database
 from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.analysis.job.hosts import blamed, host_of
 from disttrain_cli.analysis.result.summary import Analysis
+from disttrain_cli.analysis.result.verdicts import Place
+from disttrain_cli.analysis.verdict import OF_HOSTS
 from disttrain_cli.analysis.watching.ending import Ending
 from disttrain_cli.analysis.watching.remembering import KnownLayouts
 from disttrain_cli.analysis.watching.tail import Tail
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.trace import Job
 
 #: Steps that a look judges, and those before them that an analysis leaves out as warm-up.
 STEPS, WARM_UP = 5, 2
 #: A verdict this sure stands at once.
 SURE = 0.9
+#: Looks in succession at which a verdict stands with one cause at one host (or rank, where there is
+#: one host), until it is said to stay; the last of them judges none of the steps of the first.
+STAYS = 3
 #: Of a step, by how much a fault gains more than `LEAST_SHARE`, or one that is over less.
 MARGIN = 0.01
 #: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
@@ -55,6 +62,8 @@ class Look:
     at: datetime
     stands: bool  # whether the verdict is sure enough, or was found by the look before, too
     changed: bool  # whether it stands and says something else than what stood before
+    stays: bool = False  # whether it has now stood for long enough (`STAYS`)
+    blamed: tuple[int, ...] = ()  # ranks whose devices or hosts are slow
 
     @property
     def found(self) -> bool:
@@ -80,12 +89,30 @@ class Look:
             "lost_s": verdict.lost_s,
             "lost_fraction": verdict.lost_s / step_s if step_s else 0.0,
             "confidence": verdict.confidence,
+            "stays": self.stays,
+            "blamed_ranks": list(self.blamed),
             "advice": verdict.advice,
             "next_command": verdict.next_command,
             "remedies": [asdict(one) for one in analysis.remedies if one.worth][:3],
             "drift": [asdict(one) | {"told": one.sentence} for one in analysis.drift],
             "warnings": analysis.warnings,
         }
+
+
+@dataclass(frozen=True)
+class Staying:
+    """For how long a verdict has stood."""
+
+    where: object = None  # cause and place
+    looks: int = 0
+    last: int = -1  # step of the first of these looks
+    long_enough: bool = False
+
+    def on(self, first: int, last: int) -> Staying:
+        """The same after one more look, at steps of which the first is warm-up."""
+        looks = self.looks + 1
+        since = self.last if self.looks else last
+        return Staying(self.where, looks, since, looks >= STAYS and first >= since)
 
 
 class Watcher:
@@ -103,6 +130,7 @@ class Watcher:
         self._step_s: float | None = None  # of the last look
         self._before: Said | None = None
         self._stood: Said | None = None
+        self._staying = Staying()
 
     def moved(self) -> bool:
         """Whether the last steps take another time than those of the last look; that is known
@@ -126,7 +154,7 @@ class Watcher:
         try:
             if not database.query("iterations")[0]["measured"]:
                 return None
-            analysis = analyze_database(database, self._layouts)
+            analysis, job = analyze_database(database, self._layouts), database.job
         finally:
             database.close()
         self._step_s = analysis.job.iteration_s
@@ -138,7 +166,22 @@ class Watcher:
         if not stands:  # the next look is to find it by itself
             self._layouts.forget()
         self._before, self._stood = said, said if stands else self._stood
-        return Look(analysis, self._tail.first, self._tail.last, datetime.now(UTC), stands, changed)
+        found = analysis.verdict.cause not in ("none", "unknown")
+        ranks, where = _blamed(analysis, job)
+        staying = self._staying if where == self._staying.where else Staying(where)
+        self._staying = (
+            staying.on(self._tail.first, self._tail.last) if stands and found else Staying()
+        )
+        return Look(
+            analysis,
+            self._tail.first,
+            self._tail.last,
+            datetime.now(UTC),
+            stands,
+            changed,
+            stays=self._staying.long_enough and not staying.long_enough,
+            blamed=tuple(ranks),
+        )
 
 
 def _clear(analysis: Analysis, stood: str | None) -> bool:
@@ -156,6 +199,26 @@ def _clear(analysis: Analysis, stood: str | None) -> bool:
         or verdict.cause == stood
         or verdict.lost_s >= (LEAST_SHARE + MARGIN) * step_s
     )
+
+
+def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[object, ...]]:
+    """Ranks that a verdict blames, and what must not change for it to stay: its cause, and its
+    place, or of these ranks the host where there are several."""
+    cause, place = analysis.verdict.cause, analysis.verdict.place
+    where = {
+        one.rank: Place(
+            unit=one.unit,
+            stage=one.stage,
+            rank=one.rank,
+            host=host_of(job, one.rank, one.host),
+        )
+        for one in analysis.ranks
+    }
+    ranks = blamed(job, cause, [place], where)
+    hosts = {where[rank].host for rank in ranks if rank in where}
+    if len(hosts) == 1 and len({one.host for one in where.values()}) > 1:
+        return ranks, (cause in OF_HOSTS, *hosts)
+    return ranks, (cause, place)
 
 
 def _said(analysis: Analysis) -> Said:

@@ -60,6 +60,23 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
     return local_rank(environment) % visible
 
 
+def visible_devices(
+    kind: str, count: int, left_out: Sequence[int], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """What hides the devices of this host that a plan leaves out from its ranks; nothing where it
+    leaves none out, or ranks compute on the CPU.
+
+    Args:
+        count: of the host's devices.
+    """
+    if kind != "cuda" or not left_out:
+        return {}
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(number) for number in range(count)] if named is None else named.split(",")
+    kept = [device for number, device in enumerate(devices) if number not in left_out]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(kept)}
+
+
 def rank_device(kind: str) -> torch.device:
     """The device of this rank, of a profile's kind of device; a CUDA device is made the current
     one.

@@ -199,9 +199,11 @@ def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path)
         return RankFailedError(
             f"Rank {cause} stopped: {what}", f"{why}\nlog: {log}".strip(), next_step or _read(log)
         )
-    return RankLostError(
+    lost = RankLostError(
         f"Rank {cause} {_ending(code)}", f"{what}\n{_memory(code)}log: {log}".strip(), _read(log)
     )
+    lost.rank = cause
+    return lost
 
 
 def _ending(code: int) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,13 @@ def run_ranks(
     on_step: Callable[[dict[str, Any]], None] | None,
     progress: Progress,
     watch: Callable[[], None] = lambda: None,
+    variables: Mapping[str, str] | None = None,
 ) -> Reports:
     """Start the processes of a job and follow them to the end; the job and the payload get the
     start's name.
 
-    A fresh start moves what an earlier one left to `earlier/`. `watch` is called about every 50 ms.
+    A fresh start moves what an earlier one left to `earlier/`. `watch` is called about every 50 ms,
+    and `variables` are in the processes' environment.
 
     Raises:
         SpecError: a folder of the run cannot be written.
@@ -72,6 +74,7 @@ def run_ranks(
         },
         folder.logs,
         on_poll=poll,
+        variables=variables,
     )
     return reader
 

@@ -1,26 +1,76 @@
 """Ranks that are looked after: requests to stop are passed on, a job that hangs is ended, a lost
-rank is followed by another start from the newest checkpoint.
+rank is followed by another start from the newest checkpoint, and a better plan by one on that plan.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from disttrain_cli.errors import RankLostError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.starts import Reports
 from disttrain_cli.runtime.watching.hang import HangWatch
+from disttrain_cli.runtime.watching.watch import STRAGGLER
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
-from disttrain_cli.spec.rundir import pulses, stop_file
-from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.stage_graph import StageGraph
+from disttrain_cli.spec.rundir import RunDir, pulses, stop_file, stopped_file
+from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.whole import write_whole
+
+
+class Planned(NamedTuple):
+    """What a start runs."""
+
+    plan: Plan
+    profile: Profile
+
+
+class Replanned(Strict):
+    """A start on another plan than the one before."""
+
+    step: int  # the first one on it
+    why: str
+    left_out: list[int]  # devices
+    layout: str
+    gpus: int
+    predicted_iteration_s: float
+
+
+class Replanner(Protocol):
+    """Who makes other plans (`disttrain_cli.replanning`)."""
+
+    def ready(self) -> bool:
+        """Whether there is a better plan than the present one."""
+        ...
+
+    def take(self) -> tuple[str, Planned]:
+        """Why it is better, and the plan, which is now the run's."""
+        ...
+
+    def goes_with(self, device: int) -> Sequence[int]:
+        """The devices that are left out with one, itself included."""
+        ...
+
+    def without(self, device: int) -> tuple[str, Planned] | None:
+        """A plan that is now the run's, without a device that is gone; None where none fits."""
+        ...
+
+
+class Supervised(NamedTuple):
+    """How a job went."""
+
+    planned: Planned  # of the last start
+    restarts: list[str]  # why each start but the first was made
+    replans: list[Replanned]
+    stopped: str | None  # which of `watch.REASONS` ended it before its last step
 
 
 class StopRequest:
@@ -69,45 +119,142 @@ def stop_request() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def supervised(
-    run: Run,
-    graph: StageGraph,
-    resume: bool,
-    request: StopRequest,
-    progress: Progress,
-    start: Callable[[bool, Callable[[], None]], Reports],
-) -> tuple[Reports, list[str]]:
-    """Call `start(resume, watch)`, again for every lost rank as often as `train.restarts` allows.
+class Supervisor:
+    """Starts a job, again for every lost rank and for better plans, as often as `restarts` allows.
 
-    Returns the last start's reports, and why the job was started again each time.
-
-    Raises:
-        RankFailedError: a rank failed once too often, or for a reason that would stop it again.
+    Args:
+        folder: of the run, or of its rehearsal.
+        llm: the module that holds it.
+        ended: how many steps have ended in all starts.
     """
-    losses: list[str] = []
-    while True:
-        hangs = HangWatch(
-            pulses(run.dir.logs), run.dir.logs, graph.stages, run.file.train.longest_hang_s
-        )
 
-        def watch(hangs: HangWatch = hangs) -> None:
-            request.pass_on(run.dir.logs, progress)
-            hangs.poll()
+    def __init__(
+        self,
+        folder: RunDir,
+        planned: Planned,
+        restarts: int,
+        hang_s: float,
+        request: StopRequest,
+        progress: Progress,
+        ended: Callable[[], int] = lambda: 0,
+        replanner: Replanner | None = None,
+    ) -> None:
+        self._folder, self._planned = folder, planned
+        self._most, self._hang_s = restarts, hang_s
+        self._request, self._progress, self._ended = request, progress, ended
+        self._replanner = replanner
+        self._restarts: list[str] = []
+        self._replans: list[Replanned] = []
+        self._lost: Sequence[int] = ()  # devices, of which the last start has lost one
 
-        try:
-            return start(resume, watch), losses
-        except RankLostError as error:
-            if len(losses) == run.file.train.restarts or request.signal is not None:
-                raise
-            losses.append(error.what)
-            newest = latest(run.dir.checkpoints)
+    def run(
+        self, resume: bool, start: Callable[[Planned, bool, Callable[[], None]], Reports]
+    ) -> Supervised:
+        """Call `start(planned, resume, watch)` until the job is over or stopped.
+
+        Raises:
+            RankFailedError: a rank failed once too often, or for a reason that would stop it again.
+        """
+        while True:
+            before = self._ended()
+            try:
+                start(self._planned, resume, self._watch())
+            except RankLostError as error:
+                if self._used_up or self._request.signal is not None:
+                    raise
+                self._restarts.append(error.what)
+                self._leave_out(error, self._ended() > before)
+                if self._request.signal is not None:  # while it was planned
+                    raise
+            else:
+                stopped = self._stopped()
+                if stopped != STRAGGLER or self._replanner is None:
+                    return Supervised(self._planned, self._restarts, self._replans, stopped)
+                why, planned = self._replanner.take()
+                self._restarts.append(why)
+                self._go_on_with(why, planned)
+                if (asked := self._request.signal) is not None:  # while it was written
+                    return Supervised(self._planned, self._restarts, self._replans, asked.name)
+            newest = latest(self._folder.checkpoints)
             resume = newest is not None
-            progress(
-                f"{error.what}; starting again from {newest.name if newest else 'the beginning'} "
-                f"(restart {len(losses)} of {run.file.train.restarts})",
+            self._progress(
+                f"{self._restarts[-1]}; starting again from"
+                f" {newest.name if newest else 'the beginning'} "
+                f"(restart {len(self._restarts)} of {self._most})",
                 0,
                 0,
             )
+
+    @property
+    def _used_up(self) -> bool:
+        return len(self._restarts) >= self._most
+
+    def _watch(self) -> Callable[[], None]:
+        """What looks after a start."""
+        plan, profile = self._planned
+        graph = stage_graph(plan.plan, profile.inputs.llm, profile.tied_layers)
+        logs = self._folder.logs
+        hangs, asked = HangWatch(pulses(logs), logs, graph.stages, self._hang_s), False
+
+        def watch() -> None:
+            nonlocal asked
+            self._request.pass_on(logs, self._progress)
+            hangs.poll()
+            if (
+                not asked
+                and self._request.signal is None
+                and self._replanner is not None
+                and self._replanner.ready()
+            ):
+                asked = True
+                if self._used_up:
+                    self._progress(
+                        "There is a better plan, but no restart is left (train.restarts:"
+                        f" {self._most})",
+                        0,
+                        0,
+                    )
+                else:
+                    with suppress(SpecError):  # a full disk: then as before
+                        write_whole(stop_file(logs), STRAGGLER)
+
+        return watch
+
+    def _stopped(self) -> str | None:
+        """What stopped the ranks; a signal that came too late for them counts."""
+        said = stopped_file(self._folder.logs)
+        stopped = said.read_text() if said.exists() else None
+        if stopped == STRAGGLER and self._request.signal is not None:
+            return self._request.signal.name
+        return stopped
+
+    def _leave_out(self, error: RankLostError, went_on: bool) -> None:
+        """Go on without devices of which the next start has lost one, too, before any step."""
+        if self._replanner is None or error.rank is None:
+            return
+        device = self._planned.plan.plan.devices[error.rank]
+        again, self._lost = (
+            device in self._lost and not went_on,
+            self._replanner.goes_with(device),
+        )
+        found = self._replanner.without(device) if again else None
+        if found is not None:
+            self._restarts[-1] = f"{error.what}; {found[0]}"
+            self._go_on_with(self._restarts[-1], found[1])
+
+    def _go_on_with(self, why: str, planned: Planned) -> None:
+        newest, layout = latest(self._folder.checkpoints), planned.plan.plan
+        self._replans.append(
+            Replanned(
+                step=int(newest.name.rpartition("-")[2]) if newest else 0,
+                why=why,
+                left_out=layout.left_out,
+                layout=layout.describe(),
+                gpus=layout.gpus_used,
+                predicted_iteration_s=planned.plan.predicted.iteration_s,
+            )
+        )
+        self._planned, self._lost = planned, ()
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

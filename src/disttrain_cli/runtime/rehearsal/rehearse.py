@@ -4,8 +4,7 @@ they ran."""
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,31 @@ from pydantic import BaseModel, Field
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import check_profiled_data
-from disttrain_cli.data.ordering.loads import order_loads
-from disttrain_cli.data.ordering.orders import Orders
-from disttrain_cli.data.slots import Assignment
-from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.launching.starts import alone, job_of, run_ranks, step_to_resume
+from disttrain_cli.errors import RankLostError, SpecError
+from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.launching.starts import (
+    Reports,
+    alone,
+    job_of,
+    run_ranks,
+    step_to_resume,
+)
+from disttrain_cli.runtime.launching.supervise import (
+    Planned,
+    Replanned,
+    Replanner,
+    Supervisor,
+    merged,
+    stop_request,
+)
+from disttrain_cli.runtime.rehearsal.emulation import EmulatedCluster
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
-from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
-from disttrain_cli.simulation.faults import check_faults, inject
-from disttrain_cli.simulation.grouping import grouped
-from disttrain_cli.simulation.pipeline import simulate_steps
-from disttrain_cli.simulation.step import fed, pipeline_of
-from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.simulation.faults import check_faults
+from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.trace import Rehearsed
 
 
 class Late(BaseModel):
@@ -63,6 +70,9 @@ class RehearsalResult(BaseModel):
     checkpoint: str
     trace: str
     resumed_from_step: int | None
+    restarts: list[str] = []  # why processes were started again
+    replans: list[Replanned] = []  # those of them that went on with another plan
+    stopped_by: str | None = None  # which of `watch.REASONS` ended it before its last step
 
 
 def rehearse(
@@ -74,11 +84,13 @@ def rehearse(
     resume: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     progress: Progress = silent,
+    replanner: Replanner | None = None,
 ) -> RehearsalResult:
     """Rehearse the plan for some steps (the run file's `rehearse.steps`, if not given) in
     `runs/NAME/rehearsal/`.
 
-    The plan must have been checked against the run and profile (`planning.check`).
+    The plan must have been checked against the run and profile (`planning.check`). Stopping and
+    starting again are as in training; emulated devices are always as fast as `profile` says.
 
     Raises:
         SpecError: a fault names a place that the plan lacks, or there is nothing to resume from.
@@ -88,53 +100,77 @@ def rehearse(
     """
     folder, total = run.dir.rehearsal, steps if steps is not None else run.file.rehearse.steps
     check_faults(stages_of(profile, plan.plan), run.file.rehearse.faults, profile)
-    setting, index = setting_of(run.file, plan, profile), _checked_index(run, profile)
+    index = _checked_index(run, profile)
+    cluster = EmulatedCluster(run, profile, index, plan, total)
+    rows: list[dict[str, Any]] = []
+    names: list[str] = []  # of starts that ended well
+
+    def take(step: dict[str, Any]) -> None:
+        rows.append(step)
+        if on_step is not None:
+            on_step(step)
+
+    def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
+        first = step_to_resume(run, profile, folder, total) if resume else 0
+        progress("ordering the steps", 0, 0)
+        emulation = cluster.start(planned.plan, first, _reached(rows))
+        try:
+            reports = run_ranks(
+                folder,
+                job_of(run, planned.plan, profile, cluster.rehearsed(emulation)),
+                "disttrain_cli.runtime.rehearsal.worker:main",
+                emulation.setting.processes,
+                cluster.payload(emulation),
+                steps=total,
+                resume=resume,
+                on_step=take,
+                progress=progress,
+                watch=watch,
+            )
+        except RankLostError as error:
+            error.rank = None if error.rank is None else emulation.rank_of(error.rank)
+            raise
+        names.append(reports.name)
+        return reports
+
     with alone(folder):
         resumed = step_to_resume(run, profile, folder, total) if resume else None
-        progress("ordering the steps", 0, 0)
-        first = resumed or 0
-        known = found_orders(run, plan.plan, profile, index, range(first, total + 1))
-        payload = {
-            "run": str(run.path.resolve()),
-            "plan": plan.model_dump(mode="json"),
-            "folder": str(folder.root),
-            "profile": profile.model_dump(mode="json"),
-            "shares": setting.shares,
-            "assignments": {
-                step: [one.positions.tolist(), one.carry] for step, one in known.items()
-            },
-            "gpus_per_node": run.file.cluster.gpus_per_node,
-            "time_scale": setting.time_scale,
-            "began_ns": time.monotonic_ns(),
-        }
-        job = job_of(run, plan, profile, _rehearsed(run, setting))
-        reader = run_ranks(
-            folder,
-            job,
-            "disttrain_cli.runtime.rehearsal.worker:main",
-            setting.processes,
-            payload,
-            steps=total,
-            resume=resume,
-            on_step=on_step,
-            progress=progress,
-        )
+        with stop_request() as request:
+            went = Supervisor(
+                folder,
+                Planned(plan, profile),
+                run.file.train.restarts,
+                run.file.train.longest_hang_s,
+                request,
+                progress,
+                lambda: len(rows),
+                replanner,
+            ).run(resume, start)
     progress("simulating the same steps", 0, 0)
+    rows, last = merged(rows), cluster.starts[-1]
     return RehearsalResult(
         run_dir=str(folder.root),
-        processes=setting.processes,
-        gpus=plan.plan.gpus_used,
-        gpus_per_process=setting.gpus_per_process,
-        time_scale=setting.time_scale,
+        processes=last.setting.processes,
+        gpus=last.plan.plan.gpus_used,
+        gpus_per_process=last.setting.gpus_per_process,
+        time_scale=last.setting.time_scale,
         messages=run.file.rehearse.messages,
-        steps=[_step(row) for row in reader.steps],
-        simulated=simulated(run, plan.plan, profile, index, setting, range(first, total), known),
-        predicted_iteration_s=plan.predicted.iteration_s,
-        **_host(folder, reader.name),
-        checkpoint=str(folder.checkpoints / f"step-{total:06d}"),
+        steps=[_step(row) for row in rows],
+        simulated=cluster.simulated([row["step"] for row in rows]),
+        predicted_iteration_s=last.plan.predicted.iteration_s,
+        **_host(folder, names[-1]),
+        checkpoint=str(latest(folder.checkpoints)),
         trace=str(folder.traces),
         resumed_from_step=resumed,
+        restarts=went.restarts,
+        replans=went.replans,
+        stopped_by=went.stopped,
     )
+
+
+def _reached(rows: list[dict[str, Any]]) -> int:
+    """The first step that no start has ended."""
+    return max((row["step"] + 1 for row in rows), default=0)
 
 
 def _step(row: dict[str, Any]) -> dict[str, Any]:
@@ -142,66 +178,11 @@ def _step(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("loss", "losses", "grad_norm")}
 
 
-def found_orders(
-    run: Run, layout: Layout, profile: Profile, index: Index, steps: range
-) -> dict[int, Assignment]:
-    """What the policy `best` decides for the steps, once for all processes: they share few cores.
-
-    As every process of a cluster does by itself while the step before runs. Other policies take no
-    time.
-    """
-    if run.file.train.ordering_on(profile.device.kind) != "best":
-        return {}
-    orders = Orders(run.file, layout, index, profile)
-    return {step: orders.assignment(step) for step in steps}
-
-
-def simulated(
-    run: Run,
-    layout: Layout,
-    profile: Profile,
-    index: Index,
-    setting: Setting,
-    steps: range,
-    known: Mapping[int, Assignment],
-) -> list[dict[str, Any]]:
-    """The simulator's time for these very steps: the same orders, processes, data and faults,
-    without noise."""
-    stages, orders, pipelines = (
-        stages_of(profile, layout),
-        Orders(run.file, layout, index, profile, known),
-        [],
-    )
-    spec = run.file.preprocess
-    shares = [setting.shares[stage.unit.name] for stage in stages]
-    for step in steps:
-        loads = order_loads(orders.of(step)[0], layout)
-        pipeline = pipeline_of(profile, layout, stages, loads, run.file.cluster.gpus_per_node)
-        pipeline = fed(pipeline, profile, stages, loads, spec.workers, spec.prefetch_slots)
-        pipelines.append(grouped(inject(pipeline, stages, run.file.rehearse.faults), shares))
-    return [
-        {"step": step, "iteration_s": timeline.iteration_s}
-        for step, timeline in zip(steps, simulate_steps(pipelines), strict=True)
-    ]
-
-
 def _checked_index(run: Run, profile: Profile) -> Index:
     index = rehearsed_index(run, profile.inputs)
     if run.file.rehearse.distribution is None:
         check_profiled_data(index.fingerprint, profile)
     return index
-
-
-def _rehearsed(run: Run, setting: Setting) -> Rehearsed:
-    spec = run.file.rehearse
-    return Rehearsed(
-        processes=setting.processes,
-        time_scale=setting.time_scale,
-        messages=spec.messages,
-        noise=spec.noise,
-        faults=spec.faults,
-        distribution=None if spec.distribution is None else spec.distribution.name,
-    )
 
 
 def _host(folder: RunDir, name: str) -> dict[str, Any]:

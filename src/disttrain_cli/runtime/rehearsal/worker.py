@@ -2,7 +2,8 @@
 
 Called by `launch` with the payload that `rehearse.py` writes: that of training, and `shares`
 (replicas per process, by unit), `assignments` (of steps, found beforehand), `gpus_per_node`,
-`time_scale`, `began_ns` (monotonic clock).
+`time_scale`, `began_ns` (monotonic clock), `faults` (of this layout), `dies` (by process whose node
+is lost, the first step that it does not end).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -41,10 +43,11 @@ from disttrain_cli.runtime.steps import Task, publish, run_steps
 from disttrain_cli.runtime.units.broker import Broker, Brokers, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.simulation.faults import slowdown, waited
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.stage_graph import RankCoords, Stage, cuts_of, stage_graph
@@ -58,7 +61,7 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 def main(payload: dict[str, Any]) -> None:
     """Rehearse until `payload["steps"]`."""
-    run = read_run(Path(payload["run"]))
+    run = with_faults(read_run(Path(payload["run"])), payload["faults"])
     layout, profile = (
         Plan.model_validate(payload["plan"]).plan,
         Profile.model_validate(payload["profile"]),
@@ -148,23 +151,37 @@ def main(payload: dict[str, Any]) -> None:
         )
         cpu_s = time.process_time()
 
+        dies = payload["dies"].get(str(coords.rank))
+
         def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
+            if dies is not None and order.step >= dies:
+                os.kill(os.getpid(), signal.SIGKILL)
             return lambda slot: feeder.fetch(order.step, slot)
 
-        run_steps(
+        watch = Watch(stop_file=stop_file(folder.logs)) if coords.rank == 0 else None
+        stopped = run_steps(
             run,
             layout,
             profile,
-            Task(folder, payload["name"], first, int(payload["steps"]), reports, say=say),
+            Task(folder, payload["name"], first, int(payload["steps"]), reports, watch, say=say),
             engine,
             feeder,
             fetch_of,
         )
+        if stopped and coords.rank == 0:
+            write_whole(stopped_file(folder.logs), stopped)
         _tell(
             folder.logs / f"{payload['name']}-host-{coords.rank:05d}.json",
             clock,
             time.process_time() - cpu_s,
         )
+
+
+def with_faults(run: Run, faults: list[dict[str, Any]]) -> Run:
+    """The run with these faults instead of its file's."""
+    found = [FaultSpec.model_validate(fault) for fault in faults]
+    spec = run.file.rehearse.model_copy(update={"faults": found})
+    return run.model_copy(update={"file": run.file.model_copy(update={"rehearse": spec})})
 
 
 def recorded_ranks(

@@ -177,12 +177,14 @@ class HangWatch:
                 "Which collective they wait in, and who has not joined it, ranks dump as they end"
                 f" (PyTorch's flight recorder): {command}"
             )
-        return RankLostError(
+        lost = RankLostError(
             what,
             "\n".join(lines),
             "Read those logs, and go on from the newest checkpoint, if there "
             "is one: disttrain train --resume",
         )
+        lost.rank = hang.causes[0] if len(hang.causes) == 1 and not hang.circle else None
+        return lost
 
     def _named(self, rank: int) -> str:
         stage = next(stage for stage in self._stages if rank in stage.ranks)

@@ -15,9 +15,11 @@ from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import Tracker
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: Why a job stops that goes on by itself, on another plan.
+STRAGGLER = "straggler"
 #: What may ask to stop, besides nothing; where ranks were asked by several, the last of them
 #: counts.
-REASONS = ("", signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
+REASONS = ("", STRAGGLER, signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
 
 
 class Watch:

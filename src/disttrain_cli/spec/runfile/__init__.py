@@ -55,12 +55,30 @@ class RunFile(Strict):
     @model_validator(mode="after")
     def _known_units(self) -> RunFile:
         allowed = [*self.model.modules, MONOLITH]
-        unknown = [fault.unit for fault in self.rehearse.faults if fault.unit not in allowed]
+        unknown = [
+            fault.unit
+            for fault in self.rehearse.faults
+            if fault.unit is not None and fault.unit not in allowed
+        ]
         if unknown:
             raise ValueError(
                 f"rehearse.faults: no plan has such a unit: {', '.join(unknown)}; allowed: "
                 f"{', '.join(allowed)}, which holds every module"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _known_nodes(self) -> RunFile:
+        for what, nodes in (
+            ("faults", [fault.node for fault in self.rehearse.faults]),
+            ("lost", [lost.node for lost in self.rehearse.lost]),
+        ):
+            for number, node in enumerate(nodes):
+                if node is not None and node >= self.cluster.nodes:
+                    raise ValueError(
+                        f"rehearse.{what}[{number}].node: the cluster has no node {node}; its"
+                        f" {self.cluster.nodes} (cluster.nodes) are numbered from 0"
+                    )
         return self
 
     @model_validator(mode="after")

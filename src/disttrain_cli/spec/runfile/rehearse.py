@@ -14,15 +14,17 @@ from disttrain_cli.spec.runfile.data import DistributionSpec
 class FaultSpec(Strict):
     """Something that a rehearsal makes slower than the profile says."""
 
-    slow: Literal["rank", "stage", "link", "worker", "host"] = Field(
+    slow: Literal["rank", "stage", "link", "worker", "host", "node"] = Field(
         description=(
             "rank: one replica of a stage computes slower; stage: all of them do; link: what leaves"
             " the stage, and its gradients, takes longer; worker: the data of a unit's replicas"
             " take longer to prepare; host: one replica of a stage begins its operations late, so"
-            " that they take longer with the wait."
+            " that they take longer with the wait; node: all devices of a node of the cluster"
+            " compute slower, whatever the plan has put there."
         )
     )
-    unit: str = Field(description="Unit of the plan.")
+    unit: str | None = Field(None, description="Unit of the plan; all but node: needed.")
+    node: int | None = Field(None, ge=0, le=MOST_GPUS, description="node: its number, from 0.")
     stage: int = Field(
         0, ge=0, le=MOST_GPUS, description="Stage of the unit; worker: does not matter."
     )
@@ -43,15 +45,29 @@ class FaultSpec(Strict):
 
     @model_validator(mode="after")
     def _one_rank(self) -> FaultSpec:
+        if (self.slow == "node") != (self.node is not None) or (self.unit is None) != (
+            self.slow == "node"
+        ):
+            raise ValueError(
+                "a slow node needs node: its number, and no unit; anything else slow needs unit,"
+                " and no node"
+            )
         if self.slow in ("rank", "host") and self.replica is None:
             raise ValueError(
                 f"a slow {self.slow} needs replica: the number of the replica of its stage"
             )
         if self.slow != "rank" and self.cp_rank is not None:
             raise ValueError(f"a slow {self.slow} has no cp_rank: a slow rank has")
-        if self.slow in ("stage", "link") and self.replica is not None:
+        if self.slow in ("stage", "link", "node") and self.replica is not None:
             raise ValueError(f"a slow {self.slow} has no replica: it is all of them")
         return self
+
+
+class LostSpec(Strict):
+    """A node that a rehearsal loses for good: the processes of its devices die, in every start."""
+
+    node: int = Field(ge=0, le=MOST_GPUS, description="Its number, from 0.")
+    step: int = Field(ge=0, le=MOST_STEPS, description="The first step that it does not end.")
 
 
 class RehearseSpec(Strict):
@@ -83,6 +99,7 @@ class RehearseSpec(Strict):
         0.0, ge=0, le=1, description="Standard deviation of an operation's time, as a share of it."
     )
     faults: list[FaultSpec] = Field(default_factory=list)
+    lost: list[LostSpec] = Field(default_factory=list, description="Nodes that are lost.")
     distribution: DistributionSpec | None = Field(
         None,
         description="Sizes of other data than the plan was made for; the run's own if not given.",

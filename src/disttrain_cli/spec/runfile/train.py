@@ -167,7 +167,16 @@ class TrainSpec(Strict):
         le=10**6,
         description=(
             "How often the job is started again from its newest checkpoint when a rank dies "
-            "or hangs."
+            "or hangs, or is left out."
+        ),
+    )
+    on_straggler: Literal["tell", "replan"] = Field(
+        "tell",
+        description=(
+            "When a rank or a node stays slow: say so, or save, plan anew without it and go on by"
+            " itself, where a new plan gains 5 % of a step (one of restarts). With replan, a rank"
+            " that is lost twice in succession is left out, too. Ranks that train starts itself;"
+            " not those of --emit."
         ),
     )
     track: list[Literal["tensorboard", "wandb"]] = Field(
@@ -192,6 +201,14 @@ class TrainSpec(Strict):
             raise ValueError(
                 "hang_s must be shorter than timeout_s, after which waits fail by themselves;"
                 f" given: {self.hang_s:g} and {self.timeout_s:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replan_restarts(self) -> TrainSpec:
+        if self.on_straggler == "replan" and self.restarts == 0:
+            raise ValueError(
+                "on_straggler: replan starts the job again, so restarts must be 1 or more; given: 0"
             )
         return self
 

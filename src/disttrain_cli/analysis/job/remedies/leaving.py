@@ -1,5 +1,5 @@
-"""What leaving a slow host out would gain: a plan for the other hosts' devices, by the run's own
-times."""
+"""What leaving a slow host out would gain, or on a single host a slow device: a plan for the other
+devices, by the run's own times."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from disttrain_cli.analysis.causes import Finding
 from disttrain_cli.analysis.graph import Graph
 from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.hosts import blamed, host_of
 from disttrain_cli.analysis.job.remedies.replanning import can_replan, replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.losses import Explained
 from disttrain_cli.analysis.next_commands import plan_again
 from disttrain_cli.analysis.result.verdicts import Place, Remedy
-from disttrain_cli.analysis.verdict import OF_HOSTS
 
 
-def without_hosts(
+def left_out(
     database: Database,
     graph: Graph,
     why: Explained,
     findings: Sequence[Finding],
     where: Mapping[int, Place],
 ) -> Iterator[Remedy]:
-    """The job without the host of its slowest rank, where that is known and there are others.
+    """The job without the host of its slowest ranks, or on a single host without their device.
 
     What it gains is what mending that rank gains, and what a plan for fewer devices loses of it, by
     the planner's predictions for both.
@@ -32,16 +32,31 @@ def without_hosts(
     Args:
         where: by rank.
     """
-    devices = Counter[str | None]()
-    for place in where.values():
-        devices[place.host] += round(graph.devices[str(place.unit)])
-    slow = next((one for one in findings if one.cause in OF_HOSTS), None)
-    hosts = {where[one.rank].host for one in (slow.places if slow else []) if one.rank is not None}
+    slow, ranks = next(
+        (
+            (one, found)
+            for one in findings
+            if (found := blamed(database.job, one.cause, one.places, where))
+        ),
+        (None, []),
+    )
     record = record_of(database, graph)
-    if slow is None or len(hosts) != 1 or len(devices) < 2 or record is None:
+    if slow is None or record is None:
         return
-    (host,) = hosts
-    left = sum(devices.values()) - devices[host]
+    hosts = {rank: host_of(database.job, rank, place.host) for rank, place in where.items()}
+    devices = Counter[str | None]()
+    for rank, place in where.items():
+        devices[hosts[rank]] += round(graph.devices[str(place.unit)])
+    slowest = {hosts[rank] for rank in ranks}
+    everyone, rank = sum(devices.values()), min(ranks)
+    if len(slowest) != 1 or (len(devices) < 2 and len(ranks) > 1) or everyone < 2:
+        return
+    (host,) = slowest
+    if len(devices) > 1:
+        left, without = everyone - devices[host], f"without host {host}"
+    else:
+        device = record.job.layout.devices[rank]
+        left, without = everyone - 1, f"with left_out: [{device}], the device of rank {rank}"
     planned = replan(record, why, left) if can_replan(record) else None
     if planned is None:
         return
@@ -50,10 +65,10 @@ def without_hosts(
     step_s = mended_s * planned.then_s / planned.present_s
     yield Remedy(
         cause=slow.cause,
-        change=f"a plan for {left} devices, without host {host}: {planned.layout.describe()}",
+        change=f"a plan for {left} devices, {without}: {planned.layout.describe()}",
         command=f"{plan_again(database.paths)} --gpus {left}",
         basis="plan",
-        gpus=left - sum(devices.values()),
+        gpus=left - everyone,
         at_most=False,
         step_s=step_s,
         gain_s=measured_s - step_s,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from disttrain_cli.naming import short_path
 
@@ -21,15 +22,24 @@ LEAST_SURE = 0.5
 
 
 @contextmanager
-def watched(root: Path, say: Callable[[str], None]) -> Iterator[None]:
+def watched(
+    root: Path,
+    say: Callable[[str], None],
+    hear: Callable[[dict[str, Any]], None] = lambda row: None,
+    after_s: float | None = None,
+    every_s: float | None = None,
+) -> Iterator[None]:
     """Watch a run while it goes on, and say what slows it, whenever that changes.
 
     Args:
         root: the run's folder.
         say: called from a thread of its own.
+        hear: called from that thread with every line of `disttrain watch --json`.
+        after_s: when it begins; None: after `AFTER_S`.
+        every_s: seconds between two looks at least; None: as `disttrain watch` has it.
     """
-    beside = _Beside(root, say)
-    timer = threading.Timer(AFTER_S, beside.start)
+    beside = _Beside(root, say, hear, every_s)
+    timer = threading.Timer(AFTER_S if after_s is None else after_s, beside.start)
     timer.daemon = True
     timer.start()
     try:
@@ -42,8 +52,15 @@ def watched(root: Path, say: Callable[[str], None]) -> Iterator[None]:
 class _Beside:
     """`disttrain watch` as a process, and the thread that listens to it."""
 
-    def __init__(self, root: Path, say: Callable[[str], None]) -> None:
-        self._root, self._say = root, say
+    def __init__(
+        self,
+        root: Path,
+        say: Callable[[str], None],
+        hear: Callable[[dict[str, Any]], None] = lambda row: None,
+        every_s: float | None = None,
+    ) -> None:
+        self._root, self._say, self._hear = root, say, hear
+        self._rhythm = [] if every_s is None else ["--every", str(every_s)]
         self._process: subprocess.Popen[str] | None = None
         self._ended = False
         self._lock = threading.Lock()
@@ -53,7 +70,15 @@ class _Beside:
             if self._ended:
                 return
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "disttrain_cli", "watch", str(self._root), "--json"],
+                [
+                    sys.executable,
+                    "-m",
+                    "disttrain_cli",
+                    "watch",
+                    str(self._root),
+                    "--json",
+                    *self._rhythm,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -84,11 +109,11 @@ class _Beside:
             if found or slowed:
                 self._say(_sentence(row, self._root))
             slowed = found
+            self._hear(row)
 
 
-def _sentence(row: dict[str, object], root: Path) -> str:
+def _sentence(row: dict[str, Any], root: Path) -> str:
     drift = row["drift"]
-    assert isinstance(drift, list)
     moved = f" {drift[0]['told']}." if drift else ""
     return (
         f"Steps {row['first_step']} to {row['last_step']}: {row['headline']}{moved}"

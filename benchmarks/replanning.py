@@ -1,0 +1,113 @@
+"""Re-planning rehearsed: a node that stays slow, and one that is lost, with `train.on_straggler:
+replan`.
+
+    python -m benchmarks.replanning [--small] [--json]
+
+MLLM-9B on four nodes of eight A800. One node computes half as fast from the beginning, or dies with
+all its devices after some steps. Samples are what the view `samples` has of all steps, beside the
+stream of the data, which knows of no plan; steps that were lost with the node are run again.
+Rehearsed is the mean of the steps on the new plan but the first (of a start, warm-up), predicted
+what that plan says. `--small`: fewer steps. Quiet machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.common import Tables, main
+from benchmarks.rehearsal import RUN_FILE, edit
+from benchmarks.strategies import disttrain
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.data.epochs.mixture import mixture_of
+from disttrain_cli.data.packing import SequenceStream
+from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
+from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.runfile import Run, read_run
+
+Row = dict[str, Any]
+NODES, BATCH = 4, 48
+CASES: dict[str, Row] = {
+    "node 1 half as fast": {"faults": [{"slow": "node", "node": 1, "factor": 2.0}], "lost": []},
+    "node 2 lost in step 5": {"faults": [], "lost": [{"node": 2, "step": 5}]},
+}
+STEPS, SMALL_STEPS = 18, 14
+
+
+def prepare(folder: Path) -> Run:
+    """A planned run in `folder`."""
+    disttrain(folder, "init", ".", "--preset", "mllm-9b")
+    edit(
+        folder,
+        cluster={"nodes": NODES},
+        train={
+            "global_batch_size": BATCH,
+            "checkpoint": {"every_steps": 2},
+            "restarts": 3,
+            "on_straggler": "replan",
+        },
+    )
+    disttrain(folder, "profile")
+    disttrain(folder, "plan", "--top", 0)
+    return read_run(folder / RUN_FILE)
+
+
+def samples(run: Run, steps: int) -> Row:
+    """How many samples the steps trained, and how many of them are lost or doubled beside the
+    stream."""
+    profile = read_profile(run.dir.profile)
+    each = run.file.train.global_batch_size
+    index = rehearsed_index(run, profile.inputs)
+    stream = SequenceStream(mixture_of(index, run.file.train.seed, profile.data, each))
+    batch = stream.batch(0, steps * each)
+    expected = Counter(
+        (sequence, sample)
+        for place, sequence in enumerate(batch.ids.tolist())
+        for sample in batch.samples[
+            batch.sample_start[place] : batch.sample_start[place + 1]
+        ].tolist()
+    )
+    asked = ask([run.dir.rehearsal.root], "SELECT sequence, sample FROM samples")
+    seen = Counter((int(sequence), int(sample)) for sequence, sample in asked.rows)
+    return {
+        "samples": expected.total(),
+        "lost": (expected - seen).total(),
+        "doubled": (seen - expected).total(),
+    }
+
+
+def rehearsed(folder: Path, run: Run, case: str, steps: int) -> Row:
+    """A case's row."""
+    edit(folder, rehearse=CASES[case])
+    result = disttrain(folder, "train", "--rehearse", "--steps", steps)
+    replan = result["replans"][-1]
+    own = [row["iteration_s"] for row in result["steps"] if row["step"] > replan["step"]]
+    then_s, predicted_s = mean(own), replan["predicted_iteration_s"]
+    before = [row["iteration_s"] for row in result["steps"] if 0 < row["step"] < replan["step"]]
+    return {
+        "case": case,
+        "starts": 1 + len(result["restarts"]),
+        "new plan from step": replan["step"],
+        "devices": replan["gpus"],
+        **samples(run, steps),
+        "before s": round(mean(before), 3),
+        "predicted s": round(predicted_s, 3),
+        "rehearsed s": round(then_s, 3),
+        "error %": round(100 * (then_s / predicted_s - 1), 2),
+        "late ms": round(result["late_ms"]["mean"], 2),
+    }
+
+
+def measure(small: bool) -> Tables:
+    """A row per case."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run, steps = prepare(folder), SMALL_STEPS if small else STEPS
+        return {"Re-planned": [rehearsed(folder, run, case, steps) for case in CASES]}
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)

@@ -1,0 +1,44 @@
+"""A job that is watched while it runs, and re-planned where its run file asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from disttrain_cli.mitigation.beside import watched
+from disttrain_cli.mitigation.replanning import MakeAnew
+from disttrain_cli.runtime.launching.supervise import Planned
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.runfile import Run
+
+
+@contextmanager
+def looked_after(
+    run: Run,
+    folder: RunDir,
+    plan: Plan,
+    profile: Profile,
+    file: Path,
+    note: Callable[[str], None],
+    emulated: bool = False,
+) -> Iterator[MakeAnew | None]:
+    """Watch a job while it runs; gives who plans anew where `train.on_straggler` asks for that.
+
+    A rehearsal is watched only then, from its first step on.
+
+    Args:
+        folder: of the run, or of its rehearsal.
+        file: the plan's.
+        note: called from a thread of its own.
+    """
+    if run.file.train.on_straggler != "replan":
+        with nullcontext() if emulated else watched(folder.root, note):
+            yield None
+        return
+    anew = MakeAnew(run, folder, Planned(plan, profile), file, note, emulated)
+    at_once = 0.0 if emulated else None
+    with watched(folder.root, note, anew.hear, at_once, at_once):
+        yield anew

@@ -1,0 +1,202 @@
+"""Plans without what is slow or lost: made, weighed, kept; and rehearsed from end to end."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.api import rehearse
+from disttrain_cli.data.epochs.mixture import mixture_of
+from disttrain_cli.data.packing import SequenceStream
+from disttrain_cli.mitigation.looking_after import looked_after
+from disttrain_cli.mitigation.replanning import MakeAnew
+from disttrain_cli.planning.check import check
+from disttrain_cli.planning.solve import solve, with_own_prediction
+from disttrain_cli.profiling.analytic import analytic_profile
+from disttrain_cli.runtime.launching.supervise import Planned
+from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
+from disttrain_cli.spec.plan import read_plan, write_plan
+from disttrain_cli.spec.profile import Profile, read_profile
+from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
+from tests.runtime.factory import MODEL
+
+PROFILES: list[Profile] = []
+
+
+def job(folder: Path, nodes: int = 2, **rehearsing: Any) -> tuple[Run, Planned]:
+    """The tests' small model, planned for nodes of four A800s that are not here."""
+    content = {
+        "name": "test",
+        "model": MODEL,
+        "data": {
+            "distribution": {
+                "images_per_sequence": 3.0,
+                "generated_per_sequence": 2.0,
+                "sequences": 64,
+            },
+            "sequence_length": 256,
+            "max_image_pixels": 4096,
+        },
+        "cluster": {"nodes": nodes, "gpus_per_node": 4, "device": "analytic:A800"},
+        "train": {
+            "global_batch_size": 8,
+            "steps": 6,
+            "checkpoint": {"every_steps": 2},
+            "restarts": 3,
+            "on_straggler": "replan",
+            "ordering": "none",
+        },
+        "rehearse": {"steps": 6, "time_scale": 20.0, "gpus_per_process": 1} | rehearsing,
+    }
+    (folder / "disttrain.yaml").write_text(yaml.safe_dump(content))
+    run = read_run(folder / "disttrain.yaml")
+    if not PROFILES:  # the same for all, of clusters that differ in size
+        PROFILES.append(analytic_profile(run, "A800"))
+    profile = PROFILES[0].model_copy(
+        update={
+            "device": PROFILES[0].device.model_copy(update={"count": run.file.cluster.gpus}),
+            "fingerprints": PROFILES[0].fingerprints.model_copy(
+                update={"cluster": run.file.cluster_fingerprint()}
+            ),
+        }
+    )
+    write_whole(run.dir.profile, profile.model_dump_json())
+    plan = solve(run.file, profile, top=0)
+    write_plan(run.dir.plan, plan)
+    return run, Planned(plan, profile)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A line of `disttrain watch --json`."""
+    known = {"stays": True, "blamed_ranks": [0], "confidence": 0.9}
+    return known | {"iteration_s": 3.0, "lost_s": 2.0} | changes
+
+
+def anew(run: Run, planned: Planned, said: list[str], emulated: bool = False) -> MakeAnew:
+    run.dir.logs.mkdir(parents=True, exist_ok=True)
+    return MakeAnew(run, run.dir, planned, run.dir.plan, said.append, emulated)
+
+
+def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Path) -> None:
+    run, planned = job(tmp_path)
+    said: list[str] = []
+    made = anew(run, planned, said)
+    before = run.dir.plan.read_bytes()
+    made.hear(row(blamed_ranks=[0]))
+    assert made.ready() and run.dir.plan.read_bytes() == before
+    (line,) = said
+    assert line.startswith("Node 0 stays slow: without it,") and "go on with that plan" in line
+    why, new = made.take()
+    layout = new.plan.plan
+    assert why in line and layout.left_out == [0, 1, 2, 3] and layout.devices[0] == 4
+    assert layout.gpus_used <= 4 and not made.ready()
+    kept, profile = read_plan(run.dir.plan), read_profile(run.dir.profile)
+    check(kept, run.file, profile)
+    assert with_own_prediction(kept, run.file, profile) is kept and kept.plan == layout
+    assert (run.dir.root / "plan.yaml.before-start-000").read_bytes() == before
+    (told,) = (run.dir.logs / "replans.jsonl").read_text().splitlines()
+    assert json.loads(told)["plan"]["left_out"] == [0, 1, 2, 3]
+
+
+def test_on_one_node_the_device_is_left_out(tmp_path: Path) -> None:
+    run, planned = job(tmp_path, nodes=1)
+    made = anew(run, planned, [])
+    made.hear(row(blamed_ranks=[1]))
+    assert made.take()[1].plan.plan.left_out == [1]
+    assert made.goes_with(3) == range(3, 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stays": False},
+        {"confidence": 0.4},
+        {"blamed_ranks": []},
+        {"blamed_ranks": [0, 7]},  # of both nodes
+    ],
+)
+def test_other_verdicts_change_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run, planned = job(tmp_path)
+    said: list[str] = []
+    assert planned.plan.plan.gpus_used == 8
+    made = anew(run, planned, said)
+    made.hear(row(**changes))
+    assert not made.ready() and not said
+
+
+def test_a_plan_that_gains_too_little_is_only_told(tmp_path: Path) -> None:
+    run, planned = job(tmp_path)
+    said: list[str] = []
+    made = anew(run, planned, said)
+    made.hear(row(lost_s=0.1))
+    assert not made.ready() and said[0].endswith("Training goes on as it is.")
+
+
+def test_no_plan_on_what_is_left_is_said_and_nothing_changes(tmp_path: Path) -> None:
+    run, planned = job(tmp_path, nodes=1)
+    said: list[str] = []
+    device = planned.profile.device.model_copy(update={"count": 1})
+    one = Planned(planned.plan, planned.profile.model_copy(update={"device": device}))
+    made, before = anew(run, one, said), run.dir.plan.read_bytes()
+    made.hear(row(blamed_ranks=[0]))
+    assert not made.ready() and made.without(0) is None
+    assert [line.rpartition(":")[2].strip().split(".")[0] for line in said] == [
+        "No device is left"
+    ] * 2
+    assert run.dir.plan.read_bytes() == before
+
+
+def test_a_second_loss_adds_to_what_is_left_out(tmp_path: Path) -> None:
+    run, planned = job(tmp_path, nodes=3)
+    made = anew(run, planned, [], emulated=True)
+    first, second = made.without(5), made.without(9)
+    assert first is not None and second is not None
+    assert first[0] == "Node 1 is lost for good"
+    assert first[1].plan.plan.left_out == [4, 5, 6, 7]
+    assert second[1].plan.plan.left_out == list(range(4, 12))
+    assert second[1].profile is planned.profile  # emulated devices stay as they are
+    assert second[1].plan.plan.devices[-1] < 4
+
+
+def test_only_a_run_that_asks_for_it_is_planned_anew(tmp_path: Path) -> None:
+    run, planned = job(tmp_path)
+    with looked_after(run, run.dir, *planned, run.dir.plan, print) as replanner:
+        assert isinstance(replanner, MakeAnew)
+    train = run.file.train.model_copy(update={"on_straggler": "tell"})
+    calm = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
+    with looked_after(calm, run.dir, *planned, run.dir.plan, print, emulated=True) as replanner:
+        assert replanner is None
+
+
+@pytest.mark.slow
+def test_a_lost_node_rehearsed_loses_and_doubles_no_sample(tmp_path: Path) -> None:
+    """Node 1 dies in step 3, after a checkpoint of step 2."""
+    run, planned = job(tmp_path, lost=[{"node": 1, "step": 3}])
+    assert planned.plan.plan.gpus_used > 4
+    result = rehearse(run, *planned)
+    assert len(result.restarts) == 2 and "Node 1 is lost for good" in result.restarts[1]
+    (replan,) = result.replans
+    assert (replan.step, replan.left_out) == (2, [4, 5, 6, 7]) and result.gpus <= 4
+    assert [step["step"] for step in result.steps] == list(range(6))
+    predicted = [one["predicted_iteration_s"] for one in result.simulated]
+    assert (
+        predicted == [planned.plan.predicted.iteration_s] * 2 + [replan.predicted_iteration_s] * 4
+    )
+    index = rehearsed_index(run, planned.profile.inputs)
+    stream = SequenceStream(mixture_of(index, 0, planned.profile.data, 8))
+    batch = stream.batch(0, 6 * 8)
+    asked = ask([run.dir.rehearsal.root], "SELECT sequence, sample FROM samples")
+    at = batch.sample_start.tolist()
+    assert Counter((int(one), int(two)) for one, two in asked.rows) == Counter(
+        (sequence, sample)
+        for place, sequence in enumerate(batch.ids.tolist())
+        for sample in batch.samples[at[place] : at[place + 1]].tolist()
+    )
+    assert read_plan(run.dir.plan).plan == planned.plan.plan  # the run's own stays
