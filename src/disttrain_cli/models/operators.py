@@ -5,9 +5,9 @@ Nothing is assumed about fusing: what is counted are PyTorch's operators as a st
 of which reads its inputs from memory and writes its results there, so the same code decides what
 runs and what it is priced at (`attention.kernel_for`, `fused`). This file has the few things that a
 GPU does otherwise than the meta device shows: which operators launch several kernels, and which
-touch less than their arguments. What no operator shows is not counted: copies between memory
-layouts and workspaces inside cuDNN, cuBLAS and flash attention's backward (what they hold:
-`workspaces`).
+touch less than their arguments; and what cuDNN's copies of a convolution's images between memory
+layouts move. What no operator shows is not counted: workspaces inside cuDNN, cuBLAS and flash
+attention's backward (what they hold: `workspaces`).
 
 FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward computes the
 scores again, and causal attention skips what its mask hides.
@@ -40,6 +40,10 @@ _EFFICIENT = {
     "_scaled_dot_product_efficient_attention_backward": 11,
 }
 _CONVOLUTIONS = ("convolution", "convolution_backward")
+_HALF = (torch.bfloat16, torch.float16)
+#: Reads and writes of a convolution's output that adding its bias takes as long as: two, at 40 % of
+#: the bandwidth (an H100, 2026-11-26).
+_BIAS_PASSES = 5
 _NO_KERNEL = (
     "empty",
     "empty_like",
@@ -68,7 +72,9 @@ _PLACING = ("index_copy_", "index_add_", "scatter_add_", "index_put_", "_index_p
 #: Kernels of an operator that launches more than one, and how often its inputs are read (ATen's
 #: CUDA sources, by reading). Of a convolution's backward each gradient is one.
 _KERNELS = {
-    "native_group_norm": (3, 2),  # moments; scale and shift of each channel; the result
+    # moments, by one block for each group of an image, which takes as long as nine reads (an H100,
+    # 2026-11-26); scale and shift of each channel; the result
+    "native_group_norm": (3, 10),
     "native_group_norm_backward": (
         5,
         2,
@@ -247,6 +253,12 @@ class _Operator(NamedTuple):
     def _has_bias(self) -> bool:
         return self.name == "convolution" and self.args[2] is not None  # cuDNN adds none
 
+    @property
+    def _converted(self) -> bool:
+        """Whether cuDNN lays out a convolution's images with their channels last, and back: tensor
+        cores take them so."""
+        return self.name in _CONVOLUTIONS and self.made[0].dtype in _HALF
+
     def flops(self) -> tuple[Kind, int]:
         """What kind of operator this is, and its FLOPs."""
         counts = flop_registry.get(self.func._overloadpacket)
@@ -254,6 +266,7 @@ class _Operator(NamedTuple):
             return "other", 0
         flops = counts(*self.args, **self.kwargs, out_val=self.result)
         if self.name in _VARLEN:
+            flops = flops * _padded(self.given[0].shape[-1]) // self.given[0].shape[-1]
             return "attention", flops // 2 if self.args[_VARLEN[self.name]][1] == 0 else flops
         if self.name in _EFFICIENT:
             count = _EFFICIENT[self.name]
@@ -278,10 +291,17 @@ class _Operator(NamedTuple):
         if self.name in _PLACING:
             return _bytes(self.given[1:]) + _bytes(self.given[-1:])
         if self.name == "convolution_backward":  # each gradient is made of the output's
-            return read + (len(self.made) - 1) * _bytes(self.given[:1]) + written
-        if self._has_bias:
-            return read + 3 * written
+            read += (len(self.made) - 1) * _bytes(self.given[:1])
+        if self.name in _CONVOLUTIONS:
+            beside = _BIAS_PASSES * written if self._has_bias else 0
+            return (1 + 2 * self._converted) * (read + written) + beside
         return _KERNELS.get(self.name, (1, 1))[1] * read + written
+
+
+def _padded(width: int) -> int:
+    """The width with which flash attention computes heads of this one (Dao 2023): its next multiple
+    of 32."""
+    return -(-width // 32) * 32
 
 
 def _bytes(tensors: list[Tensor]) -> int:
