@@ -61,21 +61,24 @@ def run_ranks(
         reader.poll()
         watch()
 
-    launching.launch(
-        processes,
-        target,
-        payload
-        | {
-            "name": name,
-            "steps": steps,
-            "resume": resume,
-            "logs": str(folder.logs),
-            "steps_file": str(reports),
-        },
-        folder.logs,
-        on_poll=poll,
-        variables=variables,
-    )
+    try:
+        launching.launch(
+            processes,
+            target,
+            payload
+            | {
+                "name": name,
+                "steps": steps,
+                "resume": resume,
+                "logs": str(folder.logs),
+                "steps_file": str(reports),
+            },
+            folder.logs,
+            on_poll=poll,
+            variables=variables,
+        )
+    finally:
+        reader.poll()  # what was reported just before a rank failed
     return reader
 
 
