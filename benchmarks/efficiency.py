@@ -5,7 +5,8 @@ Prints an entry for `curves` in templates/hardware.yaml. A kernel's time is take
 by themselves, and each fraction is what is left of the times of its operators, forward and
 backward, at the sizes that models here have. Medians; bf16.
 
-Not run yet on any device: the catalogue's curves are published figures (see their sources).
+The catalogue's curve of Hopper was measured so on an H100, and corrected by what its layers take
+(benchmarks/README.md); the others are published figures (see their sources).
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import jobs, modules
-from benchmarks.gpu.formats import channels_last
 from benchmarks.gpu.setting import Figures, Setting
 from disttrain_cli.models.host import use_cuda
 
@@ -53,20 +52,13 @@ def vit(setting: Setting) -> None:
 
 
 def unet(setting: Setting) -> None:
-    """The image generator and its VAE on eight images: channels first, last, and last with norms
-    that stay so."""
+    """The image generator and its VAE on eight images."""
     run = setting.run_of("mllm-9b")
-    for name, change in (
-        ("channels_first", lambda built: None),
-        ("channels_last", partial(channels_last, norms=False)),
-        ("norms_too", partial(channels_last, norms=True)),
-    ):
-        layers = modules.layers_of(
-            setting, run, "image_generator", {"target": 2 if setting.small else 8}
-        )
-        change(layers.built)
-        modules.measured(setting, name, layers)
-        setting.tell(f"kernels_{name}", modules.kernels(setting, layers))
+    layers = modules.layers_of(
+        setting, run, "image_generator", {"target": 2 if setting.small else 8}
+    )
+    modules.measured(setting, "generator", layers)
+    setting.tell("kernels", modules.kernels(setting, layers))
 
 
 def curve(setting: Setting) -> None:

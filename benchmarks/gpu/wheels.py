@@ -100,6 +100,7 @@ TRIMMED = (
     "pillow.libs/libavif*",
     "deepspeed/ops/csrc",
     "transformers/models/*/modular_*.py",
+    "transformers/models/*/convert_*.py",
 )
 
 
