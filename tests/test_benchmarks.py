@@ -584,7 +584,7 @@ def test_orders_of_epochs_are_made_opened_and_mixed():
     assert (
         [row["order"] for row in packed]
         == [row["order"] for row in mixed]
-        == ["windows", "histogram"]
+        == ["windows", "histogram", "streams"]
     )
     assert packed[1]["filled %"] >= packed[0]["filled %"] > 99
     for row in mixed:
@@ -596,5 +596,6 @@ def test_orders_of_epochs_are_made_opened_and_mixed():
         "opens",
         "makes",
         "resumes",
+        "makes",
     ]
     assert all(0 < row["own MiB"] < 100 for row in processes)
