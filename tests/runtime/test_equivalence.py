@@ -108,11 +108,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_sample_data(folder / "data")
     texts = [
         interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 9))
-        for n in range(200)
+        for n in range(240)
     ]
     cut = [
         (f"b{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24))
-        for n in range(120)
+        for n in range(160)
         for place in range(2)
     ]  # left out of both losses on all ranks, also the pictures that can be decoded
     left_out = [
@@ -122,7 +122,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             image(f"b{n}.0.jpg", n % 3 == 2),
             image(f"b{n}.1.jpg", n % 3 == 1),
         )
-        for n in range(120)
+        for n in range(160)
     ]
     write_tar(folder / "data" / "interleaved" / "text.tar", [*texts, *cut, *left_out])
     run = write_run(folder, folder / "data")
