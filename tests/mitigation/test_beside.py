@@ -23,6 +23,7 @@ def runs(tmp_path):
 
 def test_training_says_what_slows_it(runs, monkeypatch):
     monkeypatch.setattr(watching, "AFTER_S", 0.0)
+    monkeypatch.setattr(watching, "LOWEST_PRIORITY", 0)  # beside other tests it would get no turn
     said = []
     with watching.watched(runs / "slow", said.append):
         deadline = time.monotonic() + 120
