@@ -296,7 +296,7 @@ def test_tensor_parallel_frozen_and_full_messages_are_rehearsed(tmp_path: Path) 
     generator = [
         took_s(row) for row in rows(result.trace, "backward", "image_generator")[0].values()
     ]
-    assert max(frozen_backward) < min(generator)
+    assert max(frozen_backward) < min(filter(None, generator))  # some slots have nothing to draw
     images = [row["images"] for row in result.steps]
     assert np.mean(images) / 16 == pytest.approx(1, abs=0.6)
     sent = rows(result.trace, "send_activation", "image_encoder")[0]
