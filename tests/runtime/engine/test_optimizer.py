@@ -205,3 +205,9 @@ def test_dropping_gradients_leaves_weights_and_moments() -> None:
             torch.equal(optimizer.state[parameter][key], value) for key, value in state.items()
         )
     drop_gradients(None)
+
+
+def test_the_norm_of_many_numbers_is_exact() -> None:
+    many = torch.full((1 << 22,), 0.1)
+    squared = sum_of_squares([("llm", [many], 1.0)], torch.device("cpu"))
+    assert squared.item() == pytest.approx(len(many) * float(many[0]) ** 2, rel=1e-9)
