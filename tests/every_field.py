@@ -150,6 +150,7 @@ RANGES: dict[str, Any] = {
     "train.seed": [7, 2**31],
     "train.track": [[], ["tensorboard"]],
     "train.restarts": [1, 2],
+    "train.on_straggler": lambda draw, file: "tell",  # `--emit` refuses the other
     "preprocess.workers": [2, 1],
     "preprocess.prefetch_slots": [1, 3],
     "preprocess.addresses": [[]],
@@ -189,6 +190,7 @@ ELSEWHERE = {
     "preprocess.token_file": "tests/runtime/test_data_service.py",
     "preprocess.tls_cert": "tests/runtime/launching/test_emit.py",
     "preprocess.tls_key": "tests/runtime/launching/test_emit.py",
+    "train.on_straggler": "tests/mitigation/test_replanning.py",
     "rehearse.faults": "tests/runtime/rehearsal/test_rehearse.py",
     "rehearse.lost": "tests/mitigation/test_replanning.py",
     "rehearse.distribution": "tests/runtime/rehearsal/test_rehearse.py",
