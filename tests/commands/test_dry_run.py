@@ -4,6 +4,7 @@ its way."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_folders_that_cannot_be_written(
     assert code == 1 and "Cannot write into" in err and "XDG_CACHE_HOME" in err
     monkeypatch.undo()
     logs = planned / "runs" / "tiny" / "logs"
+    shutil.rmtree(logs, ignore_errors=True)  # of tests before this one
     logs.touch()
     code, _, err = call(["train", planned, *DRY], capsys)
     logs.unlink()
