@@ -276,7 +276,8 @@ def _counter() -> Any:
                     2
                     * (5 if back else 2)
                     * query.shape[1]
-                    * query.shape[2]
+                    * 32
+                    * math.ceil(query.shape[2] / 32)  # flash attention computes wider heads
                     * pairs
                     // (2 if window[1] == 0 else 1)
                 )
