@@ -62,6 +62,7 @@ class Drawn:
     held_up: tuple[simulated.HeldUp, ...] = ()
     lost_ranks: int = 0  # whose traces are missing
     causes: tuple[tuple[str, Row], ...] = field(default=())  # of the faults, then of who is held up
+    workers: int = WORKERS
 
 
 def prepared(folder: Path, job: str) -> tuple[Profile, Layout]:
@@ -188,7 +189,7 @@ def simulate(drawn: Drawn, profile: Profile, layout: Layout, traces: Path) -> li
     common: Row = {
         "noise": drawn.noise,
         "seed": drawn.seed,
-        "workers": WORKERS if any(one.slow == "worker" for one in drawn.faults) else 0,
+        "workers": drawn.workers if any(one.slow == "worker" for one in drawn.faults) else 0,
     }
 
     def step_s(faults: Sequence[FaultSpec], held_up: Sequence[simulated.HeldUp]) -> float:

@@ -43,7 +43,7 @@ from disttrain_cli.spec.runfile import read_run
 from tests.analysis import synthetic
 
 Row = dict[str, Any]
-IMAGES, TARGETS, WORDS, DOCUMENTS = 8, 10, 745, 256  # of a document, which is one sequence
+IMAGES, TARGETS, WORDS, DOCUMENTS = 7, 9, 840, 256  # of a document, which is one sequence
 STEPS, SLOTS, NOISE, STEP_S = 4, 12, 0.02, 4.0  # the first step is left out
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 #: By name, DP of encoder, LLM and generator, TP of the LLM.

@@ -1,15 +1,15 @@
 """How soon `watch` names a fault that begins while a job runs, and whether it stays calm else.
 
     python -m benchmarks.watching                       simulated jobs, seeds that were developed on
-    python -m benchmarks.watching --rehearse --out DIR  rehearsed ones (a minute each and more; a
+    python -m benchmarks.watching --rehearse --out DIR  rehearsed ones (a minute and a half each; a
                                                         quiet machine)
     python -m benchmarks.watching --held-out            other seeds, and two kinds of fault that
                                                         were not developed on: to be scored once
 
-A job runs without a fault, then with one that costs 8 % of a step or more: two runs of the same
-plan, simulated or rehearsed, whose traces are written one after the other, step by step, as ranks
-write them. After every step `watch` looks. A case is right where the first verdict that it tells
-from when the fault begins names cause and place, within five steps. A clean job is right where it
+A job runs without a fault, then with one that costs 8 % of a step or more, simulated or rehearsed.
+Its traces are written again step by step, as ranks write them, and after every step `watch` looks.
+A case is right where the first verdict that it tells from when the fault begins names cause and
+place, within five steps. A clean job is right where it
 tells nothing but `none`. Where a host was too busy to rehearse, that is said and is no verdict.
 `--out` keeps what was rehearsed, and the row of every case: what is there is not done again.
 """
@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ DEVELOPED, HELD_OUT = ("rank", "stage", "link", "data", "two ranks"), ("unit", "
 #: Steps before the fault begins, steps with it, and after how many it must be named.
 BEFORE, WITH, SOON = 8, 6, 5
 LEAST_SHARE = 0.08  # of a step, what a fault costs
+WORKERS = 1  # that prepare a replica's data: what is drawn must be able to cost that much
 LAYOUT = "two"  # of `verdicts`: two replicas of everything, an LLM of three stages, even data
 
 
@@ -69,6 +71,7 @@ def prepared(folder: Path) -> Prepared:
     if not (run / "runs").is_dir():
         run.mkdir(parents=True)
         verdicts.prepare(run)
+        edit(run, preprocess={"workers": WORKERS})
     path = verdicts.plan_of(run, LAYOUT)
     plan = read_plan(path)
     profile = read_profile(run / "runs" / "mllm-9b" / "profile.json")
@@ -80,6 +83,7 @@ def drawn(job: Prepared, kind: str, seed: int) -> tuple[known.Drawn, list[known.
     random_ = random.Random(f"{kind} {seed}")
     while True:
         one = known.draw(kind, random_.randrange(10**6), job.layout, LAYOUT)
+        one = replace(one, workers=WORKERS)
         if kind == "clean":
             return one, []
         once = any(held.step is not None for held in one.held_up)
@@ -89,32 +93,36 @@ def drawn(job: Prepared, kind: str, seed: int) -> tuple[known.Drawn, list[known.
             return one, truths
 
 
-def recorded(job: Prepared, one: known.Drawn, steps: int, rehearse: bool, out: Path) -> Path:
-    """Traces of a job's steps."""
+def recorded(job: Prepared, one: known.Drawn, rehearse: bool, out: Path) -> Path:
+    """Traces of a job whose faults begin after some steps."""
     if out.is_dir():
         return out
+    faults = [fault.model_copy(update={"from_step": BEFORE}) for fault in one.faults]
+    held_up = [held._replace(from_step=BEFORE) for held in one.held_up]
     if not rehearse:
-        workers = known.WORKERS if any(fault.slow == "worker" for fault in one.faults) else 0
+        workers = WORKERS if any(fault.slow == "worker" for fault in faults) else 0
         known.simulated.write(
             out,
             job.profile,
             job.layout,
-            steps,
-            faults=one.faults,
-            held_up=one.held_up,
+            BEFORE + WITH,
+            faults=faults,
+            held_up=held_up,
             noise=one.noise,
             seed=one.seed,
             workers=workers,
         )
         return out
-    faults = [fault.model_dump(exclude_none=True) for fault in one.faults]
-    faults += [_held_up(job, one)] if one.held_up else []
+    put = [fault.model_dump(exclude_none=True) for fault in faults]
+    put += [_held_up(job, one)] if one.held_up else []
     edit(
         job.folder,
         train={"seed": one.seed},
-        rehearse={"faults": faults, "noise": one.noise, "time_scale": job.time_scale},
+        rehearse={"faults": put, "noise": one.noise, "time_scale": job.time_scale},
     )
-    disttrain(job.folder, "train", "--rehearse", "--plan", job.plan, "--steps", steps)
+    disttrain(
+        job.folder, "train", "--rehearse", "--restart", "--plan", job.plan, "--steps", BEFORE + WITH
+    )
     shutil.copytree(job.folder / "runs" / "mllm-9b" / "rehearsal" / "traces", out)
     return out
 
@@ -125,29 +133,17 @@ def _held_up(job: Prepared, one: known.Drawn) -> Row:
     unit = next(unit for unit in job.layout.units if unit.name == place["unit"])
     time = job.profile.modules[unit.modules[0]].tp[str(unit.tp)]
     pass_s = (time.forward_ms + time.backward_ms) / 2e3 / unit.pp
-    return {"slow": "host", "factor": 1.0 + one.held_up[0].seconds / pass_s, **place}
+    factor = 1.0 + one.held_up[0].seconds / pass_s
+    return {"slow": "host", "factor": factor, "from_step": BEFORE, **place}
 
 
-def looks(before: Path, then: Path, target: Path) -> Iterator[tuple[int, Look]]:
-    """Looks after every step, with the number of steps since `then` began."""
-    growing, watcher, end_ns = Growing(before, target / "traces"), Watcher(target), 0
-    for step in range(BEFORE):
+def looks(traces: Path, target: Path) -> Iterator[tuple[int, Look]]:
+    """Looks after every step, with the number of steps since the fault began."""
+    growing, watcher = Growing(traces, target / "traces"), Watcher(target)
+    for step in range(BEFORE + WITH):
         growing.write(step)
-        end_ns = max(row["end_ns"] for row in growing.reported(step))
         if (look := watcher.look()) is not None:
-            yield 0, look
-    growing.go_on(then)
-    (first,) = growing.reported(1)
-    late_ns = end_ns - round(first["end_ns"] - 1e9 * first["iteration_s"])
-
-    def moved(row: Row) -> Row:
-        times = {key: row[key] + late_ns for key in ("start_ns", "end_ns") if key in row}
-        return row | times | {"step": row["step"] - 1 + BEFORE, "run": growing.run}
-
-    for step in range(1, WITH + 1):  # its first step is a job's warm-up
-        growing.write(step, moved)
-        if (look := watcher.look()) is not None:
-            yield step, look
+            yield max(0, step + 1 - BEFORE), look
 
 
 def judged(kind: str, truths: list[known.Truth], seen: list[tuple[int, Look]]) -> Row:
@@ -210,15 +206,13 @@ def measure(
 def _case(folder: Path, kind: str, seed: int, rehearse: bool) -> Row:
     job = prepared(folder)
     one, truths = drawn(job, kind, seed)
-    calm = known.Drawn(one.job, one.steps, one.noise, one.seed + 1)
     family = "rehearsed" if rehearse else "simulated"
     with tempfile.TemporaryDirectory() as name:
         traces = folder / "kept" if rehearse else Path(name)
         stem = f"{kind}-{seed}".replace(" ", "-")
-        before = recorded(job, calm, BEFORE, rehearse, traces / f"{family}-{stem}-before")
-        then = recorded(job, one, WITH + 1, rehearse, traces / f"{family}-{stem}-then")
+        recording = recorded(job, one, rehearse, traces / f"{family}-{stem}")
         began_s = time.process_time()
-        seen = list(looks(before, then, Path(name) / "watched"))
+        seen = list(looks(recording, Path(name) / "watched"))
         look_s = (time.process_time() - began_s) / len(seen)
     return judged(kind, truths, seen) | {"CPU s per step and look": round(look_s, 2)}
 

@@ -19,7 +19,7 @@ from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, stages_
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
-from disttrain_cli.simulation.faults import inject
+from disttrain_cli.simulation.faults import begun, inject
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
@@ -51,13 +51,14 @@ class HeldUp(NamedTuple):
     seconds: float
     step: int | None = None  # None: in all
     slot: int | None = None
+    from_step: int = 0
 
 
 def _held_s(pipeline: Pipeline, held_up: Sequence[HeldUp], step: int) -> Floats:
     """[n, S, R] seconds of a step."""
     held_s = np.zeros_like(pipeline.forward_s)
     for one in held_up:
-        if one.step in (None, step):
+        if one.step in (None, step) and one.from_step <= step:
             held_s[slice(None) if one.slot is None else one.slot, one.stage, one.replica] += (
                 one.seconds
             )
@@ -194,7 +195,9 @@ def play(
             (pipeline.forward_s if forward else pipeline.backward_s)[:, stage] *= factor
         if workers:
             pipeline = fed(pipeline, profile, stages, loads, workers, prefetch=1)
-        pipeline = inject(pipeline, stages, faults if during is None or step in during else ())
+        pipeline = inject(
+            pipeline, stages, begun(faults, step) if during is None or step in during else ()
+        )
         behind = pipeline.reducing
         pipeline = replace(
             pipeline,

@@ -10,7 +10,7 @@ import pytest
 
 from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
-from disttrain_cli.simulation.faults import check_faults, inject, placed, slowdown, waited
+from disttrain_cli.simulation.faults import begun, check_faults, inject, placed, slowdown, waited
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout
@@ -197,6 +197,14 @@ def test_a_cp_rank_that_is_not_there_is_refused(
         check_faults(case[1], [slow], PROFILE)
     with pytest.raises(ValueError, match="a slow stage has no cp_rank"):
         FaultSpec(slow="stage", unit="llm", cp_rank=1, factor=4.0)
+
+
+def test_faults_begin_with_their_step() -> None:
+    slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=2.0, from_step=3)
+    always = FaultSpec(slow="link", unit="llm", factor=2.0)
+    assert begun([slow, always], 2) == [always] and begun([slow, always], 3) == [slow, always]
+    now = three().model_copy(update={"left_out": [2, 3]})
+    assert [one.from_step for one in placed([slow], three(), now, "llm", 4)] == [3]
 
 
 def test_faults_move_with_their_devices() -> None:

@@ -48,7 +48,8 @@ class Suspect:
     cause: str
     place: Place
     mend: Callable[[State], State]
-    # seconds per step that it adds where it adds most: the order in which places are named
+    # seconds per step that it adds where it adds most: the order in which places are named that
+    # gain only together
     most_s: float = 0.0
 
 
@@ -57,7 +58,7 @@ class Finding:
     """A cause and what mending it gains, seconds by step."""
 
     cause: str
-    places: list[Place]  # those that add most first
+    places: list[Place]  # those that gain most alone first, then those that add most
     gain_s: Floats  # once the findings before it are mended
     alone_s: Floats  # all else as recorded
     # mean of `gain_s` if its largest single event had not happened; None: not told
@@ -98,11 +99,9 @@ def find_causes(
     least, smallest = least_share * first.mean(), SMALLEST_SHARE * first.mean()
     state, left, findings = recorded, list(suspects), list[Finding]()
     while left:
-        picked = _pick(replay, state, now, left, least)
+        picked = _ranked(replay, state, now, _pick(replay, state, now, left, least), smallest)
         kinds = {
-            cause: sorted(
-                (one for one in picked if one.cause == cause), key=lambda one: -one.most_s
-            )
+            cause: [one for one in picked if one.cause == cause]
             for cause in dict.fromkeys(one.cause for one in picked)
         }
         mended_s = {
@@ -156,6 +155,24 @@ def _pick(
     if gains[best] < least and len(kinds) > 1 and (all_s := gain(left)) >= least:
         return _fewest(gain, left, all_s)
     return [left[best]]
+
+
+def _ranked(
+    replay: Callable[[State], Floats],
+    state: State,
+    now: Floats,
+    picked: list[Suspect],
+    smallest: float,
+) -> list[Suspect]:
+    """Suspects that gain together: those first that gain most alone, where any does, then those
+    that add most."""
+    if len(picked) == 1:
+        return picked
+    gains = {id(one): float((now - replay(mend(state, [one]))).mean()) for one in picked}
+    return sorted(
+        picked,
+        key=lambda one: (-gains[id(one)] if gains[id(one)] >= smallest else 0.0, -one.most_s),
+    )
 
 
 def _fewest(

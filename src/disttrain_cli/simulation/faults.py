@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.costs.preparing import item_s
@@ -78,6 +78,7 @@ def placed(
                 stage=stage.index,
                 replica=replica,
                 factor=fault.factor,
+                from_step=fault.from_step,
             )
             for stage, replica, of_replica in replicas
             if of_replica & slow
@@ -109,6 +110,11 @@ def _slow_devices(fault: FaultSpec, first: Layout, llm: str, gpus_per_node: int)
         for place, device in enumerate(of_replica)
         if fault.cp_rank in (None, place // stage.unit.tp)
     }
+
+
+def begun(faults: Iterable[FaultSpec], step: int) -> list[FaultSpec]:
+    """The faults that a step has."""
+    return [fault for fault in faults if fault.from_step <= step]
 
 
 def inject(

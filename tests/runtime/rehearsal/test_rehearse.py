@@ -21,6 +21,7 @@ from disttrain_cli.runtime.rehearsal import emulation as launcher
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.runtime.rehearsal.rehearse import rehearse
 from disttrain_cli.runtime.rehearsal.setting import setting_of
+from disttrain_cli.simulation.faults import begun
 from disttrain_cli.spec.plan import Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -104,9 +105,11 @@ def took_s(row: dict[str, Any]) -> float:
 
 @pytest.mark.slow
 def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path) -> None:
-    """Six replicas of the encoder and eight GPUs more in seven processes, a slow rank among
-    them; weights' gradients of the first two units come later, and messages run behind passes."""
-    fault = {"slow": "rank", "unit": "llm", "stage": 1, "replica": 1, "factor": 3.0}
+    """Six replicas of the encoder and eight GPUs more in seven processes, a rank that is slow from
+    step 1 on among them; weights' gradients of the first two units come later, and messages run
+    behind passes."""
+    place = {"unit": "llm", "stage": 1, "replica": 1}
+    fault = {"slow": "rank", "factor": 3.0, "from_step": 1, **place}
     run, plan, profile = job(tmp_path, (3, 4, 2), pp=2, faults=[fault])
     delays = {"image_encoder": [1], "llm": [0, 1]}
     units = [
@@ -136,7 +139,7 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
             pipeline = launcher.inject(
                 launcher.pipeline_of(profile, plan.plan, stages, loads, 8),
                 stages,
-                run.file.rehearse.faults,
+                begun(run.file.rehearse.faults, step),
             )
             for recorded, times in zip(recorded_of.values(), pipeline.parts_s, strict=False):
                 for replica in range(stage.unit.dp):
@@ -189,24 +192,36 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_busy_host_begins_late_and_computes_as_long(tmp_path: Path) -> None:
-    fault = {"slow": "host", "unit": "llm", "stage": 0, "replica": 1, "factor": 2.0}
-    run, plan, profile = job(tmp_path, faults=[fault], gpus_per_process=1)
-    trace = Path(rehearse(run, plan, profile).trace)
+def test_a_busy_host_begins_late_and_a_slow_link_delays_from_their_step_on(tmp_path: Path) -> None:
+    place: dict[str, Any] = {"unit": "llm", "stage": 0, "from_step": 1}
+    host = {"slow": "host", "replica": 1, "factor": 2.0, **place}
+    link = {"slow": "link", "factor": 1e4, **place}
+    run, plan, profile = job(tmp_path, faults=[host, link], gpus_per_process=1)
+    result = rehearse(run, plan, profile)
     for replica in (0, 1):
-        (own,) = [
+        (whole,) = [
             rows
-            for rows in (pq.read_table(folder).to_pylist() for folder in trace.glob("rank-*"))
+            for rows in map(_rows, Path(result.trace).glob("rank-*"))
             if (rows[0]["unit"], rows[0]["replica"]) == ("llm", replica)
         ]
-        own = sorted(
-            (row for row in own if row["step"] == 1),
-            key=lambda row: (row["start_ns"], row["end_ns"]),
-        )
-        for before, row in itertools.pairwise(own):
-            if row["operation"] in ("forward", "backward"):
-                gap_s = (row["start_ns"] - before["end_ns"]) / 1e9
-                assert gap_s == pytest.approx(replica * took_s(row), abs=1e-3 + 0.02 * took_s(row))
+        for step in (0, 1):
+            own = sorted(
+                (row for row in whole if row["step"] == step),
+                key=lambda row: (row["start_ns"], row["end_ns"]),
+            )
+            for before, row in itertools.pairwise(own):
+                if row["operation"] in ("forward", "backward"):
+                    gap_s, late = (row["start_ns"] - before["end_ns"]) / 1e9, replica * step
+                    assert gap_s == pytest.approx(late * took_s(row), abs=1e-3 + 0.02 * took_s(row))
+    steps_s, simulated_s = (
+        [row["iteration_s"] for row in rows] for rows in (result.steps, result.simulated)
+    )
+    assert steps_s[0] < simulated_s[1] / 2 and steps_s[1] > 0.999 * simulated_s[1]
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(folder).to_pylist()
+    return rows
 
 
 @pytest.mark.slow
@@ -359,7 +374,8 @@ def test_the_time_scale_gives_the_host_room(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_rank_inside_a_cp_group_is_named(tmp_path: Path) -> None:
-    fault = {"slow": "rank", "unit": "llm", "replica": 1, "cp_rank": 1, "factor": 8.0}
+    place = {"unit": "llm", "replica": 1, "cp_rank": 1}
+    fault = {"slow": "rank", "factor": 8.0, "from_step": 1, **place}
     run, plan, profile = job(tmp_path, (1, 2, 1), faults=[fault], gpus_per_process=1)
     eye, llm, painter = plan.plan.units
     units = [eye, llm.model_copy(update={"cp": 2, "gpus": 4}), painter]
@@ -368,16 +384,17 @@ def test_a_slow_rank_inside_a_cp_group_is_named(tmp_path: Path) -> None:
     assert result.processes == 4
     asked = ask(
         [Path(result.trace)],
-        "SELECT replica, cp_rank, round(sum(exchange_ns) / sum(end_ns - start_ns), 3) FROM trace"
-        " WHERE unit = 'llm' AND operation IN ('forward', 'backward') GROUP BY ALL ORDER BY ALL",
+        "SELECT step, replica, cp_rank, round(sum(exchange_ns) / sum(end_ns - start_ns), 3) FROM"
+        " trace WHERE unit = 'llm' AND operation IN ('forward', 'backward') GROUP BY ALL ORDER BY"
+        " ALL",
     )
     assert [tuple(row) for row in asked.rows] == [
-        (0, 0, 0.0),
-        (0, 1, 0.0),
-        (1, 0, 0.875),
-        (1, 1, 0.0),
+        (step, replica, cp_rank, 0.875 if (step, replica, cp_rank) == (1, 1, 0) else 0.0)
+        for step in (0, 1)
+        for replica in (0, 1)
+        for cp_rank in (0, 1)
     ]
     found = analyze([Path(result.trace)])
     named = [one.place for one in found.causes if one.cause == "worker"]
     assert [(place.replica, place.cp_rank) for place in named] == [(1, 1)]
-    assert "slow rank (llm stage 0 replica 1 CP rank 1, × 8)" in str(found.to_json())
+    assert "slow rank (llm stage 0 replica 1 CP rank 1, × 8 from step 1)" in str(found.to_json())

@@ -146,7 +146,9 @@ def _rehearsed(job: Job) -> str | None:
         + (f" stage {fault.stage}" if fault.slow not in ("worker", "node") else "")
         + ("" if fault.replica is None else f" replica {fault.replica}")
         + ("" if fault.cp_rank is None else f" CP rank {fault.cp_rank}")
-        + f", × {fault.factor:g})"
+        + f", × {fault.factor:g}"
+        + (f" from step {fault.from_step}" if fault.from_step else "")
+        + ")"
         for fault in how.faults
     ]
     parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []

@@ -15,7 +15,7 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.runtime.rehearsal.joining import joined_layout, replicas_of
 from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
-from disttrain_cli.simulation.faults import devices_of, inject, placed
+from disttrain_cli.simulation.faults import begun, devices_of, inject, placed
 from disttrain_cli.simulation.grouping import grouped
 from disttrain_cli.simulation.pipeline import simulate_steps
 from disttrain_cli.simulation.step import fed, pipeline_of
@@ -202,7 +202,7 @@ def simulated(
         loads = order_loads(orders.of(step)[0], layout)
         pipeline = pipeline_of(profile, layout, stages, loads, run.file.cluster.gpus_per_node)
         pipeline = fed(pipeline, profile, stages, loads, spec.workers, spec.prefetch_slots)
-        pipelines.append(grouped(inject(pipeline, stages, faults), shares))
+        pipelines.append(grouped(inject(pipeline, stages, begun(faults, step)), shares))
     return [
         {"step": step, "iteration_s": timeline.iteration_s}
         for step, timeline in zip(steps, simulate_steps(pipelines), strict=True)

@@ -31,8 +31,8 @@ class NodeTracer(Tracer):
     Args:
         tracers: those of every replica, one after the other: of its first rank or, where a rank of
             a CP group is slow, of every CP rank.
-        waited: by tracer, the share of passes in which its rank waits for others of its CP group;
-            None where one rank of a replica is recorded.
+        waited: of a step, by tracer, the share of passes in which its rank waits for others of its
+            CP group; None where one rank of a replica is recorded.
         ranks: by process, the rank that it stands for; -1 where there are several.
         device: what the process emulates.
     """
@@ -42,7 +42,7 @@ class NodeTracer(Tracer):
         tracers: list[Tracer],
         ranks: Mapping[int, int],
         device: Device,
-        waited: Sequence[float] | None = None,
+        waited: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
         self.tracers, self.now, self.ranks, self._emulated = tracers, tracers[0].now, ranks, device
         self._waited = waited
@@ -51,7 +51,7 @@ class NodeTracer(Tracer):
         """Column `exchange_ns` of a pass of one of the tracers."""
         if self._waited is None or operation == "weights":
             return {}
-        return {"exchange_ns": round(self._waited[number] * length_ns)}
+        return {"exchange_ns": round(self._waited(self.step)[number] * length_ns)}
 
     @property
     def step(self) -> int:

@@ -10,6 +10,7 @@ sequence, one slot after the other, and no more than `preprocess.prefetch_slots`
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.joining import Shares, joined_order, replicas_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch
 from disttrain_cli.runtime.units.routes import local_rows
-from disttrain_cli.simulation.faults import slowdown
+from disttrain_cli.simulation.faults import begun, slowdown
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
@@ -145,9 +146,11 @@ class Feeder:
         noise = _noise(
             self._run, step, self._coords.rank, (len(COMPUTE), len(order.slots), len(self.replicas))
         )
+        slow = self._slowdown("stage", step)
         seconds = {
             part: {
-                cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs
+                cost.module: self._seconds(cost, part, loads) * slow * factor
+                for cost in self._stage.costs
             }
             for part, factor in zip(COMPUTE, noise, strict=True)
         }
@@ -171,36 +174,29 @@ class Feeder:
             batch,
             seconds,
             waits,
-            (prepared * self._slowdown("worker")).max(axis=1),
+            (prepared * self._slowdown("worker", step)).max(axis=1),
         )
 
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
         part_ms = cost.parts_ms[COMPUTE.index(part)]
-        return amount(part_ms, loads[cost.module]) / 1e3 * self._slowdown("stage")
+        return amount(part_ms, loads[cost.module]) / 1e3
 
     def pause_s(self, step: int, slot: int, part: str) -> float:
         """Seconds for which a busy host holds up an operation of a slot."""
         longest_s = sum(
             times[COMPUTE.index(part)] for times in self.work(step).waits[slot].values()
         )
-        return longest_s * float(self._slowdown("host").max() - 1.0)
+        return longest_s * float(self._slowdown("host", step).max() - 1.0)
 
-    def _slowdown(self, what: str) -> Floats:
-        """[k] times as long because of injected faults; "stage" includes slow ranks."""
+    def _slowdown(self, what: str, step: int) -> Floats:
+        """[k] times as long in a step because of faults; "stage" includes slow ranks."""
         kinds = ("stage", "rank") if what == "stage" else (what,)
+        faults, place = begun(self._run.rehearse.faults, step), self._coords
         return np.array(
             [
-                np.prod(
-                    [
-                        slowdown(
-                            self._run.rehearse.faults,
-                            kind,
-                            self._coords.unit.name,
-                            self._coords.stage.index,
-                            replica,
-                        )
-                        for kind in kinds
-                    ]
+                math.prod(
+                    slowdown(faults, kind, place.unit.name, place.stage.index, replica)
+                    for kind in kinds
                 )
                 for replica in self.replicas
             ]

@@ -8,7 +8,7 @@ time later, or when it has really arrived, where that is later still.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,10 @@ from disttrain_cli.runtime.units.broker import Broker
 
 @dataclass(kw_only=True)
 class EmulatedBroker(Broker):
-    """A broker whose links take `transfer_s` of the cluster's seconds per slot."""
+    """A broker whose links take `transfer_s` of the cluster's seconds per slot, as they are now."""
 
     clock: Device
-    transfer_s: float
+    transfer_s: Callable[[], float]
     full: Mapping[str, TensorSpec]  # as the model has them, by name: what the trace says was sent
 
     def expect(self, slots: Sequence[Slot]) -> None:
@@ -52,7 +52,7 @@ class EmulatedBroker(Broker):
             work.wait()
         if stamps:
             arrival_s = (
-                max(float(stamp) for _, stamp in stamps) + self.transfer_s * self.clock.time_scale
+                max(float(stamp) for _, stamp in stamps) + self.transfer_s() * self.clock.time_scale
             )
             late_s = max(0.0, time.monotonic() - max(called_s, arrival_s))
             self.clock.arrive(arrival_s, late_s)

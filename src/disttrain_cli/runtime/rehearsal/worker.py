@@ -44,7 +44,7 @@ from disttrain_cli.runtime.units.broker import Broker, Brokers, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.runtime.watching.watch import Watch
-from disttrain_cli.simulation.faults import slowdown, waited
+from disttrain_cli.simulation.faults import begun, slowdown, waited
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
@@ -118,7 +118,7 @@ def main(payload: dict[str, Any]) -> None:
         stack.callback(tracer.close)
         links = brokers(graph, coords, table, message_dtype(run.file.train), device)
         upstream, downstream = emulated_brokers(
-            run, profile, layout, stages, coords, clock, links, payload["gpus_per_node"]
+            run, profile, layout, stages, coords, tracer, clock, links, payload["gpus_per_node"]
         )
         engine = EmulatedEngine(
             **engine_parts(
@@ -186,9 +186,9 @@ def with_faults(run: Run, faults: list[dict[str, Any]]) -> Run:
 
 def recorded_ranks(
     stage: Stage, replicas: Iterable[int], faults: Sequence[FaultSpec]
-) -> tuple[list[RankCoords], list[float] | None]:
-    """The ranks of a stage's replicas that have a trace, and the share of its passes in which each
-    waits for its CP group.
+) -> tuple[list[RankCoords], Callable[[int], list[float]] | None]:
+    """The ranks of a stage's replicas that have a trace and, of a step, the share of its passes in
+    which each waits for its CP group.
 
     Those are the first of each replica or, where a CP rank of the unit is slow, all CP ranks; no
     share is told of the former.
@@ -200,7 +200,11 @@ def recorded_ranks(
         for replica in replicas
         for cp_rank in range(stage.cp if grouped else 1)
     ]
-    waits = [waited(faults, unit, stage.index, rank.replica, rank.cp_rank) for rank in ranks]
+
+    def waits(step: int) -> list[float]:
+        now = begun(faults, step)
+        return [waited(now, unit, stage.index, rank.replica, rank.cp_rank) for rank in ranks]
+
     return ranks, waits if grouped else None
 
 
@@ -230,11 +234,12 @@ def emulated_brokers(
     layout: Layout,
     stages: list[CostedStage],
     coords: RankCoords,
+    tracer: Tracer,
     clock: Device,
     links: tuple[list[Broker], list[Broker]],
     gpus_per_node: int,
 ) -> list[Broker | Brokers | None]:
-    """The brokers over emulated links: to the stages before and after."""
+    """The brokers over emulated links: to the stages before and after; `tracer` knows the step."""
     scaled, number = run.file.rehearse.messages == "scaled", coords.stage.number
     times_s = dict(
         zip(
@@ -246,9 +251,12 @@ def emulated_brokers(
 
     def emulated(link: Broker) -> EmulatedBroker:
         sender, taker = sorted((number, link.neighbour.number))
-        slow = slowdown(
-            run.file.rehearse.faults, "link", stages[sender].unit.name, stages[sender].index
-        )
+        unit, stage = stages[sender].unit.name, stages[sender].index
+
+        def transfer_s() -> float:
+            faults = begun(run.file.rehearse.faults, tracer.step)
+            return times_s[sender, taker] * slowdown(faults, "link", unit, stage)
+
         sends, receives = (message_specs(specs, scaled) for specs in (link.sends, link.receives))
         return EmulatedBroker(
             coords,
@@ -258,7 +266,7 @@ def emulated_brokers(
             link.dtype,
             link.device,
             clock=clock,
-            transfer_s=times_s[sender, taker] * slow,
+            transfer_s=transfer_s,
             full={spec.name: spec for spec in (*link.sends, *link.receives)},
         )
 

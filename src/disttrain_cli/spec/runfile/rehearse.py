@@ -42,6 +42,7 @@ class FaultSpec(Strict):
         " of them.",
     )
     factor: float = Field(ge=1e-3, le=1e6, description="Times as long.")
+    from_step: int = Field(0, ge=0, le=MOST_STEPS, description="The first step with it.")
 
     @model_validator(mode="after")
     def _one_rank(self) -> FaultSpec:
