@@ -3,10 +3,12 @@
 
     python -m benchmarks.rehearsal accuracy   simulator's iteration time against the rehearsed one
     python -m benchmarks.rehearsal gain       disaggregated over monolithic, rehearsed and
-    simulated, alternating python -m benchmarks.rehearsal ordering   the policy best over none on
-    the same plan, alternating python -m benchmarks.rehearsal faults     rehearsed slowdown beside
-    the simulator's python -m benchmarks.rehearsal overhead   processes at once, lateness, CPU time
-    per operation, memory
+                                              simulated, alternating
+    python -m benchmarks.rehearsal ordering   the policy best over none on the same plan,
+                                              alternating
+    python -m benchmarks.rehearsal faults     rehearsed slowdown beside the simulator's
+    python -m benchmarks.rehearsal overhead   processes at once, lateness, CPU time per operation,
+                                              memory
 
 Costs are those of an A800 in the hardware catalogue, data the distribution `laion-like`; processes,
 messages and schedules are real. Simulated is the very steps that were rehearsed: their orderings,

@@ -52,7 +52,7 @@ LAYOUTS = {
     "one": (1, 1, 1, 2),
     "few encoders": (1, 2, 2, 2),
     "few generators": (2, 2, 1, 2),
-    "small llm": (2, 2, 2, 1),
+    "small llm": (3, 2, 3, 1),
 }
 LLM_STAGES = [12, 11, 11]
 
