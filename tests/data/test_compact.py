@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.index_rows import shard_rows
-from disttrain_cli.data.sources import Compact, Shard, Skipped, columns, llava, read_shard
+from disttrain_cli.data.sources import Compact, Sample, Shard, Skipped, llava, read_shard
+from disttrain_cli.data.sources import rows as room
 from disttrain_cli.data.tokenizer import ByteTokenizer
 from tests.data.dataset import INPUTS, PROPERTY, encoded
+from tests.data.sources.forms import read_one_by_one
 
 PICTURES = {"a.jpg": encoded(40, 24, ".jpg"), "b.png": encoded(24, 60, ".png"), "cut.jpg": b"\xff"}
 #: Without images, with few tokens, and as it is.
@@ -86,7 +88,7 @@ def read(shard: Shard) -> Iterator[Any]:
 
 def described(shard: Shard) -> tuple[list[Any], list[Any]]:
     """(samples and what is left out, in order; rows and what is left out for each model)."""
-    found = [one if isinstance(one, Skipped) else (one.key, one.segments) for one in read(shard)]
+    found = list(read_one_by_one(shard, "shard"))
     rows = []
     for inputs in MODELS:
         table, skipped, unread = shard_rows(read(shard), "shard", inputs, ByteTokenizer())
@@ -143,13 +145,56 @@ CELLS = st.fixed_dictionaries(
 )
 
 
+def one_by_one(batch: Any, columns: Any, first: int, label: str) -> Iterator[Sample | Skipped]:
+    """The plain way of `rows._together`."""
+    for row, cells in enumerate(room._pairs(batch, columns), first):
+        try:
+            yield room._sample(f"row {row}", row, cells)
+        except ValueError as error:
+            yield Skipped(label, f"row {row}", str(error))
+
+
 @PROPERTY
-@given(rows=st.lists(CELLS, max_size=8), group=st.integers(1, 8))
-def test_pairs_of_a_table(folder: Path, rows: list[Any], group: int) -> None:
+@given(
+    rows=st.lists(CELLS, max_size=12),
+    group=st.integers(1, 8),
+    form=st.sampled_from(
+        [pa.binary(), pa.large_binary(), pa.struct([("path", pa.string()), ("bytes", pa.binary())])]
+    ),
+)
+def test_pairs_of_a_table(folder: Path, rows: list[Any], group: int, form: pa.DataType) -> None:
     path = folder / "pairs.parquet"
-    form = pa.schema([("image", pa.binary()), ("text", pa.string())])
-    pq.write_table(pa.Table.from_pylist(rows, form), path, row_group_size=group)
+    images = [row["image"] for row in rows]
+    if pa.types.is_struct(form):
+        images = [None if image is None else {"bytes": image} for image in images]
+    texts = pa.array([row["text"] for row in rows], pa.string())
+    table = pa.table({"image": pa.array(images, form), "text": texts})
+    pq.write_table(table, path, row_group_size=group)
     shard = Shard("parquet", str(path), path.name)
-    found = compared(shard, columns, "_pair", lambda form, *row: columns._sample(*row))
+    found = compared(shard, room, "_together", one_by_one)
     usable = [row for row in rows if len(row["image"] or b"") > 1 and row["text"] is not None]
-    assert sum(isinstance(one, Compact) for one in found) == len(usable)
+    compact = [one for one in found if isinstance(one, Compact)]
+    assert sum(len(one.keys) for one in compact) == len(usable)
+    assert len(compact) <= 1 + len(rows) - len(usable)
+
+
+def test_what_is_left_out_is_in_the_order_of_rows(folder: Path) -> None:
+    texts = ["long " * 30 if row % 3 == 0 else None if row % 3 == 1 else "a" for row in range(1100)]
+    path = folder / "many.parquet"
+    images = pa.array([PICTURES["a.jpg"]] * len(texts), pa.binary())
+    pq.write_table(pa.table({"image": images, "text": texts}), path)
+    shard = Shard("parquet", str(path), path.name)
+    table, skipped, _ = shard_rows(read(shard), "shard", INPUTS, ByteTokenizer())
+    rows = range(len(texts))
+    assert [one.key for one in skipped] == [f"row {row}" for row in rows if row % 3 < 2]
+    assert table.column("key").to_pylist() == [f"row {row}" for row in rows if row % 3 == 2]
+
+
+def test_rows_of_empty_lists_are_named(folder: Path) -> None:
+    path = folder / "lists.parquet"
+    lists = {"images": pa.array([[], [None]], pa.list_(pa.binary())), "texts": [[], ["a"]]}
+    pq.write_table(pa.table(lists), path)
+    shard = Shard("parquet", str(path), path.name)
+    reading = INPUTS.model_copy(update={"heads": [INPUTS.image]})
+    table, skipped, _ = shard_rows(read(shard), "shard", reading, ByteTokenizer())
+    assert [one.key for one in skipped] == ["row 0"] and len(table) == 1

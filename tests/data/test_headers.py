@@ -7,9 +7,11 @@ import struct
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from disttrain_cli.data.headers import ImageHeader, read_header, read_whole
-from tests.data.dataset import encoded
+from disttrain_cli.data.headers import ImageHeader, read_header, read_whole, usual_jpeg
+from tests.data.dataset import PROPERTY, encoded
 
 
 def header(data: bytes) -> ImageHeader:
@@ -80,3 +82,39 @@ def test_a_film_behind_a_jpeg_does_not_hide_its_end(more: int) -> None:
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + len(jpeg)) + jpeg
     assert whole(jpeg + film) and not whole(jpeg[:-300] + film)
     assert not whole(jpeg[:2] + thumbnail + jpeg[2:-300]) and whole(jpeg[:2] + thumbnail + jpeg[2:])
+
+
+USUAL = encoded(40, 24)
+SCAN = USUAL.index(b"\xff\xda")
+CHANGES = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 40), st.integers(0, SCAN + 20)),
+        st.sampled_from([0, 1, 0x7F, 0xC0, 0xC4, 0xD9, 0xDA, 0xE1, 0xFF]),
+    ),
+    max_size=4,
+)
+
+
+@PROPERTY
+@given(changes=CHANGES, size=st.one_of(st.just(len(USUAL)), st.integers(0, len(USUAL))))
+def test_a_usual_jpeg_is_what_it_is_when_walked(changes: list[tuple[int, int]], size: int) -> None:
+    content = bytearray(USUAL)
+    for place, value in changes:
+        content[place] = value
+    data = bytes(content[:size])
+
+    def read(offset: int, length: int) -> bytes:
+        return data[offset : offset + length]
+
+    if usual := usual_jpeg(data[:4096], read, len(data)):
+        assert usual == read_whole(read, len(data))[1:3]
+
+
+@pytest.mark.parametrize(
+    ("height", "width"), [(0, 24), (24, 0), (20_000, 20_000), (1, 65_535), (300, 200)]
+)
+def test_sides_of_a_usual_jpeg(height: int, width: int) -> None:
+    frame = next(at for at in range(SCAN) if USUAL[at : at + 2] == b"\xff\xc0") + 5
+    data = USUAL[:frame] + struct.pack(">HH", height, width) + USUAL[frame + 4 :]
+    sizes = usual_jpeg(data, lambda offset, length: data[offset : offset + length], len(data))
+    assert sizes == ((width, height) if 0 < height * width < 10**8 else None)

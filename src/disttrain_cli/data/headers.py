@@ -15,6 +15,10 @@ ORIENTATION, SHORT = 0x0112, 3  # a tag of EXIF, and the type of its value
 MOST_TAGS = 256  # of EXIF that are looked at
 
 MARKER = struct.Struct(">BBH")  # 0xFF, code and length of a segment of a JPEG
+FRAME = struct.Struct(">BBHxHH")  # of a frame header also height and width
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # codes of frame headers
+EXIF, SCAN = 0xE1, 0xDA
+ALONE = frozenset((0xD9, 0xFF))  # codes of markers that end a JPEG, and fill
 WALKED_BYTES = 4096  # of a JPEG in which all segments up to the first scan mostly lie
 END = b"\xff\xd9"  # of a JPEG
 TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
@@ -70,6 +74,26 @@ def read_whole(read: Read, size: int) -> ImageHeader:
     if not _is_whole(read, size, header.format, segments):
         raise ValueError(f"truncated {header.format} file")
     return header
+
+
+def usual_jpeg(head: bytes, read: Read, size: int) -> tuple[int, int] | None:
+    """Width and height as `read_whole` finds them in a file of so many bytes that begins with
+    `head`, in less than half the time; None where that has to look closer: at other formats, at
+    EXIF, at whatever is damaged or cut."""
+    if head[:2] != b"\xff\xd8":
+        return None
+    at, sides, last = 2, (0, 0), len(head) - FRAME.size
+    while at <= last:
+        marker, code, length, height, width = FRAME.unpack_from(head, at)
+        if marker != 0xFF or code == EXIF or code in ALONE:
+            return None
+        if code == SCAN:
+            ends = at <= size - len(END) and read(size - len(END), len(END)) == END
+            return sides if ends and 0 < sides[0] * sides[1] <= MAX_PIXELS else None
+        if code in FRAMES and sides == (0, 0):
+            sides = width, height
+        at += 2 + length
+    return None
 
 
 def _header(read: Read, segments: Segments) -> ImageHeader:
@@ -132,9 +156,9 @@ def _jpeg_segments(read: Read) -> Segments:
 def _jpeg(read: Read, segments: Segments) -> ImageHeader:
     orientation = 1
     for code, at in segments:
-        if code == 0xE1 and orientation == 1:
+        if code == EXIF and orientation == 1:
             orientation = _orientation(read, at + 4)
-        if 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
+        if code in FRAMES:
             height, width = struct.unpack(">HH", read(at + 5, 4))
             width, height = (height, width) if orientation >= 5 else (width, height)
             progressive = code in (0xC2, 0xC6, 0xCA, 0xCE)

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,7 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Compact, OpenShard, Sample, Segment, Skipped, printable
 from disttrain_cli.data.sources.samples import ENDED, KIND, TRAINED
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.heads import Head, Numbers
+from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.index import (
     COLUMNS,
     KINDS,
@@ -48,6 +48,7 @@ OF_SEGMENTS = (
     *("offsets", "sizes", "parts", "frames", "rates"),
 )
 Samples = list[Sample | Compact]
+Chunk = list[Sample | Compact | Skipped]
 #: Bytes of a `Compact.form` that are texts.
 TEXTS = bytes(TEXT | trained | ended for trained in (0, TRAINED) for ended in (0, ENDED))
 
@@ -80,21 +81,44 @@ def shard_rows(
 
     batches, skipped, unread = [], list[Skipped](), Counter[str]()
     whole = _taken_whole(inputs) if opened is None else frozenset[int]()
-    while chunk := list(islice(read, CHUNK_SAMPLES)):
-        samples = [
-            one
-            if isinstance(one, Sample) or whole.issuperset(one.form)
-            else Sample(one.key, one.segments)
-            for one in chunk
-            if not isinstance(one, Skipped)
-        ]
-        skipped += [one for one in chunk if isinstance(one, Skipped)]
-        batches.append(_batch(samples, label, inputs, tokenizer, opened, skipped, unread))
+    for chunk in _chunks(read):
+        samples, left_out = Samples(), list[Skipped]()
+        for one in chunk:
+            if isinstance(one, Skipped):
+                left_out.append(one)
+            elif isinstance(one, Sample) or whole.issuperset(one.form):
+                samples.append(one)
+            else:
+                samples += one.samples
+        batches.append(_batch(samples, label, inputs, tokenizer, opened, left_out, unread))
+        skipped += _in_order(left_out, chunk)
     named = [
         Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON))
         for one in skipped
     ]
     return pa.Table.from_batches(batches, own_schema()), named, dict(unread)
+
+
+def _chunks(read: Iterator[Sample | Compact | Skipped]) -> Iterator[Chunk]:
+    """All that is read, `CHUNK_SAMPLES` at a time, or as many more as one `Compact` has."""
+    chunk, count = Chunk(), 0
+    for one in read:
+        chunk.append(one)
+        count += len(one.keys) if isinstance(one, Compact) else 1
+        if count >= CHUNK_SAMPLES:
+            yield chunk
+            chunk, count = Chunk(), 0
+    if chunk:
+        yield chunk
+
+
+def _in_order(left_out: list[Skipped], chunk: Chunk) -> list[Skipped]:
+    """What is left out of a chunk, in the chunk's order."""
+    if len(left_out) < 2:
+        return left_out
+    keys = (one.keys if isinstance(one, Compact) else [one.key] for one in chunk)
+    place = {key: place for place, key in enumerate(chain.from_iterable(keys))}
+    return sorted(left_out, key=lambda one: place[one.key])
 
 
 def digest(rows: pa.Table) -> str:
@@ -172,27 +196,25 @@ def _batch(
     )
     contents, unreadable = _contents(samples, opened)
     counts, columns = _columns(samples)
+    keys = [key for one in samples for key in _keys(one)]
     if contents:
         columns["contents"][:] = contents
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + specials_of(columns["kinds"], columns["heights"], starts_of(counts))
-    heads = _heads(inputs)
-    misfits = [
-        unreadable.get(number) or _misfit(sample, heads) for number, sample in enumerate(samples)
-    ]
-    fits = np.array([reason is None for reason in misfits], dtype=bool)
-    keep = (counts > 0) & (lengths <= inputs.sequence_length) & fits
+    misfits = _misfits(columns, counts, _heads(inputs)) | unreadable
+    keep = (counts > 0) & (lengths <= inputs.sequence_length)
+    keep[list(misfits)] = False
     for index in np.flatnonzero(~keep).tolist():
         if not counts[index]:
             reason = "nothing in it that this model reads"
         else:
             too_long = f"too long: {lengths[index]} of at most {inputs.sequence_length} tokens"
-            reason = misfits[index] or too_long
-        skipped.append(Skipped(label, samples[index].key, reason))
+            reason = misfits.get(index, too_long)
+        skipped.append(Skipped(label, keys[index], reason))
     inside = np.repeat(keep, counts)
     offsets = pa.array(starts_of(counts[keep]), pa.int32())
-    keys = [printable(sample.key) for sample in compress(samples, keep.tolist())]
+    kept = [printable(key) for key in compress(keys, keep.tolist())]
     form = own_schema()
     lists = [
         pa.ListArray.from_arrays(
@@ -200,7 +222,7 @@ def _batch(
         )
         for name in LISTS
     ]
-    return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
+    return pa.RecordBatch.from_arrays([pa.array(kept, pa.string()), *lists], schema=form)
 
 
 def _taken_whole(inputs: ModelInputs) -> frozenset[int]:
@@ -219,9 +241,10 @@ def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
     """(segments of each sample, columns of all segments but tokens)."""
     compact = [one for one in samples if isinstance(one, Compact)]
     others = [one for sample in samples if isinstance(sample, Sample) for one in sample.segments]
+    together = np.array([len(_keys(one)) for one in samples], np.int64)
     of_each = [len(one.form if isinstance(one, Compact) else one.segments) for one in samples]
-    counts = np.array(of_each, np.int64)
-    briefly = np.array([isinstance(one, Compact) for one in samples], bool)
+    counts = np.repeat(np.array(of_each, np.int64), together)
+    briefly = np.repeat(np.array([isinstance(one, Compact) for one in samples], bool), together)
     inside = np.repeat(briefly, counts)
     columns: dict[str, NDArray] = {
         name: np.zeros(len(inside), bool if name in ("trained", "ended") else np.int64)
@@ -229,21 +252,17 @@ def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
         if name != "tokens"
     }
 
-    form = np.frombuffer(b"".join(one.form for one in compact), np.uint8)
-    records = np.array([one.record for one in compact], np.int64).reshape(-1, 2)
+    form = np.frombuffer(b"".join(one.form * len(one.keys) for one in compact), np.uint8)
+    records = _rows([one.records for one in compact], 2)
     places = np.flatnonzero(inside)
     columns["kinds"][places] = form & KIND
     columns["trained"][places] = form & TRAINED > 0
     columns["ended"][places] = form & ENDED > 0
     for name, values in zip(("offsets", "sizes"), records.T, strict=True):
         columns[name][places] = np.repeat(values, counts[briefly])
-    files = [file for one in compact for file in one.files]
+    files = _rows([one.files for one in compact], 4)
     at = places[form & KIND != TEXT]
-    for name, values in zip(
-        ("offsets", "sizes", "widths", "heights"),
-        np.array(files, np.int64).reshape(-1, 4).T,
-        strict=True,
-    ):
+    for name, values in zip(("offsets", "sizes", "widths", "heights"), files.T, strict=True):
         columns[name][at] = values
 
     if others:
@@ -255,6 +274,16 @@ def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
         for name, of_all in zip(OF_SEGMENTS, of_objects, strict=True):
             columns[name][~inside] = of_all
     return counts, columns
+
+
+def _keys(one: Sample | Compact) -> list[str]:
+    return one.keys if isinstance(one, Compact) else [one.key]
+
+
+def _rows(tuples: Iterable[Iterable[tuple[int, ...]]], width: int) -> Ints:
+    """Tuples of so many numbers, list after list."""
+    numbers = chain.from_iterable(chain.from_iterable(tuples))
+    return np.fromiter(numbers, np.int64).reshape(-1, width)
 
 
 def _contents(samples: Samples, opened: OpenShard | None) -> tuple[list[int], dict[int, str]]:
@@ -274,7 +303,7 @@ def _contents(samples: Samples, opened: OpenShard | None) -> tuple[list[int], di
 def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segment]:
     """Segments of the kinds `present`, videos only with `films`; a text that asks for an image that
     nothing here generates is not trained."""
-    if TARGET not in present:
+    if segments and TARGET not in present:
         asks = [one.kind == TARGET for one in segments[1:]] + [False]
         segments = [
             one._replace(trained=False) if asking else one
@@ -289,6 +318,7 @@ def _cut(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skippe
         return samples
     made, heads = Samples(), _heads(inputs)
     for sample in samples:
+        assert isinstance(sample, Sample)  # `_taken_whole`
         try:
             if reason := _misfit(sample, heads):
                 raise ValueError(reason)
@@ -303,18 +333,28 @@ def _heads(inputs: ModelInputs) -> dict[int, Head]:
     return {kind: of[0] for item, kind in KINDS.items() if (of := inputs.of(item))}
 
 
-def _misfit(sample: Sample | Compact, heads: Mapping[int, Head]) -> str | None:
+def _misfit(sample: Sample, heads: Mapping[int, Head]) -> str | None:
     """Why the model cannot read a file of a sample, if there is one that it cannot."""
-    files: Iterable[tuple[int, Numbers]]
-    if isinstance(sample, Compact):
-        kinds = sample.form.translate(None, TEXTS)  # of files no bit is set beside the kind
-        files = zip(kinds, [file[2:] for file in sample.files], strict=True)
-    else:
-        files = ((one.kind, one.numbers) for one in sample.segments if one.kind != TEXT)
-    for kind, numbers in files:
-        if reason := heads[kind].misfit(*numbers):
-            return reason
-    return None
+    files = (one for one in sample.segments if one.kind != TEXT)
+    reasons = (heads[one.kind].misfit(*one.numbers) for one in files)
+    return next(filter(None, reasons), None)
+
+
+def _misfits(
+    columns: Mapping[str, Ints], counts: Ints, heads: Mapping[int, Head]
+) -> dict[int, str]:
+    """The same by number of sample, of all that have such a file."""
+    files = np.flatnonzero(columns["kinds"] != TEXT)
+    of_sample = np.repeat(np.arange(len(counts)), counts)[files].tolist()
+    kinds = columns["kinds"][files].tolist()
+    misfits = dict[int, str]()
+    for sample, kind, numbers in zip(
+        of_sample, kinds, numbers_of(columns, films=True)[files].tolist(), strict=True
+    ):
+        film = numbers[2] > 0
+        if reason := heads[kind].misfit(*(numbers if film else numbers[:2])):
+            misfits.setdefault(sample, reason)
+    return misfits
 
 
 def _in_pieces(samples: Samples, most: int, tokenizer: Tokenizer) -> tuple[Samples, list[int]]:

@@ -4,13 +4,14 @@ there."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from disttrain_cli.data.sources import Compact, Sample, Shard, Skipped, read_shard
 from disttrain_cli.spec.index import IMAGE, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
 
@@ -18,6 +19,12 @@ PICTURES = [
     encoded(20 + 4 * number, 30, ".png" if number % 2 else ".jpg", shade=40 * number)
     for number in range(6)
 ]
+
+
+def read_one_by_one(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+    """What `read_shard` gives, an object for each sample."""
+    for one in read_shard(shard, label):
+        yield from one.samples if isinstance(one, Compact) else [one]
 
 
 class Written(NamedTuple):

@@ -19,13 +19,12 @@ from disttrain_cli.data.sources import (
     find_shards,
     llava,
     open_shard,
-    read_shard,
 )
 from disttrain_cli.data.sources.chats import conversation
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
 from tests.data.dataset import PROPERTY, encoded
-from tests.data.sources.forms import write_llava
+from tests.data.sources.forms import read_one_by_one, write_llava
 
 
 def turns(*said: str, **record: Any) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def read(
     (folder / name).write_bytes(
         content if isinstance(content, bytes) else json.dumps(content).encode()
     )
-    found = list(read_shard(Shard("llava", str(folder / name), name, str(folder)), name))
+    found = list(read_one_by_one(Shard("llava", str(folder / name), name, str(folder)), name))
     skipped = [one for one in found if isinstance(one, Skipped)]
     assert all(one.shard == name for one in skipped)
     return [one.key for one in found if not isinstance(one, Skipped)], {
@@ -341,7 +340,7 @@ def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> N
     content = json.dumps(records) if name.endswith(".json") else "\n".join(map(json.dumps, records))
     (tmp_path / name).write_text(content)
     shards = find_shards(str(tmp_path), "data.sources[0].path")
-    samples = [one for one in read_shard(shards[0], name) if not isinstance(one, Skipped)]
+    samples = [one for one in read_one_by_one(shards[0], name) if not isinstance(one, Skipped)]
     assert [
         (one.key, [s[2] for s in one.segments], [s.trained for s in one.segments])
         for one in samples
@@ -364,10 +363,10 @@ def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
         (tmp_path / split / "metadata.jsonl").write_text(json.dumps(line) + "\n")
     shards = find_shards(str(tmp_path), "data.sources[0].path")
     assert [shard.name for shard in shards] == ["test/metadata.jsonl", "train/metadata.jsonl"]
-    (sample,) = read_shard(shards[1], "x")
+    (sample,) = read_one_by_one(shards[1], "x")
     assert isinstance(sample, Sample) and [s.kind for s in sample.segments] == [IMAGE, TEXT]
     assert sample.segments[0][3:5] == (20, 30) and sample.segments[1].text == "a picture to train"
-    (captioned,) = read_shard(shards[0], "x")
+    (captioned,) = read_one_by_one(shards[0], "x")
     assert isinstance(captioned, Sample) and captioned.segments[1].text == "a picture to test"
     opened = open_shard(shards[1], RowGroups())
     assert opened.file(

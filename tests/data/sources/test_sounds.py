@@ -14,17 +14,16 @@ from disttrain_cli.data.sources import (
     Shard,
     Skipped,
     open_shard,
-    read_shard,
 )
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
-from tests.data.sources.forms import write_arrow, write_parquet
+from tests.data.sources.forms import read_one_by_one, write_arrow, write_parquet
 from tests.data.test_clips import sound
 
 
 def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
-    found = list(read_shard(Shard(path.suffix[1:], str(path), path.name), path.name))
+    found = list(read_one_by_one(Shard(path.suffix[1:], str(path), path.name), path.name))
     return (
         {one.key: one for one in found if not isinstance(one, Skipped)},
         {one.key: one.reason for one in found if isinstance(one, Skipped)},

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.data.sources import RowGroups, Sample, Shard, Skipped, open_shard, read_shard
+from disttrain_cli.data.sources import RowGroups, Sample, Shard, Skipped, open_shard, tables
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
@@ -20,13 +21,14 @@ from tests.data.sources.forms import (
     list_table,
     pair_table,
     pairs,
+    read_one_by_one,
     write_arrow,
     write_parquet,
 )
 
 
 def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
-    found = list(read_shard(Shard(path.suffix[1:], str(path), path.name), path.name))
+    found = list(read_one_by_one(Shard(path.suffix[1:], str(path), path.name), path.name))
     return (
         {one.key: one for one in found if not isinstance(one, Skipped)},
         {one.key: one.reason for one in found if isinstance(one, Skipped)},
@@ -219,8 +221,6 @@ def test_parquet_cut_short_or_no_parquet(tmp_path: Path) -> None:
 
 
 def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     path = tmp_path / "a.parquet"
     pq.write_table(pair_table(), path, row_group_size=2, compression="zstd", use_dictionary=False)
     column = pq.ParquetFile(path).metadata.row_group(1).column(0)
@@ -228,6 +228,36 @@ def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:
     samples, skipped = read(path)
     assert list(samples) == ["row 0", "row 1", "row 4", "row 5"]
     assert list(skipped) == ["rows 2 to 3"] and "damaged Parquet" in skipped["rows 2 to 3"]
+
+
+@pytest.mark.parametrize("run_bytes", [0, tables.RUN_BYTES])
+def test_rows_before_the_damage_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int
+) -> None:
+    """Whatever row groups are read together, and however many rows at a time."""
+    monkeypatch.setattr(tables, "RUN_BYTES", run_bytes)
+    texts = [f"text {number} " + "x" * 400 for number in range(60)]
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"jpg": [PICTURES[0]] * 60, "text": texts}),
+        path,
+        row_group_size=20,
+        use_dictionary=False,
+        compression="none",
+        data_page_size=4000,
+        write_batch_size=1,
+        write_page_checksum=False,
+    )
+    place = path.read_bytes().index(texts[33].encode()) - 4
+    damaged(path, range(place, place + 4))  # its length
+    for rows in (2, 7, 1024):
+        monkeypatch.setattr(tables, "BATCH_ROWS", (rows, rows))
+        samples, skipped = read(path)
+        (left_out,) = skipped
+        first = int(left_out.split()[1])
+        assert 20 < first <= 33 and left_out == f"rows {first} to 39"
+        assert list(samples) == [f"row {row}" for row in (*range(first), *range(40, 60))]
+        assert [one.segments[1].text for one in samples.values()] == texts[:first] + texts[40:]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from disttrain_cli.data.clips import read_clip_header
-from disttrain_cli.data.headers import Read, read_whole
+from disttrain_cli.data.headers import Read, read_whole, usual_jpeg
 from disttrain_cli.data.videos import is_installed, read_video_header
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.video_processor import NHZ
@@ -42,6 +42,8 @@ def image_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
     """Width and height in pixels; also where the end of the file is missing it is no image."""
     check_bytes(file_bytes, "image")
     head = read(0, HEAD_BYTES)
+    if usual := usual_jpeg(head, read, file_bytes):
+        return usual
 
     def part(offset: int, size: int) -> bytes:
         return head[offset : offset + size] if offset + size <= len(head) else read(offset, size)

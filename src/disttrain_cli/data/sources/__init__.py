@@ -1,9 +1,9 @@
 """Sources of data: find the shards of one, read a shard from end to end, open it to read samples
 again in any order.
 
-A form is a file: `tars`, `llava` (conversations), `tables` (Parquet and Arrow, with `columns`).
-What they give is in `samples`, where they read from in `files`. Names inside data are never a path
-outside it nor reach a shell; nothing is extracted or unpickled.
+A form is a file: `tars`, `llava` (conversations), `tables` (Parquet and Arrow, with `columns` and
+`rows`). What they give is in `samples`, where they read from in `files`. Names inside data are
+never a path outside it nor reach a shell; nothing is extracted or unpickled.
 """
 
 from __future__ import annotations

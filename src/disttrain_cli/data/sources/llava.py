@@ -186,7 +186,7 @@ def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sam
     for number, name in enumerate(names):
         size, (width, height, *_) = _measured(name, folder)
         files.append((number, size, width, height))
-    return Compact(key, form, texts, record.location, files)
+    return Compact([key], form, texts, [record.location], files)
 
 
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:

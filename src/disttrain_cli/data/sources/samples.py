@@ -81,30 +81,36 @@ TRAINED, ENDED, KIND = 64, 128, 63
 
 
 class Compact(NamedTuple):
-    """A sample of texts from one place and whole images or clips, without an object for each of its
-    segments: what most samples are, indexed in half the time.
+    """Consecutive samples of one form, each of texts from one place and whole images or clips,
+    without an object for each of their segments: what most samples are, indexed in less than half
+    the time.
 
-    `form` has a byte for each segment: its kind, with `TRAINED` and `ENDED`.
+    `form` has a byte for each segment of a sample: its kind, with `TRAINED` and `ENDED`. Lists
+    are of all samples, one after the other.
     """
 
-    key: str
+    keys: list[str]
     form: bytes
     texts: list[str]
-    record: Location  # of every text
+    records: list[tuple[int, int]]  # location of all texts of each sample
     files: list[tuple[int, int, int, int]]  # location and two numbers of each
 
     @property
-    def segments(self) -> list[Segment]:
-        """The same as a `Sample` has it."""
+    def samples(self) -> list[Sample]:
+        """The same with an object for each."""
         texts, files = iter(self.texts), iter(self.files)
-        made = list[Segment]()
-        for one in self.form:
-            if one & KIND:
-                offset, size, *numbers = next(files)
-                made.append(file_segment(one & KIND, Location(offset, size), tuple(numbers)))
-            else:
-                flags = bool(one & TRAINED), bool(one & ENDED)
-                made.append(Segment(TEXT, self.record, next(texts), 0, 0, *flags))
+        made = list[Sample]()
+        for key, record in zip(self.keys, self.records, strict=True):
+            segments = list[Segment]()
+            for one in self.form:
+                if one & KIND:
+                    offset, size, *numbers = next(files)
+                    place = Location(offset, size)
+                    segments.append(file_segment(one & KIND, place, tuple(numbers)))
+                else:
+                    flags = bool(one & TRAINED), bool(one & ENDED)
+                    segments.append(Segment(TEXT, Location(*record), next(texts), 0, 0, *flags))
+            made.append(Sample(key, segments))
         return made
 
 

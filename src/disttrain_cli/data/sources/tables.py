@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.data.sources.columns import (
-    file_at,
-    find_columns,
-    read_rows,
-    texts_at,
-)
+from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.data.sources.files import is_url, open_file
+from disttrain_cli.data.sources.rows import file_at, read_rows, texts_at
 from disttrain_cli.data.sources.samples import ChatForm, Compact, Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.heads import Numbers
@@ -31,8 +27,9 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 1024 * 1024 * 1024
 #: Of a Parquet file that is read at once: little enough for a core's own cache, in bytes, within
-#: these numbers of rows.
-BATCH_BYTES, BATCH_ROWS = 1024 * 1024, (8, 1024)
+#: these numbers of rows. A little less than a power of two, to which Arrow's buffers grow.
+BATCH_BYTES, BATCH_ROWS = 1000 * 1024, (8, 1024)
+RUN_BYTES = 64 * 1024 * 1024  # of row groups that are read without a pause, where there are several
 
 
 class RowGroups:
@@ -66,10 +63,7 @@ class ParquetShard:
         self._path, self._cache, self._chat = shard.path, cache, chat
         self._file = _open_parquet(shard.path)
         self._columns = find_columns(self._file.schema_arrow, shard.name)
-        groups = range(self._file.num_row_groups)
-        self._ends = list(
-            accumulate(self._file.metadata.row_group(group).num_rows for group in groups)
-        )
+        self._ends = _ends(self._file.metadata)
         self._lock = threading.Lock()  # a Parquet reader is not for two threads
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
@@ -146,20 +140,28 @@ def read_parquet(
     except (pa.ArrowException, OSError) as error:
         yield Skipped(label, "", f"not a whole Parquet file: {error}")
         return
-    columns, first = find_columns(file.schema_arrow, label), 0
-    for group in range(file.num_row_groups):
-        about = file.metadata.row_group(group)
-        row, first = first, first + about.num_rows
-        rows = BATCH_BYTES * about.num_rows // max(1, about.total_byte_size)
-        rows = min(max(rows, BATCH_ROWS[0]), BATCH_ROWS[1])
+    columns, row = find_columns(file.schema_arrow, label), 0
+    ends = _ends(file.metadata)
+    runs = deque(_runs(file.metadata))
+    while runs:
+        groups, rows = runs.popleft()
+        at = ends[groups[0] - 1] if groups[0] else 0
         try:
             for batch in file.iter_batches(
-                rows, row_groups=[group], columns=columns.names, use_threads=False
+                rows, row_groups=groups, columns=columns.names, use_threads=False
             ):
-                yield from read_rows(batch, columns, row, label, chat)
-                row += len(batch)
+                new = batch.slice(min(row - at, len(batch)))
+                yield from read_rows(new, columns, row, label, chat)
+                row, at = row + len(new), at + len(batch)
         except (pa.ArrowException, OSError) as error:
-            yield Skipped(label, f"rows {row} to {first - 1}", f"damaged Parquet: {error}")
+            if rows > 1:  # read what can be read of it: every group by itself, then every row
+                fewer = rows if len(groups) > 1 else 1
+                left = [([group], fewer) for group in groups if ends[group] > row]
+                runs.extendleft(reversed(left))
+                continue
+            end = ends[groups[0]]
+            yield Skipped(label, f"rows {row} to {end - 1}", f"damaged Parquet: {error}")
+            row = end
 
 
 def read_arrow(
@@ -178,6 +180,32 @@ def read_arrow(
         columns = columns or find_columns(batch.schema, label)
         yield from read_rows(batch, columns, row, label, chat)
         row += len(batch)
+
+
+def _runs(about: Any) -> Iterator[tuple[list[int], int]]:
+    """(row groups that are read one after the other without a pause, rows of them at a time) of a
+    file's metadata."""
+    run, count, size = list[int](), 0, 0
+    for group in range(about.num_row_groups):
+        own = about.row_group(group)
+        if run and size + own.total_byte_size > RUN_BYTES:
+            yield run, _rows_at_once(count, size)
+            run, count, size = [], 0, 0
+        run.append(group)
+        count, size = count + own.num_rows, size + own.total_byte_size
+    if run:
+        yield run, _rows_at_once(count, size)
+
+
+def _rows_at_once(count: int, size: int) -> int:
+    return min(max(BATCH_BYTES * count // max(1, size), BATCH_ROWS[0]), BATCH_ROWS[1])
+
+
+def _ends(about: Any) -> list[int]:
+    """Rows up to the end of each row group of a file's metadata."""
+    return list(
+        accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))
+    )
 
 
 def _open_parquet(path: str) -> Any:
