@@ -38,10 +38,11 @@ def paired_ratio(over: list[float], under: list[float]) -> float:
     return median(a / b for a, b in zip(over, under, strict=True))
 
 
-def main(doc: str | None, measure: Callable[[bool], Tables]) -> None:
+def main(doc: str | None, measure: Callable[..., Tables], **numbers: str) -> None:
     """Command line of a benchmark: measure, then print its tables or, with --json, one document.
 
-    `measure` takes whether the smallest form is wanted.
+    `measure` takes whether the smallest form is wanted, and those whole numbers that are given, of
+    which `numbers` says what they are.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,8 +51,11 @@ def main(doc: str | None, measure: Callable[[bool], Tables]) -> None:
         "--small", action="store_true", help="smallest form: shows that it runs, measures little"
     )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    for name, told in numbers.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=told)
     options = parser.parse_args()
-    tables = measure(options.small)
+    given = {name: value for name in numbers if (value := getattr(options, name)) is not None}
+    tables = measure(options.small, **given)
     if options.json:
         print(json.dumps(tables, indent=1))
     else:
