@@ -25,9 +25,11 @@ from benchmarks.rehearsal import RUN_FILE, edit
 from benchmarks.strategies import disttrain
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.data.epochs.mixture import mixture_of
+from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run, read_run
 
 Row = dict[str, Any]
@@ -57,12 +59,11 @@ def prepare(folder: Path) -> Run:
     return read_run(folder / RUN_FILE)
 
 
-def samples(run: Run, steps: int) -> Row:
-    """How many samples the steps trained, and how many of them are lost or doubled beside the
-    stream."""
+def samples(run: Run, index: Index, folder: RunDir, steps: int) -> Row:
+    """How many samples the steps trained by the traces in `folder`, and how many of them are lost
+    or doubled beside the stream of an index."""
     profile = read_profile(run.dir.profile)
     each = run.file.train.global_batch_size
-    index = rehearsed_index(run, profile.inputs)
     stream = SequenceStream(mixture_of(index, run.file.train.seed, profile.data, each))
     batch = stream.batch(0, steps * each)
     expected = Counter(
@@ -72,7 +73,7 @@ def samples(run: Run, steps: int) -> Row:
             batch.sample_start[place] : batch.sample_start[place + 1]
         ].tolist()
     )
-    asked = ask([run.dir.rehearsal.root], "SELECT sequence, sample FROM samples")
+    asked = ask([folder.root], "SELECT sequence, sample FROM samples")
     seen = Counter((int(sequence), int(sample)) for sequence, sample in asked.rows)
     return {
         "samples": expected.total(),
@@ -86,6 +87,7 @@ def rehearsed(folder: Path, run: Run, case: str, steps: int) -> Row:
     edit(folder, rehearse=CASES[case])
     result = disttrain(folder, "train", "--rehearse", "--steps", steps)
     replan = result["replans"][-1]
+    index = rehearsed_index(run, read_profile(run.dir.profile).inputs)
     then_s, simulated_s = (
         mean(row["iteration_s"] for row in result[rows] if row["step"] > replan["step"])
         for rows in ("steps", "simulated")
@@ -97,7 +99,7 @@ def rehearsed(folder: Path, run: Run, case: str, steps: int) -> Row:
         "starts": 1 + len(result["restarts"]),
         "new plan from step": replan["step"],
         "devices": replan["gpus"],
-        **samples(run, steps),
+        **samples(run, index, run.dir.rehearsal, steps),
         "before s": round(mean(before), 3),
         "predicted s": round(predicted_s, 3),
         "simulated s": round(simulated_s, 3),

@@ -71,6 +71,7 @@ class Synthetic:
     skew: float = 0.0  # spread of work over replicas
     slot_skew: float = 0.0  # spread of work over slots
     device: str = "cuda"
+    cores: int = 2
     peak_tflops: float = 0.2
     run: str = "demo"
     seed: int = 1  # of the work
@@ -319,7 +320,7 @@ def make_job(spec: Synthetic) -> Job:
             memory_gib=1,  # type: ignore[arg-type]
             peak_tflops=spec.peak_tflops,
             shared_by=1,
-            cores=2,
+            cores=spec.cores,
         ),
         inputs=ModelInputs(llm="llm", vocabulary=256, sequence_length=1024),
         modules={

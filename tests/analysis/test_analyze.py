@@ -279,14 +279,15 @@ def test_json_has_the_promised_keys(analysis):
     assert not math.isnan(plain["job"]["iteration_s"])
 
 
-def test_shared_cores_halve_the_confidence_in_ranks(tmp_path):
-    synthetic.write(
-        tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, device="cpu", peak_tflops=1.2)
-    )
-    verdict = analyze([tmp_path]).verdict
-    assert verdict.cause == "worker" and verdict.place.rank == 3
-    assert 0.4 < verdict.confidence <= 0.5
-    assert verdict.next_command == "disttrain plan --gpus 5"
+def test_crowded_cores_halve_the_confidence_in_ranks(tmp_path):
+    found = {}
+    for cores in (2, 64):
+        spec = synthetic.Synthetic(slow_rank={3: 1.6}, device="cpu", peak_tflops=1.2, cores=cores)
+        synthetic.write(tmp_path / str(cores), spec)
+        found[cores] = analyze([tmp_path / str(cores)]).verdict
+        assert found[cores].cause == "worker" and found[cores].place.rank == 3
+    assert 0.4 < found[2].confidence <= 0.5 < 0.9 < found[64].confidence
+    assert found[2].next_command == "disttrain plan --gpus 5" != found[64].next_command
 
 
 def test_levelling_never_counts_as_a_gain(tmp_path):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from disttrain_cli.analysis.analyze import ask
+from benchmarks.replanning import samples
 from disttrain_cli.api import rehearse
-from disttrain_cli.data.epochs.mixture import mixture_of
-from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.mitigation.looking_after import looked_after
 from disttrain_cli.mitigation.replanning import MakeAnew
 from disttrain_cli.planning.check import check
@@ -190,13 +187,6 @@ def test_a_lost_node_rehearsed_loses_and_doubles_no_sample(tmp_path: Path) -> No
         predicted == [planned.plan.predicted.iteration_s] * 2 + [replan.predicted_iteration_s] * 4
     )
     index = rehearsed_index(run, planned.profile.inputs)
-    stream = SequenceStream(mixture_of(index, 0, planned.profile.data, 8))
-    batch = stream.batch(0, 6 * 8)
-    asked = ask([run.dir.rehearsal.root], "SELECT sequence, sample FROM samples")
-    at = batch.sample_start.tolist()
-    assert Counter((int(one), int(two)) for one, two in asked.rows) == Counter(
-        (sequence, sample)
-        for place, sequence in enumerate(batch.ids.tolist())
-        for sample in batch.samples[at[place] : at[place + 1]].tolist()
-    )
+    found = samples(run, index, run.dir.rehearsal, 6)
+    assert found["samples"] > 0 and (found["lost"], found["doubled"]) == (0, 0)
     assert read_plan(run.dir.plan).plan == planned.plan.plan  # the run's own stays

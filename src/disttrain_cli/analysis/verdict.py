@@ -87,8 +87,8 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
         Evidence(what=f"mending it: {told.told}", value=gain_s, unit="s"),
         *(figure for remark in remarks for figure in remark.evidence),
     ]
-    if record.shared_cores and main.cause in IN_RANKS:
-        told = _of_shared_cores(record, main, told)
+    if _crowded(record, main):
+        told = _of_crowded_cores(record, main, told)
     found = (
         f"{told.told}: {gain_s:.3g} s of every {measured_s:.3g} s step"
         f" ({100 * gain_s / measured_s:.0f} %)."
@@ -173,11 +173,17 @@ def _how_often(record: Record, main: Finding) -> _Remark:
     return _Remark([f"Only in {often.sum()} of {len(often)} steps."] if rare else [], [figure])
 
 
-def _of_shared_cores(record: Record, main: Finding, told: Told) -> Told:
+def _crowded(record: Record, finding: Finding) -> bool:
+    """Whether what is found of ranks may only be that they waited for a core that all share."""
+    return record.shared_cores and record.losses.crowded > CROWDED and finding.cause in IN_RANKS
+
+
+def _of_crowded_cores(record: Record, main: Finding, told: Told) -> Told:
     """The same of ranks that may only have waited for a core."""
-    crowded = record.losses.crowded
     figure = Evidence(
-        what="passes of all ranks ÷ time of the shared cores", value=crowded, unit="ratio"
+        what="passes of all ranks ÷ time of the shared cores",
+        value=record.losses.crowded,
+        unit="ratio",
     )
     told = told._replace(
         evidence=[*told.evidence, figure],
@@ -187,7 +193,7 @@ def _of_shared_cores(record: Record, main: Finding, told: Told) -> Told:
         ),
         command=f"disttrain plan --gpus {max(1, record.gpus - 1)}",
     )
-    if main.cause != "host" or crowded <= CROWDED:
+    if main.cause != "host":
         return told
     slow = Evidence(
         what="transfers above the usual, ranks summed",
@@ -270,9 +276,8 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
 
 
 def _sure(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
-    """Confidence in a cause; half of it where ranks that share cores may only have waited for
-    one."""
-    halved = 2 if record.shared_cores and finding.cause in IN_RANKS else 1
+    """Confidence in a cause; half of it where ranks may only have waited for a core."""
+    halved = 2 if _crowded(record, finding) else 1
     return round(calibrated(_raw(record, finding, others), record.kind) / halved, 3)
 
 

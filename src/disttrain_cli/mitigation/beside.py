@@ -17,7 +17,7 @@ from disttrain_cli.naming import short_path
 #: Runs that are shorter are not watched.
 AFTER_S = 60.0
 LOWEST_PRIORITY = 19
-#: A verdict less sure is left to `disttrain watch`: of ranks that share cores most are.
+#: A verdict less sure is left to `disttrain watch`: of ranks that wait for cores most are.
 LEAST_SURE = 0.5
 
 

@@ -45,7 +45,7 @@ class Replanned(Strict):
 
 
 class Replanner(Protocol):
-    """Who makes other plans (`disttrain_cli.replanning`)."""
+    """Who makes other plans (`mitigation.replanning`)."""
 
     def ready(self) -> bool:
         """Whether there is a better plan than the present one."""
