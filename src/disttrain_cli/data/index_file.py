@@ -137,11 +137,12 @@ class IndexWriter:
 
     def add(self, source: int, name: str, rows: pa.Table) -> None:
         """Rows of a shard; columns that tell the sample's number and shard are written anew."""
+        import numpy as np
         import pyarrow as pa
 
         if not len(rows):
             return
-        numbers = pa.array(range(self._count, self._count + len(rows)), pa.int64())
+        numbers = pa.array(np.arange(self._count, self._count + len(rows), dtype=np.int64))
         head = [
             numbers,
             pa.repeat(pa.scalar(source, pa.int32()), len(rows)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, compress, islice
@@ -20,7 +21,7 @@ from disttrain_cli.data.index_file import schema
 from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts, in_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Compact, OpenShard, Sample, Segment, Skipped, printable
-from disttrain_cli.data.sources.samples import ENDED, KIND, TRAINED
+from disttrain_cli.data.sources.samples import ENDED, KIND, LONG, TRAINED
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.index import (
@@ -253,14 +254,14 @@ def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
     }
 
     form = np.frombuffer(b"".join(one.form * len(one.keys) for one in compact), np.uint8)
-    records = _rows([one.records for one in compact], 2)
+    records = _joined((one.records for one in compact), 2)
     places = np.flatnonzero(inside)
     columns["kinds"][places] = form & KIND
     columns["trained"][places] = form & TRAINED > 0
     columns["ended"][places] = form & ENDED > 0
     for name, values in zip(("offsets", "sizes"), records.T, strict=True):
         columns[name][places] = np.repeat(values, counts[briefly])
-    files = _rows([one.files for one in compact], 4)
+    files = _joined((one.files for one in compact), 4)
     at = places[form & KIND != TEXT]
     for name, values in zip(("offsets", "sizes", "widths", "heights"), files.T, strict=True):
         columns[name][at] = values
@@ -280,10 +281,12 @@ def _keys(one: Sample | Compact) -> list[str]:
     return one.keys if isinstance(one, Compact) else [one.key]
 
 
-def _rows(tuples: Iterable[Iterable[tuple[int, ...]]], width: int) -> Ints:
-    """Tuples of so many numbers, list after list."""
-    numbers = chain.from_iterable(chain.from_iterable(tuples))
-    return np.fromiter(numbers, np.int64).reshape(-1, width)
+def _joined(arrays: Iterable[array[int]], width: int) -> Ints:
+    """Rows of so many numbers, array after array."""
+    numbers = array(LONG)
+    for one in arrays:
+        numbers.extend(one)
+    return np.frombuffer(numbers, np.int64).reshape(-1, width)
 
 
 def _contents(samples: Samples, opened: OpenShard | None) -> tuple[list[int], dict[int, str]]:

@@ -65,7 +65,9 @@ class ByteTokenizer:
         return list(text.encode("utf-8", "replace"))
 
     def count(self, texts: list[str]) -> list[int]:
-        return [len(text.encode("utf-8", "replace")) for text in texts]
+        return [
+            len(text) if text.isascii() else len(text.encode("utf-8", "replace")) for text in texts
+        ]
 
     def starts(self, text: str) -> NDArray[np.int64]:
         first_bytes = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8) & 0xC0 != 0x80

@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -33,6 +34,7 @@ from disttrain_cli.data.sources.files import (
 )
 from disttrain_cli.data.sources.samples import (
     DATA,
+    LONG,
     MAX_TEXT_BYTES,
     ChatForm,
     Compact,
@@ -182,11 +184,11 @@ def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sam
     if usual is None:
         return Sample(key, _segments(record, folder, chat))
     form, texts, names = usual
-    files = list[tuple[int, int, int, int]]()
+    files = array(LONG)
     for number, name in enumerate(names):
         size, (width, height, *_) = _measured(name, folder)
-        files.append((number, size, width, height))
-    return Compact([key], form, texts, [record.location], files)
+        files.extend((number, size, width, height))
+    return Compact([key], form, texts, array(LONG, record.location), files)
 
 
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:

@@ -6,6 +6,7 @@ The location of a segment is its row in the file and its position in the row.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.chats import conversation, texts_of
 from disttrain_cli.data.sources.columns import LISTS, Columns
 from disttrain_cli.data.sources.samples import (
+    LONG,
     MAX_TEXT_BYTES,
     TRAINED,
     ChatForm,
@@ -156,7 +158,7 @@ def _together(
     """The same as of `_pairs` and `_sample`, where no file is a video."""
     media = [MEDIA[name] for name in columns.files]
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
-    made = Compact([], form, [], [], [])
+    made = Compact([], form, [], array(LONG), array(LONG))
     views = [_views(batch.column(name)) for name in columns.names]
     for row, cells in enumerate(zip(*views, strict=True), first):
         key = f"row {row}"
@@ -164,19 +166,19 @@ def _together(
             if not all(cells) and (missing := _missing(columns, cells)):
                 raise ValueError(missing)
             *values, text = cells
-            files = list[tuple[int, int, int, int]]()
+            files = list[int]()
             for one, value in zip(media, values, strict=True):
                 width, height = one.read_sizes(partial(_part, value), len(value))[:2]
-                files.append((row, 0, width, height))
+                files += (row, 0, width, height)
             made.texts.append(_text(text))
         except ValueError as error:
             if made.keys:
                 yield made
-            made = Compact([], form, [], [], [])
+            made = Compact([], form, [], array(LONG), array(LONG))
             yield Skipped(label, key, str(error))
             continue
         made.keys.append(key)
-        made.records.append((row, 0))
+        made.records.extend((row, 0))
         made.files.extend(files)
     if made.keys:
         yield made
@@ -258,14 +260,15 @@ def _views(values: pa.Array) -> list[memoryview | None]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_struct(values.type):
-        whole = not values.null_count
-        values = values.field("bytes") if whole else pc.struct_field(values, "bytes")
+    if isinstance(values, pa.StructArray) and not values.null_count:
+        values = values.field("bytes")
+    elif pa.types.is_struct(values.type):
+        values = pc.struct_field(values, "bytes")
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
-    narrow = pa.types.is_binary(values.type) or pa.types.is_string(values.type)
+    narrow = isinstance(values, pa.BinaryArray | pa.StringArray)  # offsets of 32 bits
     if not narrow:
         values = values.cast(pa.large_binary())
     _, offsets, data = values.buffers()

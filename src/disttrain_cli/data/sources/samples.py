@@ -4,7 +4,9 @@ out, by name."""
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from disttrain_cli.spec.heads import Numbers
@@ -76,6 +78,7 @@ class Sample(NamedTuple):
     segments: list[Segment]
 
 
+LONG = "q"  # type of the numbers of a `Compact`: 64 bits
 #: Of a byte that stands for a segment, in `Compact.form`: beside its kind.
 TRAINED, ENDED, KIND = 64, 128, 63
 
@@ -92,24 +95,23 @@ class Compact(NamedTuple):
     keys: list[str]
     form: bytes
     texts: list[str]
-    records: list[tuple[int, int]]  # location of all texts of each sample
-    files: list[tuple[int, int, int, int]]  # location and two numbers of each
+    records: array[int]  # location of all texts of each sample, two numbers
+    files: array[int]  # location and two numbers of each, four
 
     @property
     def samples(self) -> list[Sample]:
         """The same with an object for each."""
-        texts, files = iter(self.texts), iter(self.files)
+        texts, numbers, records = iter(self.texts), iter(self.files), iter(self.records)
         made = list[Sample]()
-        for key, record in zip(self.keys, self.records, strict=True):
-            segments = list[Segment]()
+        for key in self.keys:
+            record, segments = Location(*islice(records, 2)), list[Segment]()
             for one in self.form:
                 if one & KIND:
-                    offset, size, *numbers = next(files)
-                    place = Location(offset, size)
-                    segments.append(file_segment(one & KIND, place, tuple(numbers)))
+                    place = Location(*islice(numbers, 2))
+                    segments.append(file_segment(one & KIND, place, tuple(islice(numbers, 2))))
                 else:
                     flags = bool(one & TRAINED), bool(one & ENDED)
-                    segments.append(Segment(TEXT, Location(*record), next(texts), 0, 0, *flags))
+                    segments.append(Segment(TEXT, record, next(texts), 0, 0, *flags))
             made.append(Sample(key, segments))
         return made
 

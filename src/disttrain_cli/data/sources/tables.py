@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.data.sources.columns import find_columns
+from disttrain_cli.data.sources.columns import Columns, find_columns
 from disttrain_cli.data.sources.files import is_url, open_file
 from disttrain_cli.data.sources.rows import file_at, read_rows, texts_at
 from disttrain_cli.data.sources.samples import ChatForm, Compact, Location, Sample, Shard, Skipped
@@ -141,14 +141,14 @@ def read_parquet(
         yield Skipped(label, "", f"not a whole Parquet file: {error}")
         return
     columns, row = find_columns(file.schema_arrow, label), 0
-    ends = _ends(file.metadata)
+    ends, names = _ends(file.metadata), _without_paths(columns, file.schema_arrow)
     runs = deque(_runs(file.metadata))
     while runs:
         groups, rows = runs.popleft()
         at = ends[groups[0] - 1] if groups[0] else 0
         try:
             for batch in file.iter_batches(
-                rows, row_groups=groups, columns=columns.names, use_threads=False
+                rows, row_groups=groups, columns=names, use_threads=False
             ):
                 new = batch.slice(min(row - at, len(batch)))
                 yield from read_rows(new, columns, row, label, chat)
@@ -180,6 +180,14 @@ def read_arrow(
         columns = columns or find_columns(batch.schema, label)
         yield from read_rows(batch, columns, row, label, chat)
         row += len(batch)
+
+
+def _without_paths(columns: Columns, form: pa.Schema) -> list[str]:
+    """What is read of a file: of structs {bytes, path} the bytes."""
+    import pyarrow.types as types
+
+    structs = [name for name in columns.names if types.is_struct(form.field(name).type)]
+    return [f"{name}.bytes" if name in structs else name for name in columns.names]
 
 
 def _runs(about: Any) -> Iterator[tuple[list[int], int]]:
