@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.replanning import samples
 from disttrain_cli import api
@@ -51,6 +52,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "restarts": 3,
         "checkpoint": {"every_steps": 2},
         "ordering": "none",
+        "track": ["tensorboard"],
     }
     (folder / "disttrain.yaml").write_text(yaml.safe_dump(content))
     api.profile(folder)
@@ -79,6 +81,12 @@ def check_went_on(run: Run, result: TrainResult, left_out: list[int]) -> None:
     index = read_index(run, read_profile(run.dir.profile).inputs)
     found = samples(run, index, run.dir, count)
     assert found["samples"] > 0 and (found["lost"], found["doubled"]) == (0, 0)
+    tracked = {
+        event.step: event.value
+        for folder in sorted((run.dir.root / "tensorboard").iterdir())
+        for event in EventAccumulator(str(folder)).Reload().Scalars("plan/left_out")
+    }
+    assert tracked == {step: float(step >= replan.step) for step in range(count)}
 
 
 def test_a_rank_lost_twice_is_left_out_and_training_goes_on(tmp_path: Path, profiled: Path) -> None:

@@ -16,11 +16,11 @@ from disttrain_cli.errors import RankFailedError, RankLostError
 from disttrain_cli.runtime.launching import supervise
 from disttrain_cli.runtime.launching.starts import Reports
 from disttrain_cli.runtime.watching.judged import Judged
-from disttrain_cli.runtime.watching.trackers import Tracker, figures, trackers_of
+from disttrain_cli.runtime.watching.trackers import Tracker, figures, figures_of, trackers_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
-from tests.runtime.factory import write_run
+from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.watching.test_hang import layout_of
 
 ROW = {
@@ -322,6 +322,13 @@ def test_wandb_takes_figures_and_goes_on_under_the_same_name(
         tracker.step(ROW)
         tracker.close()
     assert ids[0] == ids[1] != ids[2] and logged[0] == (3, figures(ROW))
+
+
+def test_trackers_get_the_plan_with_every_step(tmp_path: Path) -> None:
+    plan = plan_of(write_run(tmp_path, tmp_path), [unit("llm", ["llm"], [3], dp=2)], 3)
+    left_out = plan.model_copy(update={"plan": plan.plan.model_copy(update={"left_out": [1, 2]})})
+    shown = {"plan/devices": 2.0, "plan/left_out": 2.0, "plan/predicted_iteration_s": 1.0}
+    assert figures({"step": 3, "plan": figures_of(left_out)}) == shown
 
 
 def test_trackers_get_what_verdicts_change_to(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import Run
 
 #: Figures of a step's row under the names that trackers group by.
@@ -92,8 +93,18 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     }
     known |= {f"data/{name}": weight for name, weight in row.get("data_weights", {}).items()}
     known |= {f"watch/{cause}": float(share) for cause, share in row.get("watch", {}).items()}
+    known |= {f"plan/{name}": float(value) for name, value in row.get("plan", {}).items()}
     return known | {
         f"mfu/{unit}": float(value) for unit, value in (row.get("unit_mfu") or {}).items()
+    }
+
+
+def figures_of(plan: Plan) -> dict[str, float]:
+    """What trackers show of a plan, beside the steps that it runs."""
+    return {
+        "devices": plan.plan.gpus_used,
+        "left_out": len(plan.plan.left_out),
+        "predicted_iteration_s": plan.predicted.iteration_s,
     }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ class Watch:
         stop_file: Path | None = None,
         narration: Narration | None = None,
         judged: Judged | None = None,
+        planned: Mapping[str, float] | None = None,
     ) -> None:
         self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
-        self._judged = judged
+        self._judged, self._planned = judged, planned or {}
         self._asked = ""
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
@@ -53,7 +54,7 @@ class Watch:
         if self._narration is not None:
             self._narration.step(row)
         if self._trackers and self._judged is not None:
-            row = row | {"watch": self._judged.lost()}
+            row = row | {"watch": self._judged.lost(), "plan": self._planned}
         for tracker in self._trackers:
             tracker.step(row)
 
