@@ -8,13 +8,13 @@ the stream has the same samples whatever the layout; a global batch is a range o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from disttrain_cli.data.epochs.making import Epochs
+from disttrain_cli.data.epochs.making import Epochs, remove_others
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.phase import PhaseStream
 from disttrain_cli.data.epochs.sizes import joined
@@ -129,6 +129,15 @@ class SequenceStream:
         is not there."""
         phase = self._phase_of(number)
         return phase, self._phases[phase].epoch_of(number - self._firsts[phase])
+
+    def remove_unneeded(self, at: int, beside: Sequence[Mixture]) -> None:
+        """Remove orders on disk that whoever goes on from a sequence does not need: those of other
+        mixtures than this and some beside it and, of phases that are over, all epochs but the last.
+        Whoever asks for one all the same has it made again."""
+        for phase in self._phases[: self._phase_of(at)]:
+            phase.leave()
+        if (root := self._mixture.index.orders) is not None:
+            remove_others(root, [self._mixture, *beside])
 
     def _within(self, phase: int, end: int) -> int:
         return min([end, *self._firsts[phase + 1 : phase + 2]])

@@ -19,20 +19,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from disttrain_cli.data.index import Index
+from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
+from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.preparing import reads_files
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.runtime.checkpoints.folder import made_from
+from disttrain_cli.runtime.checkpoints.folder import begun, made_from
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
-from disttrain_cli.runtime.launching.join import join
+from disttrain_cli.runtime.launching.join import Joined, join
 from disttrain_cli.runtime.launching.meeting import wait_until_built
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
@@ -86,6 +88,8 @@ def main(payload: dict[str, Any]) -> None:
             figures_of(job.plan),
         )
         stack.callback(watch.close)
+        if rank0:
+            _remove_orders(job)
         now = wall_clock()
         tracer = Tracer(
             run.dir.traces,
@@ -192,6 +196,16 @@ def main(payload: dict[str, Any]) -> None:
             Path(payload["logs"], f"skipped-rank-{coords.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped])
             )
+
+
+def _remove_orders(job: Joined) -> None:
+    """Remove orders of the data that the run does not need from its newest checkpoint on."""
+    train, index, data = job.run.file.train, job.index, job.profile.data
+    batch = train.global_batch_size
+    SequenceStream(mixture_of(index, train.seed, data, batch)).remove_unneeded(
+        begun(job.run.dir.checkpoints).step * batch,
+        [Mixture(held_out(index), train.seed, data.order)] if train.evaluation else [],
+    )
 
 
 def preflight(payload: dict[str, Any]) -> None:

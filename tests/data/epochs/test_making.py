@@ -20,12 +20,13 @@ import pytest
 
 from disttrain_cli.data.columns import HEADER, alone
 from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS, making, streams
-from disttrain_cli.data.epochs.making import Epochs
-from disttrain_cli.data.epochs.mixture import Mixture
+from disttrain_cli.data.epochs.making import Epochs, folder_of
+from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.progress import silent
 from tests.data.test_packing import make_index
 
 SEQUENCES = 14  # of an epoch, about
@@ -213,7 +214,7 @@ MAKER = """
 import sys, time
 from pathlib import Path
 from disttrain_cli.data.epochs import making
-from disttrain_cli.data.epochs.mixture import Mixture
+from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.packing import SequenceStream
 from tests.data.epochs.test_making import made
 real = making.Epochs._pieces
@@ -293,3 +294,34 @@ def test_epochs_that_were_asked_for_stay(folder: Path, made_epochs: list[int]) -
     ranges = [again.range_of(0, number) for number in range(6)]
     assert [end for _, end in ranges[:-1]] == [begin for begin, _ in ranges[1:]]
     assert made_epochs == [0, 1, 2, 3, 4, 5, 2] and len(folders(folder)) == 6
+
+
+def test_a_start_leaves_what_it_needs_and_the_rest_is_made_again(folder: Path) -> None:
+    """Of phase 0 its last epoch, with which phase 1 begins, and all of what is beside."""
+
+    def stream(*phases: Phase, seed: int = 3) -> SequenceStream:
+        return SequenceStream(Mixture(made(folder), seed, phases=phases))
+
+    first, second, beside = Phase(0, [1.0]), Phase(2 * SEQUENCES, [2.0]), Mixture(made(folder), 5)
+    for at in range(4 * SEQUENCES):  # before the second phase was stated
+        stream(first).batch(at, 1)
+    for others in (stream(first, Phase(5, [3.0])), stream(seed=4), SequenceStream(beside)):
+        others.batch(5, 2)
+    busy = stream(seed=6)
+    busy.batch(0, 2)
+    now = stream(first, second)
+    early, late = now.batch(0, 40), now.batch(second.first, 30)
+    with alone(folder_of(busy._mixture, 0) / "lock", "an order", silent):
+        now.remove_unneeded(second.first, [beside])
+    needed = [folder_of(now._mixture, 0), folder_of(now._mixture, 1)]
+    assert set(folder.iterdir()) == {
+        *needed,
+        folder_of(beside, 0),
+        folder_of(busy._mixture, 0),
+    }
+    (left,) = needed[0].glob("epoch-*")
+    assert left.name == making.NAME.format(now.epoch_of(second.first - 1)[1])
+    shutil.rmtree(needed[1])
+    again = stream(first, second)
+    assert same(again.batch(second.first, 30), late) and list(needed[0].glob("epoch-*")) == [left]
+    assert same(again.batch(0, 40), early)

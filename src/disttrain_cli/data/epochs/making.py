@@ -9,8 +9,11 @@ something else is made anew. Of an index that has no folder, orders are kept in 
 
 from __future__ import annotations
 
+import fcntl
 import shutil
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.progress import Progress
 
-NAME = "epoch-{:06d}"
+NAME, EPOCHS = "epoch-{:06d}", "epoch-*"
 KEPT = 3  # epochs on disk: one that is made ahead, this one, and the one before it
 
 
@@ -63,7 +66,7 @@ class Epochs:
             start: what the phase begins with; asked for when an epoch of order `STREAMS` is made.
             keep: earlier epochs, which are removed else when one is made.
         """
-        index, order = mixture.index, mixture.order
+        order = mixture.order
         if order not in (WINDOWS, HISTOGRAM, STREAMS):
             raise MismatchError(
                 f"The run has its data in order {order}",
@@ -72,25 +75,12 @@ class Epochs:
             )
         self.mixture, self.phase = mixture, phase
         self._start, self._progress, self._keep = start, progress, keep
-        self._made_for = {
-            "index": index.fingerprint,
-            "held out": index.held,
-            "inputs": index.inputs.fingerprint(),
-            "seed": mixture.seed,
-            "order": order,
-        }
-        if order == STREAMS:  # sources that come later change nothing
-            phases = mixture.phases[: phase + 1]
-            own = index.of_sources[: max(len(one.weights) for one in phases)]
-            said = [[one.first, list(one.weights)] for one in phases]
-            self._made_for |= {"index": own or index.fingerprint, "phases": said}
-        root = index.orders
-        self._folder = root and root / fingerprint(self._made_for)
+        self._made_for, self._folder = _made_for(mixture, phase), folder_of(mixture, phase)
 
     def firsts(self) -> list[int]:
         """Numbers of first sequences, as `Epoch.firsts`, of the last epoch that is made."""
         if self._folder is not None:
-            for folder in sorted(self._folder.glob(NAME.format(0)[:-6] + "*"), reverse=True):
+            for folder in sorted(self._folder.glob(EPOCHS), reverse=True):
                 if (epoch := self._opened(folder)) is not None:
                     return epoch.firsts
         return [0]
@@ -118,6 +108,17 @@ class Epochs:
                     _remove_before(self._folder, number + 1 - KEPT)
         assert there is not None
         return there
+
+    def leave(self, used: int) -> None:
+        """Remove all epochs on disk but that of sequence `used - 1`, with which the next phase
+        begins."""
+        firsts = self.firsts()
+        if self._folder is None or used > firsts[-1]:
+            return
+        last = NAME.format(bisect_right(firsts, used - 1) - 1)
+        for folder in self._folder.glob(EPOCHS):
+            if folder.name != last:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _opened(self, folder: Path) -> Epoch | None:
         opened = open_columns(folder)
@@ -161,6 +162,39 @@ class Epochs:
             yield from histogram.order_blocks(index, seed, number)
         else:
             yield from streams.order_blocks(self.mixture, self.phase, self._start(), number)
+
+
+def _made_for(mixture: Mixture, phase: int) -> dict[str, Any]:
+    """What an order is made of."""
+    index, order = mixture.index, mixture.order
+    made_for: dict[str, Any] = {
+        "index": index.fingerprint,
+        "held out": index.held,
+        "inputs": index.inputs.fingerprint(),
+        "seed": mixture.seed,
+        "order": order,
+    }
+    if order != STREAMS:
+        return made_for
+    phases = mixture.phases[: phase + 1]  # sources that come later change nothing
+    own = index.of_sources[: max(len(one.weights) for one in phases)]
+    said = [[one.first, list(one.weights)] for one in phases]
+    return made_for | {"index": own or index.fingerprint, "phases": said}
+
+
+def folder_of(mixture: Mixture, phase: int) -> Path | None:
+    """Where the orders of a phase lie, if anywhere."""
+    root = mixture.index.orders
+    return root and root / fingerprint(_made_for(mixture, phase))
+
+
+def remove_others(root: Path, needed: Sequence[Mixture]) -> None:
+    """Remove the orders in a folder that are of none of these mixtures, nor being made."""
+    kept = {folder_of(one, phase) for one in needed for phase in range(len(one.phases))}
+    for folder in set(root.iterdir()) - kept if root.is_dir() else ():
+        with suppress(OSError), (folder / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
 
 
 def _remove_before(root: Path, epoch: int) -> None:

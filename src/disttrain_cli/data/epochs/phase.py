@@ -79,6 +79,11 @@ class PhaseStream:
         mixture, phase = self._epochs.mixture, self._epochs.phase
         return start_after(mixture, phase, start, number, block, left)
 
+    def leave(self) -> None:
+        """Remove the orders that nobody needs any more when this phase is over."""
+        if self._sequences is not None:
+            self._epochs.leave(self._sequences)
+
     def _look_ahead(self, number: int, begin: int, end: int, high: int) -> None:
         """Have what follows an epoch made in the background, once half of it is used."""
         if self._sequences is None or end < self._sequences:
