@@ -369,14 +369,19 @@ def rehearse(
         As `runtime.rehearsal.rehearse.rehearse`.
     """
     from disttrain_cli.mitigation.looking_after import looked_after
+    from disttrain_cli.mitigation.replanning import goes_on_with
     from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
 
     folder = run.dir.rehearsal
-    with looked_after(run, folder, plan, profile, folder.plan, note, emulated=True) as replanner:
+    now = goes_on_with(folder, plan) if resume else plan
+    if now is not plan:
+        note(f"The rehearsal goes on with the plan that it ended with, {short_path(folder.plan)}.")
+    with looked_after(run, folder, now, profile, folder.plan, note, emulated=True) as replanner:
         return rehearsing.rehearse(
             run,
             plan,
             profile,
+            now=now,
             steps=steps,
             resume=resume,
             on_step=on_step,

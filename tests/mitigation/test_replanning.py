@@ -12,7 +12,7 @@ import yaml
 from benchmarks.replanning import samples
 from disttrain_cli.api import rehearse
 from disttrain_cli.mitigation.looking_after import looked_after
-from disttrain_cli.mitigation.replanning import MakeAnew
+from disttrain_cli.mitigation.replanning import MakeAnew, goes_on_with
 from disttrain_cli.planning.check import check
 from disttrain_cli.planning.solve import solve, with_own_prediction
 from disttrain_cli.profiling.analytic import analytic_profile
@@ -162,6 +162,25 @@ def test_a_second_loss_adds_to_what_is_left_out(tmp_path: Path) -> None:
     assert second[1].plan.plan.devices[-1] < 4
 
 
+def test_a_job_goes_on_with_the_plan_that_it_ended_with(tmp_path: Path) -> None:
+    run, planned = job(tmp_path, nodes=3)
+    assert goes_on_with(run.dir, planned.plan) is planned.plan
+    made = anew(run, planned, [], emulated=True)
+    first, second = made.without(5), made.without(9)
+    assert first is not None and second is not None
+    with (run.dir.logs / "replans.jsonl").open("a") as file:
+        file.write('{"start": "st')  # a full disk
+    assert goes_on_with(run.dir, planned.plan) == read_plan(run.dir.plan)
+    assert goes_on_with(run.dir, first[1].plan).plan == second[1].plan.plan
+    layout = planned.plan.plan.model_copy(update={"left_out": [11]})
+    other = planned.plan.model_copy(update={"plan": layout})
+    assert goes_on_with(run.dir, other) is other
+    write_plan(run.dir.plan, other)
+    assert goes_on_with(run.dir, planned.plan) is planned.plan
+    run.dir.plan.unlink()
+    assert goes_on_with(run.dir, planned.plan) is planned.plan
+
+
 def test_only_a_run_that_asks_for_it_is_planned_anew(tmp_path: Path) -> None:
     run, planned = job(tmp_path)
     with looked_after(run, run.dir, *planned, run.dir.plan, print) as replanner:
@@ -190,3 +209,6 @@ def test_a_lost_node_rehearsed_loses_and_doubles_no_sample(tmp_path: Path) -> No
     found = samples(run, index, run.dir.rehearsal, 6)
     assert found["samples"] > 0 and (found["lost"], found["doubled"]) == (0, 0)
     assert read_plan(run.dir.plan).plan == planned.plan.plan  # the run's own stays
+    again = rehearse(run, *planned, steps=8, resume=True)
+    assert again.resumed_from_step == 6 and not again.replans and again.gpus == result.gpus
+    assert [step["predicted_iteration_s"] for step in again.simulated] == predicted[-2:]

@@ -17,10 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import DisttrainError
+from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.launching.starts import next_start
 from disttrain_cli.runtime.launching.supervise import Planned
-from disttrain_cli.spec.plan import write_plan
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.plan import Layout, Plan, read_plan, write_plan
 from disttrain_cli.spec.rundir import RunDir, replans_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import is_own_file, write_whole
@@ -139,7 +140,6 @@ class MakeAnew:
         from disttrain_cli.errors import DataError, InfeasibleError
         from disttrain_cli.planning.solve import solve
         from disttrain_cli.profiling.calibrate import calibrate
-        from disttrain_cli.spec.files import fingerprint
 
         profile, before = self._planned.profile, self._planned.plan.plan
         with suppress(DataError):  # no step has ended
@@ -177,6 +177,7 @@ class MakeAnew:
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "start": start,
             "why": why,
+            "instead_of": fingerprint(self._planned.plan.plan),
             "plan": planned.plan.plan.model_dump(mode="json"),
             "predicted_iteration_s": planned.plan.predicted.iteration_s,
         }
@@ -184,3 +185,19 @@ class MakeAnew:
             file.write(json.dumps(row) + "\n")
         self._planned = Planned(planned.plan, self._planned.profile) if self._emulated else planned
         return self._planned
+
+
+def goes_on_with(folder: RunDir, plan: Plan) -> Plan:
+    """The plan in a job's folder, where the job began with another one and was planned anew
+    (`logs/replans.jsonl`); else that one."""
+    told = replans_file(folder.logs)
+    layout = began = fingerprint(plan.plan)
+    for line in told.read_text().splitlines() if told.exists() else ():
+        with suppress(ValueError, KeyError):  # written to a full disk
+            row = json.loads(line)
+            if row["instead_of"] == layout:
+                layout = fingerprint(Layout.model_validate(row["plan"]))
+    with suppress(SpecError):  # it was removed
+        if layout != began and fingerprint((kept := read_plan(folder.plan)).plan) == layout:
+            return kept
+    return plan

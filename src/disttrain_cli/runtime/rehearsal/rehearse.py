@@ -80,6 +80,7 @@ def rehearse(
     plan: Plan,
     profile: Profile,
     *,
+    now: Plan | None = None,
     steps: int | None = None,
     resume: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
@@ -89,7 +90,8 @@ def rehearse(
     """Rehearse the plan for some steps (the run file's `rehearse.steps`, if not given) in
     `runs/NAME/rehearsal/`.
 
-    The plan must have been checked against the run and profile (`planning.check`). Stopping and
+    The plan must have been checked against the run and profile (`planning.check`). Faults are where
+    it has them, also where the rehearsal goes on with another one (`now`). Stopping and
     starting again are as in training; emulated devices are always as fast as `profile` says.
 
     Raises:
@@ -138,7 +140,7 @@ def rehearse(
         with stop_request() as request:
             went = Supervisor(
                 folder,
-                Planned(plan, profile),
+                Planned(now or plan, profile),
                 run.file.train.restarts,
                 run.file.train.longest_hang_s,
                 request,
