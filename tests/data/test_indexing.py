@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -22,13 +23,14 @@ from disttrain_cli.data.index import build_index, open_index
 from disttrain_cli.data.index_checks import BadSamplesError, State, checked_tokenizer, list_shards
 from disttrain_cli.data.index_writing import read_share_of
 from disttrain_cli.data.indexing import Share, shares
-from disttrain_cli.data.shard_files import Job, paths_of
-from disttrain_cli.data.sources import Shard
+from disttrain_cli.data.shard_files import Job, parts_of_job, paths_of
+from disttrain_cli.data.sources import Shard, tables
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import (
     INPUTS,
     PROPERTY,
+    encoded,
     interleaved,
     make_run,
     text,
@@ -117,6 +119,73 @@ def test_hosts_read_shares_that_the_next_pass_joins(
     monkeypatch.setattr(shard_files, "read_shard", None)
     assert open_index(run, INPUTS).fingerprint == alone.fingerprint
     assert run.dir.index.read_bytes() == written and not run.dir.partial_index.exists()
+
+
+@pytest.fixture
+def large(run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, bytes]:
+    """A run with a Parquet file of 12 row groups, with rows of every kind and a damaged one, beside
+    other shards, and its index before the file counts as large."""
+    pictures = [encoded(20 + row, 30, ".png" if row % 3 else ".jpg") for row in range(60)]
+    texts: list[Any] = [None if row % 7 == 3 else f"text {row}" for row in range(60)]
+    texts[11], texts[50], pictures[40] = "long " * 40, "long " * 40, b"none"
+    path = _folder(run, "tables") / "a.parquet"
+    pq.write_table(
+        pa.table({"jpg": pictures, "text": texts}),
+        path,
+        row_group_size=5,
+        use_dictionary=False,
+        compression="zstd",
+    )
+    content = bytearray(path.read_bytes())
+    place = pq.ParquetFile(path).metadata.row_group(6).column(0).data_page_offset
+    content[place : place + 12] = bytes(12)
+    path.write_bytes(content)
+    large = make_run(run.folder, [{"path": "mixed"}, {"path": "tables"}], max_bad_fraction=0.5)
+    whole = build_index(large, INPUTS, processes=0)
+    assert any("damaged" in one.reason for one in whole.skipped) and whole.keys[-1] == "row 58"
+    written = large.dir.index.read_bytes()
+    large.dir.index.unlink()
+    monkeypatch.setattr(shard_files, "LARGE_BYTES", path.stat().st_size)
+    monkeypatch.setattr(tables, "PART_BYTES", 1000)
+    monkeypatch.setattr(tables, "RUN_BYTES", 5000)
+    return large, written
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_parts_of_a_large_file_are_joined(large: tuple[Run, bytes], processes: int) -> None:
+    run, written = large
+    reports = list[tuple[str, int, int]]()
+    build_index(run, INPUTS, lambda *report: reports.append(report), processes=processes)
+    assert run.dir.index.read_bytes() == written
+    parts = [job for one in jobs_of(run) for job in parts_of_job(one)]
+    assert len(parts) > SHARDS + 1 and {part.shard.path for part in parts} == {
+        job.shard.path for job in jobs_of(run)
+    }
+    assert abs(sum(part.bytes for part in parts) - sum(job.bytes for job in jobs_of(run))) < 1
+    counted = [done for what, done, total in reports if what == "index parts of shards"]
+    assert counted == list(range(len(parts) + 1))
+
+
+def test_hosts_share_a_large_file(
+    large: tuple[Run, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, written = large
+    counts = [read_share_of(run, INPUTS, Share(number, 2)) for number in (0, 1)]
+    assert min(counts) > 1 and sum(counts) > SHARDS + 1
+    monkeypatch.setattr(shard_files, "read_shard", None)
+    build_index(run, INPUTS, processes=0)
+    assert run.dir.index.read_bytes() == written
+
+
+def test_bad_parts_are_read_again_after_their_repair(large: tuple[Run, bytes]) -> None:
+    run, _ = large
+    strict = make_run(run.folder, [{"path": "mixed"}, {"path": "tables"}], max_bad_fraction=0)
+    with pytest.raises(BadSamplesError):
+        build_index(strict, INPUTS, processes=2)
+    parts = [part for job in jobs_of(strict) for part in parts_of_job(job)]
+    paths = paths_of(strict, INPUTS, checked_tokenizer(strict, INPUTS), parts)
+    kept = {part.shard.form for part, path in zip(parts, paths, strict=True) if path.is_file()}
+    assert kept == {"tar"}
 
 
 def test_new_shards_are_shared_among_hosts(run: Run) -> None:

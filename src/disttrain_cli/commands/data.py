@@ -191,7 +191,7 @@ def index(
             shards = read_share_of(opened, inputs, own, progress)
         folder = opened.dir.partial_index
         console.result({"share": own.name, "shards": shards, "path": str(folder)}, folder)
-        console.say(f"Share {own.name}: {shards:,} shards are read")
+        console.say(f"Share {own.name}: {shards:,} shards, or parts of large ones, are read")
         console.hint(next_command("profile", run_file))
         return
     with console.progress() as progress:

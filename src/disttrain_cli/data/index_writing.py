@@ -24,7 +24,7 @@ from disttrain_cli.data.index_checks import (
 from disttrain_cli.data.index_file import Indexed, ShardRows, Stored, read_stored, writing_index
 from disttrain_cli.data.index_rows import digest, flat
 from disttrain_cli.data.indexing import Share, in_order, read_share
-from disttrain_cli.data.shard_files import Job, drop_files, paths_of
+from disttrain_cli.data.shard_files import Job, drop_files, parts_of_job, paths_of
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.data.videos import check_installed
@@ -98,7 +98,6 @@ def write_index(
     ):
         old = _without(kept.by_shard() if kept else iter(()), broken)
         for number, job in enumerate(jobs):
-            progress("index shards", number, len(jobs))
             # all in dataset order
             indexed, rows, left_out = next(old if job.state[:2] in known else read)
             assert indexed[:2] == job.state[:2]
@@ -106,11 +105,11 @@ def write_index(
             skipped += [(number, one) for one in left_out]
             labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
             writer.add(indexed.source, indexed.name, rows)
-        progress("index shards", len(jobs), len(jobs))
         try:
             check_bad(run, sum(indexed.rows for indexed in files), [one for _, one in skipped])
         except BadSamplesError:  # what is repaired is read again
-            bad = [jobs[number] for number, _ in skipped]
+            numbers = sorted({number for number, _ in skipped})
+            bad = [part for number in numbers for part in parts_of_job(jobs[number])]
             drop_files(run, paths_of(run, inputs, tokenizer, bad))
             raise
         check_text(sum(indexed.rows for indexed in files), labels)

@@ -13,12 +13,20 @@ import socket
 from collections.abc import Generator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from disttrain_cli.data.index_file import ShardRows
 from disttrain_cli.data.indexing_processes import reading_processes
-from disttrain_cli.data.shard_files import Job, paths_of, read_job, read_rows
+from disttrain_cli.data.shard_files import (
+    Job,
+    joined,
+    parts_of_job,
+    paths_of,
+    read_job,
+    read_rows,
+)
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress
@@ -56,20 +64,31 @@ def in_order(
         DataError: a shard cannot be read, as `read_job`; of several the first.
         SpecError: the run's folder cannot be written.
     """
-    paths = paths_of(run, inputs, tokenizer, jobs)
+    in_parts = [parts_of_job(job) for job in jobs]
+    parts = [part for own in in_parts for part in own]
+    what = "index shards" if len(parts) == len(jobs) else "index parts of shards"
+    paths = paths_of(run, inputs, tokenizer, parts)
     left = [number for number, path in enumerate(paths) if not path.is_file()]
-    count = _processes([jobs[number] for number in left]) if processes is None else processes
+    count = _processes([parts[number] for number in left]) if processes is None else processes
     if left and (unfinished := _unfinished(run)):
         progress(f"{', '.join(unfinished)} not ended: {len(left)} shards are read here", 0, 0)
     with ExitStack() as stack:
         reading: dict[int, Future[None]] = {}
         if count and left:
             read = stack.enter_context(reading_processes(run, inputs, count, progress))
-            reading = {number: read(jobs[number], paths[number]) for number in left}
-        for number, (job, path) in enumerate(zip(jobs, paths, strict=True)):
+            reading = {number: read(parts[number], paths[number]) for number in left}
+
+        def rows_of(number: int) -> ShardRows:
             if number in reading:
                 _end_of(reading.pop(number))
-            yield read_rows(path) or read_job(run, job, inputs, tokenizer)
+            rows = read_rows(paths[number]) or read_job(run, parts[number], inputs, tokenizer)
+            progress(what, number + 1, len(parts))
+            return rows
+
+        progress(what, 0, len(parts))
+        numbers = iter(range(len(parts)))
+        for own in in_parts:
+            yield joined([rows_of(number) for number in islice(numbers, len(own))])
 
 
 def _end_of(reading: Future[None]) -> None:
@@ -87,13 +106,14 @@ def read_share(
     share: Share,
     progress: Progress,
 ) -> list[Job]:
-    """Read this host's share of the shards into files that `in_order` takes, on all cores; which
-    shards it had.
+    """Read this host's share of the shards and their parts into files that `in_order` takes, on all
+    cores; which it had.
 
     Raises:
         DataError, SpecError: as `in_order`.
     """
-    own = shares(jobs, share.hosts)[share.number]
+    parts = [part for job in jobs for part in parts_of_job(job)]
+    own = shares(parts, share.hosts)[share.number]
     paths = paths_of(run, inputs, tokenizer, own)
     left = [(job, path) for job, path in zip(own, paths, strict=True) if not path.is_file()]
     what = f"index share {share.name}"
@@ -115,22 +135,17 @@ def shares(jobs: list[Job], hosts: int) -> list[list[Job]]:
     """The shards of each host, in order: the largest first to the one that has the fewest bytes, so
     that all hosts find the same."""
     of_hosts: list[list[int]] = [[] for _ in range(hosts)]
-    least = [(0, host) for host in range(hosts)]
-    for number in sorted(range(len(jobs)), key=lambda number: -_bytes(jobs[number])):
+    least = [(0.0, host) for host in range(hosts)]
+    for number in sorted(range(len(jobs)), key=lambda number: -jobs[number].bytes):
         has, host = heapq.heappop(least)
         of_hosts[host].append(number)
-        heapq.heappush(least, (has + _bytes(jobs[number]) + 1, host))
+        heapq.heappush(least, (has + jobs[number].bytes + 1, host))
     return [[jobs[number] for number in sorted(own)] for own in of_hosts]
-
-
-def _bytes(job: Job) -> int:
-    """0 where a server does not tell."""
-    return job.state.size or 0
 
 
 def _processes(jobs: list[Job]) -> int:
     """How many are worth their start; 0: this one reads faster alone."""
-    worth = sum(map(_bytes, jobs)) // EACH_BYTES
+    worth = int(sum(job.bytes for job in jobs) // EACH_BYTES)
     return min(len(os.sched_getaffinity(0)), len(jobs), worth) if len(jobs) > 1 else 0
 
 

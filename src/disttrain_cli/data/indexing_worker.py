@@ -41,8 +41,8 @@ def main() -> None:
     for line in lines:
         answer: dict[str, Any] = {}
         try:
-            state, shard, label, path = json.loads(line)
-            job = Job(State(*state), Shard(*shard), label)
+            state, shard, label, share, path = json.loads(line)
+            job = Job(State(*state), Shard(*shard), label, share)
             write_rows(Path(path), read_job(run, job, inputs, tokenizer))
         except DisttrainError as error:
             told = [error.what, error.why, error.next_step]

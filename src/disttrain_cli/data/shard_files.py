@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from disttrain_cli.data.sources import (
     Shard,
     Skipped,
     open_shard,
+    parts_of,
     read_shard,
 )
 from disttrain_cli.data.sources.files import content_of
@@ -34,20 +36,47 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import whole_file
 
+LARGE_BYTES = 64 * 1024 * 1024  # of a shard that is looked at for parts
 SUFFIX = ".arrow"
 ABOUT = b"disttrain"  # key of the metadata
 
 
 class Job(NamedTuple):
-    """A shard to read, as it lies there now; messages name it `label`."""
+    """A shard to read, or a part of it (`Shard.groups`), as it lies there now; messages name it
+    `label`."""
 
     state: State
     shard: Shard
     label: str
+    share: float = 1.0  # of the shard's work
+
+    @property
+    def bytes(self) -> float:
+        """Of the shard, or as many as are the part's share; 0 where a server does not tell."""
+        return self.share * (self.state.size or 0)
+
+
+def parts_of_job(job: Job) -> list[Job]:
+    """A shard in the parts that are read by themselves; for all hosts and passes the same."""
+    if job.bytes < LARGE_BYTES:
+        return [job]
+    return [job._replace(shard=shard, share=share) for shard, share in parts_of(job.shard)]
+
+
+def joined(parts: Sequence[ShardRows]) -> ShardRows:
+    """What a shard brings, of what all its parts bring."""
+    import pyarrow as pa
+
+    if len(parts) == 1:
+        return parts[0]
+    rows = pa.concat_tables([part.rows for part in parts])
+    unread = sum((Counter(part.indexed.unread) for part in parts), Counter[str]())
+    indexed = parts[0].indexed._replace(rows=len(rows), digest=digest(rows), unread=dict(unread))
+    return ShardRows(indexed, rows, [one for part in parts for one in part.skipped])
 
 
 def read_job(run: Run, job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> ShardRows:
-    """Read a shard from end to end; raises DataError as `read_shard`."""
+    """Read a shard, or a part of it, from end to end; raises DataError as `read_shard`."""
     chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
     read = read_shard(job.shard, job.label, chat)
     rows, skipped, unread = shard_rows(read, job.label, inputs, tokenizer, _opened(run, job, chat))
@@ -67,7 +96,7 @@ def _opened(run: Run, job: Job, chat: ChatForm | None) -> OpenShard | None:
 
 
 def paths_of(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, jobs: list[Job]) -> list[Path]:
-    """The file of each shard, which need not be there."""
+    """The file of each shard or part, which need not be there."""
     key = fingerprint([INDEX_VERSION, __version__, made_for(run, inputs, tokenizer)])
     return [
         run.dir.partial_index / f"{fingerprint([key, job.state, job.shard, job.label])}{SUFFIX}"

@@ -30,6 +30,7 @@ from disttrain_cli.data.sources.tables import (
     ArrowShard,
     ParquetShard,
     RowGroups,
+    parts_of,
     read_arrow,
     read_parquet,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Skipped",
     "find_shards",
     "open_shard",
+    "parts_of",
     "printable",
     "read_shard",
     "shown",

@@ -169,6 +169,8 @@ class Shard(NamedTuple):
     path: str
     name: str
     images: str = ""  # folder of the images that a LLaVA JSON names
+    #: Row groups of Parquet that are read of it, the first and the one behind the last; None = all.
+    groups: tuple[int, int] | None = None
 
 
 class OpenShard(Protocol):

@@ -29,6 +29,9 @@ CACHE_BYTES = 1024 * 1024 * 1024
 #: Of a Parquet file that is read at once: little enough for a core's own cache, in bytes, within
 #: these numbers of rows. A little less than a power of two, to which Arrow's buffers grow.
 BATCH_BYTES, BATCH_ROWS = 1000 * 1024, (8, 1024)
+#: Of text in row groups that one process reads, where there are several; a row with its image takes
+#: about as long as so many more.
+PART_BYTES, ROW_BYTES = 64 * 1024 * 1024, 128
 RUN_BYTES = 64 * 1024 * 1024  # of row groups that are read without a pause, where there are several
 
 
@@ -128,7 +131,8 @@ class ArrowShard:
 def read_parquet(
     shard: Shard, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """Samples of one Parquet file, some rows at a time; a damaged row group is left out.
+    """Samples of one Parquet file, or of `Shard.groups` of it, some rows at a time; a damaged row
+    group is left out, but for the rows before the damage.
 
     Raises:
         DataError: its columns do not tell images and texts.
@@ -140,12 +144,13 @@ def read_parquet(
     except (pa.ArrowException, OSError) as error:
         yield Skipped(label, "", f"not a whole Parquet file: {error}")
         return
-    columns, row = find_columns(file.schema_arrow, label), 0
-    ends, names = _ends(file.metadata), _without_paths(columns, file.schema_arrow)
-    runs = deque(_runs(file.metadata))
+    columns, ends = find_columns(file.schema_arrow, label), _ends(file.metadata)
+    names = _without_paths(columns, file.schema_arrow)
+    first, last = shard.groups or (0, len(ends))
+    runs, row = deque(_runs(file.metadata, first, last)), _start(ends, first)
     while runs:
         groups, rows = runs.popleft()
-        at = ends[groups[0] - 1] if groups[0] else 0
+        at = _start(ends, groups[0])
         try:
             for batch in file.iter_batches(
                 rows, row_groups=groups, columns=names, use_threads=False
@@ -190,23 +195,67 @@ def _without_paths(columns: Columns, form: pa.Schema) -> list[str]:
     return [f"{name}.bytes" if name in structs else name for name in columns.names]
 
 
-def _runs(about: Any) -> Iterator[tuple[list[int], int]]:
+def parts_of(shard: Shard) -> list[tuple[Shard, float]]:
+    """A Parquet file on a local disk in parts that can be read at the same time, with the share of
+    the work that each is: as its metadata says, whoever asks. Others, and those that cannot be
+    read, are one part."""
+    import pyarrow as pa
+
+    whole = [(shard, 1.0)]
+    if shard.form != "parquet" or is_url(shard.path):
+        return whole
+    try:
+        with _open_parquet(shard.path) as file:
+            work = _work(file.metadata, find_columns(file.schema_arrow, shard.name))
+    except (pa.ArrowException, OSError, DataError):
+        return whole
+    parts = list(_gathered(work, 0, PART_BYTES))
+    if len(parts) < 2:
+        return whole
+    return [
+        (shard._replace(groups=(first, last)), sum(work[first:last]) / max(1, sum(work)))
+        for first, last in parts
+    ]
+
+
+def _work(about: Any, columns: Columns) -> list[int]:
+    """What there is to do for each row group of a file's metadata, in bytes of text."""
+    work = list[int]()
+    for group in map(about.row_group, range(about.num_row_groups)):
+        chunks = map(group.column, range(group.num_columns))
+        texts = (one for one in chunks if one.path_in_schema.split(".")[0] in columns.of_texts)
+        size = sum(one.total_uncompressed_size for one in texts)
+        work.append(size + ROW_BYTES * group.num_rows)
+    return work
+
+
+def _runs(about: Any, first: int, last: int) -> Iterator[tuple[list[int], int]]:
     """(row groups that are read one after the other without a pause, rows of them at a time) of a
-    file's metadata."""
-    run, count, size = list[int](), 0, 0
-    for group in range(about.num_row_groups):
-        own = about.row_group(group)
-        if run and size + own.total_byte_size > RUN_BYTES:
-            yield run, _rows_at_once(count, size)
-            run, count, size = [], 0, 0
-        run.append(group)
-        count, size = count + own.num_rows, size + own.total_byte_size
-    if run:
-        yield run, _rows_at_once(count, size)
+    file's metadata, from a row group to the one before `last`."""
+    groups = [about.row_group(group) for group in range(first, last)]
+    for start, end in _gathered([one.total_byte_size for one in groups], first, RUN_BYTES):
+        own = groups[start - first : end - first]
+        size = sum(one.total_byte_size for one in own)
+        rows = BATCH_BYTES * sum(one.num_rows for one in own) // max(1, size)
+        yield list(range(start, end)), min(max(rows, BATCH_ROWS[0]), BATCH_ROWS[1])
 
 
-def _rows_at_once(count: int, size: int) -> int:
-    return min(max(BATCH_BYTES * count // max(1, size), BATCH_ROWS[0]), BATCH_ROWS[1])
+def _gathered(sizes: Sequence[int], first: int, most: int) -> Iterator[tuple[int, int]]:
+    """(the first, the one behind the last) of consecutive row groups from `first` on, which
+    together have no more than `most`, or are one."""
+    start, total = first, 0
+    for group, size in enumerate(sizes, first):
+        if group > start and total + size > most:
+            yield start, group
+            start, total = group, 0
+        total += size
+    if sizes:
+        yield start, first + len(sizes)
+
+
+def _start(ends: list[int], group: int) -> int:
+    """The first row of a row group."""
+    return ends[group - 1] if group else 0
 
 
 def _ends(about: Any) -> list[int]:
