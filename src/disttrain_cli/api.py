@@ -186,7 +186,7 @@ def plan(
     from disttrain_cli.planning.changes import changes, not_comparable
     from disttrain_cli.planning.check import check_device, not_run
     from disttrain_cli.planning.explain import explain
-    from disttrain_cli.planning.picture import svg
+    from disttrain_cli.planning.picture import draw
     from disttrain_cli.planning.predict import simulated_step
     from disttrain_cli.planning.sensitivity import sensitivity as ask_sensitivity
     from disttrain_cli.planning.sharing import sharing_sentence
@@ -196,7 +196,7 @@ def plan(
     from disttrain_cli.spec.hostfile import read_hostfile
     from disttrain_cli.spec.plan import write_plan
     from disttrain_cli.spec.profile import read_profile
-    from disttrain_cli.spec.whole import is_own_file, write_whole
+    from disttrain_cli.spec.whole import is_own_file
 
     profile_path = profile or opened.dir.profile
     not_over(out, opened.path, profile_path, opened.dir.index)
@@ -219,12 +219,7 @@ def plan(
         change = changes(before, best, opened.file, costs, cluster)
     path = write_plan(out or opened.dir.plan, best)
     step = simulated_step(costs, best.plan, cluster)
-    picture = None
-    if is_own_file(path):
-        picture = write_whole(
-            path.with_name(path.name.removesuffix(".yaml") + ".svg"),
-            svg(step.pipeline, step.timeline, best.plan),
-        )
+    picture = draw(path, step.pipeline, step.timeline, best.plan)
     explanation = explain(
         best,
         units_of(costs, cluster, best.plan),

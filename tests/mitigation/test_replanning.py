@@ -98,6 +98,7 @@ def test_a_node_that_stays_slow_is_left_out_and_the_plan_can_be_run(tmp_path: Pa
     check(kept, run.file, profile)
     assert with_own_prediction(kept, run.file, profile) is kept and kept.plan == layout
     assert (run.dir.root / "plan.yaml.before-start-000").read_bytes() == before
+    assert f"{layout.gpus_used} GPUs" in (run.dir.root / "plan.svg").read_text()
     (told,) = (run.dir.logs / "replans.jsonl").read_text().splitlines()
     assert json.loads(told)["plan"]["left_out"] == [0, 1, 2, 3]
 

@@ -167,23 +167,29 @@ class MakeAnew:
 
     def _keep(self, why: str, planned: Planned) -> Planned:
         """Make a plan the run's: files, and a line of `logs/replans.jsonl`."""
-        start = next_start(self._folder)
+        from disttrain_cli.planning.picture import draw
+        from disttrain_cli.planning.predict import simulated_step
+        from disttrain_cli.planning.solve import cluster_of
+
+        start, (plan, profile) = next_start(self._folder), planned
+        step = simulated_step(profile, plan.plan, cluster_of(self._run.file, profile))
         for path in (self._path, self._folder.profile):
             if is_own_file(path):
                 write_whole(path.with_name(f"{path.name}.before-{start}"), path.read_bytes())
-        write_plan(self._path, planned.plan)
-        write_whole(self._folder.profile, planned.profile.model_dump_json(indent=2) + "\n")
+        write_plan(self._path, plan)
+        draw(self._path, step.pipeline, step.timeline, plan.plan)
+        write_whole(self._folder.profile, profile.model_dump_json(indent=2) + "\n")
         row = {
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "start": start,
             "why": why,
             "instead_of": fingerprint(self._planned.plan.plan),
-            "plan": planned.plan.plan.model_dump(mode="json"),
-            "predicted_iteration_s": planned.plan.predicted.iteration_s,
+            "plan": plan.plan.model_dump(mode="json"),
+            "predicted_iteration_s": plan.predicted.iteration_s,
         }
         with suppress(OSError), replans_file(self._folder.logs).open("a") as file:
             file.write(json.dumps(row) + "\n")
-        self._planned = Planned(planned.plan, self._planned.profile) if self._emulated else planned
+        self._planned = Planned(plan, self._planned.profile) if self._emulated else planned
         return self._planned
 
 

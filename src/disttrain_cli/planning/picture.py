@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.whole import is_own_file, write_whole
 
 Floats = NDArray[np.float64]
 MOST_ROWS = 24
@@ -127,6 +129,16 @@ def stretches(rows: Sequence[Row], iteration_s: float, most_bars: int) -> list[t
     part = iteration_s * most_bars / count / 3
     middle = iteration_s / 2
     return [(0.0, part), (middle - part / 2, middle + part / 2), (iteration_s - part, iteration_s)]
+
+
+def draw(path: Path, pipeline: Pipeline, timeline: Timeline, layout: Layout) -> Path | None:
+    """Write the SVG of a plan's step beside the plan's file; None where that is a pipe or
+    device."""
+    if not is_own_file(path):
+        return None
+    return write_whole(
+        path.with_name(f"{path.name.removesuffix('.yaml')}.svg"), svg(pipeline, timeline, layout)
+    )
 
 
 def svg(pipeline: Pipeline, timeline: Timeline, layout: Layout) -> str:
