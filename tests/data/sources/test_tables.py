@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +258,25 @@ def test_rows_before_the_damage_are_read(
         assert 20 < first <= 33 and left_out == f"rows {first} to 39"
         assert list(samples) == [f"row {row}" for row in (*range(first), *range(40, 60))]
         assert [one.segments[1].text for one in samples.values()] == texts[:first] + texts[40:]
+
+
+def test_no_row_is_read_twice_where_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tables.read_rows
+
+    def failing(*given: Any) -> Iterator[Any]:
+        for one in real(*given):
+            if isinstance(one, Sample) and one.key == "row 5":
+                raise OSError("a library's own")
+            yield one
+
+    monkeypatch.setattr(tables, "read_rows", failing)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(20)]}), path, row_group_size=4)
+    found = list(read_one_by_one(Shard("parquet", str(path), path.name), path.name))
+    kept = [*(f"row {row}" for row in range(5)), "rows 5 to 7"]
+    assert [one.key for one in found] == [*kept, *(f"row {row}" for row in range(8, 20))]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -156,7 +156,8 @@ def read_parquet(
                 rows, row_groups=groups, columns=names, use_threads=False
             ):
                 new = batch.slice(min(row - at, len(batch)))
-                yield from read_rows(new, columns, row, label, chat)
+                # all of it or nothing: what fails is read again
+                yield from list(read_rows(new, columns, row, label, chat))
                 row, at = row + len(new), at + len(batch)
         except (pa.ArrowException, OSError) as error:
             if rows > 1:  # read what can be read of it: every group by itself, then every row
