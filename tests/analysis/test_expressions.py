@@ -36,6 +36,9 @@ def analysis(clean):
         ("units.llm.name == llm", True),
         ("verdict.place.unit == llm", False),  # null
         ("verdict.place.unit != llm", True),
+        ("verdict.place.rank > 2", False),  # null: nowhere
+        ("verdict.place.rank != 2", True),
+        ("not verdict.place.rank == 2", True),
         ("format == disttrain and(mfu>1%)", True),
     ],
 )
@@ -59,7 +62,6 @@ def test_comparisons(analysis, expression, expected):
         "units.llm.name < 'm'",
         "slowdown == fast",
         "verdict.cause == 3",
-        "verdict.place.rank > 2",  # null
         "slowdown > 1 and",
         "and slowdown > 1",
         "(slowdown > 1",

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from disttrain_cli.analysis.watching import looking
 from disttrain_cli.analysis.watching.ending import Ending
 from disttrain_cli.app import main
 from disttrain_cli.spec.rundir import RunDir, flight_recorder, pulses, verdicts_file
@@ -25,7 +26,9 @@ def runs(tmp_path_factory):
     for name, slow in (("calm", {}), ("slow", {3: 1.6})):
         spec = synthetic.Synthetic(slow_rank=slow)
         synthetic.write(folder / name / "traces", spec, name=f"segment-{spec.run}")
-        (folder / name / "logs").mkdir()
+        told = pulses(folder / name / "logs")
+        told.mkdir(parents=True)
+        (told / "rank-00000.json").write_text(json.dumps({"operation": "ended", "beat": 1}))
     return folder
 
 
@@ -49,6 +52,12 @@ def test_it_ends_with_a_job_that_never_began(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not ending.over()
     assert ending.over()
+
+
+@pytest.fixture(autouse=True)
+def no_next_start(monkeypatch):
+    """Runs that are over are not waited for."""
+    monkeypatch.setattr(looking, "NEXT_START_S", 0.0)
 
 
 @pytest.mark.parametrize("once", [["--once"], []])
@@ -86,13 +95,34 @@ def test_a_job_that_hung_is_said_with_its_dumps(runs, tmp_path, capsys):
 
 def test_a_condition_that_holds_is_an_exit_code(runs, capsys):
     condition = ["--fail-if", "verdict.cause == worker and verdict.lost_s > 0.01"]
-    code, out, err = call([runs / "slow", *condition], capsys)
+    code, out, err = call([runs / "slow", "--once", *condition], capsys)
     assert code == 5 and "Condition holds" in err and "Rank 3" in out
     code, out, _ = call([runs / "slow", "--json", "--once", *condition], capsys)
     assert code == 5 and "verdict.cause is worker" in json.loads(out)["fail_if"]
     code, out, _ = call([runs / "calm", *condition], capsys)
     assert code == 0 and "No straggler" in out and "Next" not in out
     assert call([runs / "calm", "--fail-if", "nonsense"], capsys)[0] == 2
+
+
+def test_steps_of_an_earlier_start_end_no_job(runs, tmp_path, capsys, monkeypatch):
+    """What is watched is over, until the next start has its first steps."""
+    condition = ["--fail-if", "verdict.cause == worker"]
+    assert call([runs / "slow", *condition], capsys)[0] == 0
+    shutil.copytree(runs / "slow", tmp_path / "again")
+    starts, written = [], []
+
+    def a_while_later(seconds):
+        if not starts:
+            shutil.rmtree(tmp_path / "again" / "traces")
+            starts.append(Growing(runs / "slow" / "traces", tmp_path / "again" / "traces"))
+        elif len(written) < len(starts[0].steps):
+            written.append(starts[0].steps[len(written)])
+            starts[0].write(written[-1])
+
+    monkeypatch.setattr(looking, "NEXT_START_S", 1e9)
+    monkeypatch.setattr(looking.time, "sleep", a_while_later)
+    assert call([tmp_path / "again", "--every", "0", *condition], capsys)[0] == 5
+    assert written
 
 
 def test_what_is_no_run_is_said(runs, tmp_path, capsys):

@@ -161,6 +161,8 @@ class _Condition:
             )
         ] = None
         kind, text = given
+        if kind == "number" and value is None and name.startswith("verdict.place."):
+            return sign == "!="  # it is at no place
         if kind == "number" and value is None:
             raise UsageError(
                 f"--fail-if cannot compare {name!r}",

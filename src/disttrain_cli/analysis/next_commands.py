@@ -13,6 +13,11 @@ SLOWEST_TRANSFERS = (
     'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms'
     ' FROM operations WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"'
 )
+SLOWEST_LINKS = (
+    'disttrain analyze --sql "SELECT sender, receiver, direction, median(transfer_ms) AS ms,'
+    " max(transfer_ms) AS most_ms, count(*) AS messages FROM messages GROUP BY ALL ORDER BY ms DESC"
+    ' LIMIT 20"'
+)
 HOST_GAPS = (
     'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"'
 )

@@ -157,10 +157,10 @@ def query_text(name: str) -> str:
     )
 
 
-def literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
-    """A SQL list of quoted file names, each in every given form."""
-    names = [form(str(path)) for path in paths for form in forms]
-    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+def literals(names: Iterable[Path | str], *forms: Callable[[str], str]) -> str:
+    """A SQL list of quoted names, each in every given form (as it is without one)."""
+    written = [form(str(name)) for name in names for form in forms or (str,)]
+    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in written) + "]"
 
 
 def no_glob(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from disttrain_cli.analysis.causes import SMALLEST_SHARE, Finding
 from disttrain_cli.analysis.confidence import known
@@ -15,6 +15,7 @@ from disttrain_cli.analysis.next_commands import (
     HOST_GAPS,
     LEVEL,
     REMEASURE,
+    SLOWEST_LINKS,
     SLOWEST_TRANSFERS,
     slow_rank,
 )
@@ -22,6 +23,7 @@ from disttrain_cli.analysis.result.rows import Comparison, OperationRow
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Remedy
 from disttrain_cli.analysis.suspects import common
 
+Name = TypeVar("Name")
 #: A replica is named that is the heaviest in this share of the slots; else it is now one, now
 #: another.
 OFTEN = 0.75
@@ -323,8 +325,8 @@ def _communication(record: Record, finding: Finding) -> Told:
         f"Transfers are slow or vary, most after stage {stage} of {unit}",
         evidence,
         f"Look at the link between stage {stage} of {unit} and the next; the command lists the"
-        " slowest transfers.",
-        SLOWEST_TRANSFERS,
+        " ranks whose messages are slowest.",
+        SLOWEST_LINKS,
     )
 
 
@@ -438,11 +440,12 @@ def _host(record: Record, finding: Finding) -> Told:
     rank = place.rank if place.rank is not None else max(gap, key=lambda one: gap[one])
     alone = len(finding.places) == 1 and place.rank is not None
     place = record.where.get(rank, place)
+    host = place.host if alone else _late_host(record)
     told = "Ranks are held up between operations, or now and then inside them, by their hosts"
     if alone:
         told = f"Rank {rank} ({place.named}) is held up by its host"
     return Told(
-        place if alone else Place(unit=place.unit, host=place.host),
+        place if alone else Place(unit=place.unit, host=host),
         told,
         [
             Evidence(
@@ -451,9 +454,19 @@ def _host(record: Record, finding: Finding) -> Told:
                 unit="s",
             )
         ],
-        f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
+        "Look for other processes, garbage collection or clock throttling on"
+        f" {f'host {host}' if host else 'the hosts of all ranks'}.",
         HOST_GAPS,
     )
+
+
+def _late_host(record: Record) -> str | None:
+    """The host whose ranks are held up; None where several are alike."""
+    of_host: dict[str, float] = {}
+    for rank, seconds in record.losses.gap.items():
+        if (where := record.where.get(rank)) is not None and where.host is not None:
+            of_host[where.host] = of_host.get(where.host, 0.0) + seconds
+    return next(iter(of_host)) if len(of_host) == 1 else _alone(of_host)
 
 
 def _ranks(places: list[Place]) -> str:
@@ -469,7 +482,7 @@ def _ranks(places: list[Place]) -> str:
     )
 
 
-def _alone(seconds: Mapping[int, float]) -> int | None:
+def _alone(seconds: Mapping[Name, float]) -> Name | None:
     """The one that stands out, with more than twice what the next one has; or None."""
     first, *others = sorted(seconds, key=lambda one: -seconds[one])
     return first if others and seconds[first] > 2 * seconds[others[0]] else None

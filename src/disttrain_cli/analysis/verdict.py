@@ -132,7 +132,8 @@ def _remarks(
     for one in findings:
         if one is not main:
             yield _also(record, one, one in large)
-    yield _Remark(_all_slow(record), [])
+    if main.cause not in (*OF_HOSTS, "stage"):  # which make a unit slower by themselves
+        yield _Remark(_all_slow(record), [])
     yield _how_often(record, main)
     if _one_event(record, main):
         figure = Evidence(

@@ -81,6 +81,7 @@ def run(
 ) -> None:
     """Say what slows a run while it runs, whenever that changes."""
     from disttrain_cli.analysis.expressions import check
+    from disttrain_cli.analysis.watching.ending import Ending
     from disttrain_cli.analysis.watching.record import Record
     from disttrain_cli.spec.rundir import RunDir, flight_recorder, run_folder
 
@@ -93,12 +94,17 @@ def run(
         console.note(f"Watching {short_path(root.root)} until it ends; Ctrl-C ends only this.")
         if root.root.is_dir() and not (root.traces / "job.json").exists():
             console.note("It has no traces yet; waiting for its first steps.")
+        elif Ending(root).over():
+            console.note(
+                "It is over; waiting two minutes for its next start. Its last steps alone:"
+                f" {shlex.join(['disttrain', 'watch', short_path(root.root), '--once'])}"
+            )
     held, told = False, False
     look: Look | None = None
     with closing(Record(root.logs)) as record:
         for look in watch(path, steps=steps, every_s=every, once=once):
             before, (held, sentence) = held, _holds(look, fail_if)
-            fails = held and (before or look.stands)
+            fails = held and (before or look.stands) and (look.live or once)
             if look.changed or look.stays or fails:
                 told = True
                 _tell(console, look, sentence if fails else "")
@@ -108,8 +114,9 @@ def run(
                 _fail(console, look, sentence)
     _point_to_dumps(console, flight_recorder(root.logs))
     if look is not None and not told:  # nobody will look again
-        _tell(console, look, sentence if held else "")
-        if held:
+        fails = held and once
+        _tell(console, look, sentence if fails else "")
+        if fails:
             _fail(console, look, sentence)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,9 @@ from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.rehearse import FaultSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
 # until earlier sends have left, and of an emulated device until it may begin its first forward
@@ -139,6 +142,23 @@ SAMPLE_COLUMNS: dict[str, str] = {
     "samples": "list<int64>",
     "names": "list<string>",
 }
+
+
+def arrow_schema(columns: dict[str, str]) -> pa.Schema:
+    """The columns' types in Arrow."""
+    import pyarrow as pa
+
+    kinds = {
+        "string": pa.string(),
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "list<int64>": pa.list_(pa.int64()),
+        "list<string>": pa.list_(pa.string()),
+        "map<string,float64>": pa.map_(pa.string(), pa.float64()),
+    }
+    return pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
+
 
 #: Columns that came after the first traces: null in segments that lack them.
 LATER_COLUMNS = frozenset(

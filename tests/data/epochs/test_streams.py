@@ -226,6 +226,12 @@ def test_a_phase_that_draws_nothing() -> None:
         stream.batch(0, 3)
 
 
+def test_a_phase_that_draws_nothing_in_some_epochs_is_refused_in_the_first() -> None:
+    index = make_index([[TEXT]] * 30, [[20]] * 30, [0.03], np.zeros(30, np.int64))
+    with pytest.raises(DataError, match="none in some epochs"):
+        pack(Mixture(index, 0), 0)
+
+
 def test_as_full_as_the_second_order() -> None:
     lengths = (mix(1, np.arange(20_000)) % 60 + 20).astype(np.int64)
     index = make_index([[TEXT]] * len(lengths), [[length - 2] for length in lengths.tolist()])

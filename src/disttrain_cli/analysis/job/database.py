@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.analysis.formats import RECORD
 from disttrain_cli.analysis.job.clocks import repair_clocks
 from disttrain_cli.analysis.job.costing import StageCost, known_stages, stage_costs
 from disttrain_cli.analysis.job.files import Footer, TraceFiles, find_traces, first_damaged
+from disttrain_cli.analysis.job.fitting import usable
 from disttrain_cli.analysis.job.unpacking import TYPES, unpack
 from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
@@ -121,7 +123,7 @@ def open_database(
     try:
         inside(connection)
         files = _make_sources(paths, connection) if held is None else _sourced(held, connection)
-        run = _choose_starts(connection, files.job, files.warnings)
+        run = _choose_starts(connection, files)
         clocks = repair_clocks(connection, files.warnings)
         stages = known_stages(files.job, files.warnings) if files.job is not None else []
         _make_layout(connection, files.job, stages)
@@ -183,11 +185,14 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
 
 def _sourced(files: TraceFiles, connection: DuckDBPyConnection) -> TraceFiles:
     """Views over segments, and what was read of open ones."""
-    rows = files.open_segments
-    _make_source(connection, "segments", files.segments, rows.get("segments"), TRACE_COLUMNS)
-    _make_source(connection, "step_segments", files.steps, rows.get("steps"), STEP_COLUMNS)
-    _make_source(connection, "size_segments", files.sizes, rows.get("sizes"), SIZE_COLUMNS)
-    _make_source(connection, "sample_segments", files.samples, rows.get("samples"), SAMPLE_COLUMNS)
+    for name, given, kept, columns in (
+        ("segments", "segments", files.segments, TRACE_COLUMNS),
+        ("step_segments", "steps", files.steps, STEP_COLUMNS),
+        ("size_segments", "sizes", files.sizes, SIZE_COLUMNS),
+        ("sample_segments", "samples", files.samples, SAMPLE_COLUMNS),
+    ):
+        rows = files.open_segments.get(given)
+        _make_source(connection, name, kept, rows, columns, usable(name))
     return files
 
 
@@ -197,9 +202,10 @@ def _make_source(
     files: dict[Path, Footer],
     rows: pa.Table | None,
     columns: dict[str, str],
+    usable: str,
 ) -> None:
-    """A view over Parquet files and rows with the columns of our schema, or an empty table of the
-    same shape."""
+    """A view over Parquet files and rows with the columns of our schema, of the rows that can be
+    used, or an empty table of the same shape."""
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in columns.items())
     # of files with the same columns one footer is enough
     alike: dict[frozenset[tuple[str, str]], list[Path]] = {}
@@ -215,14 +221,13 @@ def _make_source(
         connection.execute(f"CREATE TABLE {name}_shape ({shape})")
         parts.append(f"SELECT * FROM {name}_shape")
     casts = ", ".join(
-        f"CAST({column} AS {TYPES[kind]}) AS {column}" for column, kind in columns.items()
+        f"TRY_CAST({column} AS {TYPES[kind]}) AS {column}" for column, kind in columns.items()
     )
-    connection.execute(
-        f"CREATE VIEW {name} AS SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})"
-    )
+    given = f"SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})"
+    connection.execute(f"CREATE VIEW {name} AS SELECT * FROM ({given}) WHERE {usable}")
 
 
-def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> str:
+def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     """Views `recorded` and `steps` of the starts of one job; a step repeated after resuming counts
     once, as last done.
 
@@ -230,11 +235,24 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     job's last start belong to another plan and are left out.
     """
     connection.execute(query_text("seen"))
+    job, warnings = files.job, files.warnings
     starts = connection.execute(
         "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, cp_rank, tp_rank,"
         " rank)::VARCHAR)) AS coords, min(first_ns) FROM seen GROUP BY run ORDER BY min(first_ns),"
         " run"
     ).fetchall()
+    if not starts:
+        raise DataError(
+            "No row of the trace can be used",
+            "all lack a place or a time, or tell one that cannot be",
+            RECORD,
+        )
+    seen = connection.execute("SELECT sum(rows)::BIGINT FROM seen").fetchall()[0][0]
+    if unusable := max(0, files.recorded_rows - seen):
+        warnings.append(
+            f"{unusable:,} row(s) without a place or a time, or with one that cannot be, are left"
+            " out"
+        )
     coords = {str(name): coords for name, coords, _ in starts}
     last = job.run if job is not None and job.run in coords else list(coords)[-1]
     if job is not None and job.run not in coords:
@@ -252,6 +270,17 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
         warnings.append(
             f"starts of different plans are mixed here: {last!r} is analysed, {others} left out"
         )
+    known = "TRUE"
+    if job is not None:
+        units = [unit.name for unit in job.layout.units]
+        known = f"list_contains({literals(units)}, unit)"
+        foreign = connection.execute(
+            f"DELETE FROM seen WHERE list_contains($runs, run) AND NOT {known} RETURNING unit",
+            {"runs": alike},
+        ).fetchall()
+        if foreign:
+            names = ", ".join(sorted({name for (name,) in foreign}))
+            warnings.append(f"rows of {names}, which no unit of job.json is, are left out")
     connection.execute(
         "CREATE TABLE kept AS SELECT step, arg_max(run, latest_ns) AS run, count(DISTINCT run) AS"
         " starts FROM seen WHERE list_contains($runs, run) GROUP BY step",
@@ -260,7 +289,7 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     connection.execute(
         "CREATE VIEW recorded AS SELECT s.* REPLACE (coalesce(cp_rank, 0) AS cp_rank,"
         " coalesce(late_ns, 0) AS late_ns) FROM segments"
-        " s" + (" JOIN kept USING (step, run)" if len(coords) > 1 else "")
+        " s" + (" JOIN kept USING (step, run)" if len(coords) > 1 else "") + f" WHERE {known}"
     )
     connection.execute(
         "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "

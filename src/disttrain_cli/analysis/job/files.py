@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.analysis.formats import RECORD
+from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import (
@@ -61,6 +62,12 @@ class TraceFiles:
         )
 
     @property
+    def recorded_rows(self) -> int:
+        """Of what ranks did, alone."""
+        rows = self.open_segments.get("segments", ())
+        return sum(footer.rows for footer in self.segments.values()) + len(rows)
+
+    @property
     def all(self) -> list[Path]:
         return [*self.segments, *self.steps, *self.sizes, *self.samples]
 
@@ -104,7 +111,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             files, recorded = segments_of(folder.glob(pattern))
             kept: dict[Path, Footer] = getattr(traces, name)
             kept |= _readable(files, folder, columns, connection, problems)
-            _add_open(traces.open_segments, name, recorded, columns)
+            _add_open(traces.open_segments, name, recorded, columns, problems)
         ranks |= written
         if traces.rows == before:
             problems.append(f"{path} holds no readable trace segment")
@@ -173,23 +180,23 @@ def _readable(
 
 
 def _add_open(
-    tables: dict[str, pa.Table], name: str, files: list[Path], columns: dict[str, str]
+    tables: dict[str, pa.Table],
+    name: str,
+    files: list[Path],
+    columns: dict[str, str],
+    problems: list[str],
 ) -> None:
-    """Rows of open segments that have all columns, up to where their processes ended."""
-    batches = [
-        batch
-        for file in files
-        for batch in _batches(file)
-        if set(columns) - LATER_COLUMNS <= set(batch.schema.names)
-    ]
-    if not batches:
-        return
+    """Rows of open segments, up to where their processes ended."""
     import pyarrow as pa
 
-    known = [tables[name]] if name in tables else []
-    tables[name] = pa.concat_tables(
-        [*known, *(pa.Table.from_batches([batch]) for batch in batches)], promote_options="default"
-    ).combine_chunks()
+    found = [tables[name]] if name in tables else []
+    for file in files:
+        try:
+            found += [fitted(pa.Table.from_batches([batch]), columns) for batch in _batches(file)]
+        except ValueError as error:
+            problems.append(f"{file.parent.name}/{file.name} {error}; skipped")
+    if found:
+        tables[name] = pa.concat_tables(found, promote_options="default").combine_chunks()
 
 
 def _batches(file: Path) -> list[Any]:

@@ -22,16 +22,16 @@ class Ending:
 
     def __init__(self, folder: RunDir) -> None:
         self._folder = folder
-        self._begun = False  # training held its lock
+        self.begun = False  # training was seen to hold its lock
         self._states: dict[str, bytes] | None = None
         self._heard_s = time.monotonic()
 
     def over(self) -> bool:
         """Whether the job has ended, as far as this host can see; not before it has begun."""
         held = _held(self._folder.root / ".training")
-        self._begun |= held
+        self.begun |= held
         if held or not (self._folder.traces / "job.json").exists():
-            return self._begun and not held
+            return self.begun and not held
         states = {}
         for file in pulses(self._folder.logs).glob("rank-*.json"):
             try:
@@ -40,7 +40,7 @@ class Ending:
                 continue
         if states != self._states:
             self._states, self._heard_s = states, time.monotonic()
-        if all(map(_ended, states.values())):
+        if all(map(_ended, states.values())) and (states or self.begun):
             return True
         return time.monotonic() - self._heard_s >= SILENT_S
 

@@ -44,6 +44,8 @@ MARGIN = 0.01
 #: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
 SHARE = 0.005
 POLL_S, QUIET_S = 1.0, 5.0
+#: How long a run that is over already is watched for its next start.
+NEXT_START_S = 120.0
 #: As many looks in succession may come early: where the last `LATEST` steps take so much more or
 #: less time than those of the last look did, and where its verdict does not stand.
 EARLY, LATEST, MOVED = 2, 3, 0.03
@@ -64,6 +66,7 @@ class Look:
     changed: bool  # whether it stands and says something else than what stood before
     stays: bool = False  # whether it has now stood for long enough (`STAYS`)
     blamed: tuple[int, ...] = ()  # ranks whose devices or hosts are slow
+    live: bool = False  # whether a step came since the watcher began: not those of an earlier start
 
     @property
     def found(self) -> bool:
@@ -131,6 +134,7 @@ class Watcher:
         self._before: Said | None = None
         self._stood: Said | None = None
         self._staying = Staying()
+        self._joined: tuple[object, int] | None = None  # what was reached at the first look
 
     def moved(self) -> bool:
         """Whether the last steps take another time than those of the last look; that is known
@@ -145,6 +149,8 @@ class Watcher:
             SpecError: job.json of the traces cannot be read.
             DataError: the traces cannot.
         """
+        reached = self._tail.reached()
+        self._joined = self._joined or reached
         if not self._tail.grow():
             return None
         files = self._tail.files()
@@ -181,6 +187,7 @@ class Watcher:
             changed,
             stays=self._staying.long_enough and not staying.long_enough,
             blamed=tuple(ranks),
+            live=reached != self._joined,
         )
 
 
@@ -246,9 +253,13 @@ def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Itera
     watcher, ending = Watcher(root, steps), Ending(RunDir(root))
     next_s = grown_s = time.monotonic()
     early, unsure = 0, False  # of the last looks; of the last verdict
+    live = False
+    ending.over()  # sees who trains now
     while True:
         # asked first, so that what came before the end is seen
-        over = time.monotonic() - grown_s >= QUIET_S and ending.over()
+        quiet_s = time.monotonic() - grown_s
+        over = quiet_s >= QUIET_S and ending.over()
+        over &= live or ending.begun or quiet_s >= NEXT_START_S
         due = over or time.monotonic() >= next_s
         hurry = every_s is None and early < EARLY and (unsure or watcher.moved())
         if due or hurry:
@@ -258,6 +269,7 @@ def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Itera
                 grown_s = time.monotonic()
                 taken_s = time.process_time() - began_s
                 early, unsure = 0 if due else early + 1, not look.stands
+                live |= look.live
                 next_s = max(grown_s, next_s) + (
                     taken_s / (SHARE * (os.cpu_count() or 1)) if every_s is None else every_s
                 )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.job.files import TraceFiles
+from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.trace import (
-    LATER_COLUMNS,
     OPEN_SEGMENT,
     SIZE_COLUMNS,
     STEP_COLUMNS,
@@ -73,6 +73,14 @@ class Tail:
         last = behind if behind >= reported - MOST_BEHIND else reported
         grown, self.last = last > self.last, max(last, self.last)
         return grown
+
+    def reached(self) -> tuple[object, int]:
+        """Which start is read, and the last step that rank 0 reported of it."""
+        self._follow_start()
+        if self._reported is None:
+            return None, -1
+        self._reported.read()
+        return self._written, self._reported.last
 
     def latest_s(self, steps: int) -> float | None:
         """Mean seconds of the last steps that rank 0 reported; None before there are so many."""
@@ -189,9 +197,16 @@ class Source:
 
     def _hold(self, tables: list[pa.Table]) -> None:
         for table in tables:
-            if len(table) and self._fits(table):
-                last = int(table.column("step").to_numpy().max())
-                self._held.append((last, table))
+            if not len(table):
+                continue
+            try:
+                rows = fitted(table, self.columns)
+            except ValueError as error:
+                self._say(f"{self.folder.name} {error}: another version writes it; left out")
+                continue
+            if len(rows):
+                last = int(rows.column("step").to_numpy().max())
+                self._held.append((last, rows))
                 self.last = max(self.last, last)
 
     def numbers(self) -> set[int]:
@@ -214,26 +229,16 @@ class Source:
         try:
             footer = pq.read_metadata(file)
             place = footer.schema.names.index("step")
-            last = max(
-                (
-                    footer.row_group(group).column(place).statistics.max
-                    for group in range(footer.num_row_groups)
-                ),
-                default=-1,
-            )
-            return None if last <= self.last - self.kept else pq.read_table(file).slice(known)
-        except (OSError, ValueError, AttributeError, pa.ArrowException) as error:
+            told = [
+                footer.row_group(group).column(place).statistics
+                for group in range(footer.num_row_groups)
+            ]
+            steps = [one.max for one in told if one is not None and isinstance(one.max, int)]
+            old = len(steps) == len(told) and max(steps, default=-1) <= self.last - self.kept
+            return None if old else pq.read_table(file).slice(known)
+        except (OSError, ValueError, pa.ArrowException) as error:
             self._say(f"{file.parent.name}/{file.name} cannot be read ({error}); left out")
             return pa.table({})
-
-    def _fits(self, table: pa.Table) -> bool:
-        missing = set(self.columns) - LATER_COLUMNS - set(table.column_names)
-        if missing:
-            self._say(
-                f"{self.folder.name} lacks the column(s) {', '.join(sorted(missing)[:4])}: another"
-                " version writes it; left out"
-            )
-        return not missing
 
     def _say(self, problem: str) -> None:
         if problem not in self.problems:

@@ -59,20 +59,20 @@ class Draws:
         """By source, how many samples the phase has drawn at the begin and the end of an epoch.
 
         Raises:
-            DataError: it draws no sample, or too many.
+            DataError: of no source it draws a sample in every epoch, or it draws too many.
         """
+        if max(self._each, default=Fraction(0)) < 1:
+            raise DataError(
+                "The weights of data.sources draw no sample, or none in some epochs",
+                f"samples of the sources: {self.counts}",
+                "Raise the weight of at least one source, or lower data.held_out.",
+            )
         ends = [
             (int(each * epoch + Fraction(1, 2)), int(each * (epoch + 1) + Fraction(1, 2)))
             for each in self._each
         ]
         total = sum(end - begin for begin, end in ends)
         check_most(self._index, total, MOST_DRAWN)
-        if not total:
-            raise DataError(
-                "The weights of data.sources draw no sample",
-                f"samples of the sources: {self.counts}",
-                "Raise the weight of at least one source, or lower data.held_out.",
-            )
         return ends
 
     def of_blocks(self, epoch: int) -> list[list[tuple[int, int]]]:

@@ -23,6 +23,7 @@ from disttrain_cli.spec.trace import (
     SIZE_COLUMNS,
     STEP_COLUMNS,
     TRACE_COLUMNS,
+    arrow_schema,
 )
 from disttrain_cli.spec.whole import write_whole
 
@@ -61,17 +62,8 @@ class SegmentWriter:
     ) -> None:
         import pyarrow as pa
 
-        kinds = {
-            "string": pa.string(),
-            "int32": pa.int32(),
-            "int64": pa.int64(),
-            "float64": pa.float64(),
-            "list<int64>": pa.list_(pa.int64()),
-            "list<string>": pa.list_(pa.string()),
-            "map<string,float64>": pa.map_(pa.string(), pa.float64()),
-        }
         self.rows: list[dict[str, Any]] = []
-        self._schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
+        self._schema = arrow_schema(columns)
         self._folder, self._run, self._say = folder, run, say
         self._segments = 0
         self._batches: list[pa.RecordBatch] = []

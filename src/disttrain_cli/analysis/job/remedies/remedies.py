@@ -246,7 +246,7 @@ def _repairs(
             next_commands.LEVEL,
         ),
         "stage": ("stages of a unit that take equally long", next_commands.REMEASURE),
-        "communication": ("no transfer slower than usual", next_commands.SLOWEST_TRANSFERS),
+        "communication": ("no transfer slower than usual", next_commands.SLOWEST_LINKS),
         "data": ("data always ready", next_commands.LEVEL),
         "host": ("no rank held up by its host", next_commands.HOST_GAPS),
     }

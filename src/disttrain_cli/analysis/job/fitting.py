@@ -1,0 +1,72 @@
+"""Rows of a trace that can be used: of our columns' types, with a place and times that can be.
+
+Whoever else writes segments, or damages them, may leave other types, nulls, and ends before their
+starts, as a clock does that is set back within an operation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disttrain_cli.spec.trace import LATER_COLUMNS, arrow_schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Times are nanoseconds since 1970 and end before 2096; an operation takes at most so long.
+LAST_NS, LONGEST_NS = 4 * 10**18, 30 * 86_400 * 10**9
+#: What must be said of a row.
+NEEDED = {
+    "segments": (
+        "run",
+        "step",
+        "slot",
+        "unit",
+        "stage",
+        "replica",
+        "tp_rank",
+        "rank",
+        "host",
+        "operation",
+        "start_ns",
+        "end_ns",
+    ),
+    "step_segments": ("run", "step", "end_ns", "iteration_s"),
+    "size_segments": ("run", "step", "tokens", "length_sq", "images", "targets"),
+    "sample_segments": ("run", "step"),
+}
+
+
+def usable(name: str) -> str:
+    """What is true in SQL of the rows of a source that can be used."""
+    conditions = [f"{column} IS NOT NULL" for column in NEEDED[name]]
+    if name == "segments":
+        conditions += [
+            f"start_ns BETWEEN 0 AND {LAST_NS}",
+            f"end_ns BETWEEN start_ns AND start_ns + {LONGEST_NS}",
+        ]
+    return " AND ".join(conditions)
+
+
+def fitted(table: pa.Table, columns: dict[str, str]) -> pa.Table:
+    """The table with our columns' types, where it has them, without rows that tell no step.
+
+    Raises:
+        ValueError: it lacks columns, or some cannot be cast; says which.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    there, schema = set(table.column_names), arrow_schema(columns)
+    if missing := set(columns) - LATER_COLUMNS - there:
+        raise ValueError(f"lacks the column(s) {', '.join(sorted(missing)[:4])}")
+    cast = {}
+    for name in columns:
+        if name in there:
+            try:
+                cast[name] = table.column(name).cast(schema.field(name).type)
+            except pa.ArrowException:
+                kind = table.schema.field(name).type
+                raise ValueError(f"has a column {name} of the type {kind}") from None
+    step = cast["step"]
+    return pa.table(cast) if not step.null_count else pa.table(cast).filter(pc.is_valid(step))
