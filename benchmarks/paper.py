@@ -127,8 +127,11 @@ def gain(
 
 
 def shapes(layout: Layout) -> str:
-    """TP×DP×PP of every unit."""
-    return " → ".join(f"{unit.tp}×{unit.dp}×{unit.pp}" for unit in layout.units)
+    """TP×DP×PP of every unit, with CP where there is some."""
+    return " → ".join(
+        f"{unit.tp}×{f'CP {unit.cp}×' if unit.cp > 1 else ''}{unit.dp}×{unit.pp}"
+        for unit in layout.units
+    )
 
 
 def end_to_end(small: bool) -> Tables:

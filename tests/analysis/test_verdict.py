@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import asdict
 
@@ -10,6 +12,7 @@ from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.losses import split_losses
 from disttrain_cli.analysis.result.verdicts import Evidence, Place
+from disttrain_cli.analysis.telling import _late_host
 from tests.analysis import synthetic
 
 PLACES = {
@@ -94,3 +97,16 @@ def test_shares_are_shown_in_percent():
     assert Evidence(what="steps", value=0.75, unit="share of steps").shown == (75.0, "% of steps")
     assert Evidence(what="chance", value=0.5, unit="share").shown == (50.0, "%")
     assert Evidence(what="a step", value=0.5, unit="s").shown == (0.5, "s")
+
+
+@pytest.mark.parametrize(
+    ("gaps", "late"),
+    [
+        ({0: 0.3, 1: 0.31, 2: 0.3, 3: 0.29}, None),  # both hosts alike
+        ({0: 0.9, 1: 0.8, 2: 0.1, 3: 0.1}, "a"),
+        ({4: 0.5}, None),  # of a trace that tells no host
+    ],
+)
+def test_a_host_is_named_where_it_stands_out(gaps, late):
+    where = {rank: Place(rank=rank, host="aabb"[rank]) for rank in range(4)} | {4: Place(rank=4)}
+    assert _late_host(SimpleNamespace(where=where, losses=SimpleNamespace(gap=gaps))) == late

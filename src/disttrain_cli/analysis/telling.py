@@ -466,7 +466,7 @@ def _late_host(record: Record) -> str | None:
     for rank, seconds in record.losses.gap.items():
         if (where := record.where.get(rank)) is not None and where.host is not None:
             of_host[where.host] = of_host.get(where.host, 0.0) + seconds
-    return next(iter(of_host)) if len(of_host) == 1 else _alone(of_host)
+    return _alone(of_host) if len(of_host) > 1 else next(iter(of_host), None)
 
 
 def _ranks(places: list[Place]) -> str:
