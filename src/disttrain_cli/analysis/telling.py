@@ -54,6 +54,7 @@ class Record:
     operations: Sequence[OperationRow] = ()
     # by rank, the share of its passes for which the others of its TP or CP group wait for it
     waited_for: Mapping[int, float] = field(default_factory=dict)
+    clocks_s: float = 0.0  # by which hosts' clocks, put right, may still be off
 
     @property
     def measured_s(self) -> float:

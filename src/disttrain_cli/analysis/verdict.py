@@ -289,6 +289,8 @@ def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
     raw = exceeds(shares, finding.least_share) * record.known
     if _one_event(record, finding):
         raw /= 2
+    if finding.cause == "communication":  # clocks that are off look like it
+        raw *= max(0.0, 1.0 - record.clocks_s / float(finding.gain_s.mean()))
     rivals = [one.alone_s / record.losses.measured for one in others]
     return min([raw, *(raw * exceeds(shares - rival, 0.0) for rival in rivals)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.clocks import bounds_of, clocks_of
 from disttrain_cli.analysis.job.database import open_database
+from disttrain_cli.spec.trace import TRACE_COLUMNS
 from tests.analysis import synthetic
 
 SECOND = 10**9
@@ -124,6 +126,9 @@ def shifted(folder, shift_ns, tie=True):
     return truth
 
 
+TIMES = ("start_ns", "end_ns")
+
+
 def test_a_trace_with_a_clock_minutes_off_is_put_right(tmp_path, clean):
     minutes = 150 * SECOND
     shifted(tmp_path, minutes)
@@ -148,6 +153,25 @@ def test_a_trace_with_a_clock_minutes_off_is_put_right(tmp_path, clean):
         .fetchone()
     )
     assert abs(start - 10**18) < SECOND
+
+
+@pytest.mark.parametrize("back_s", [0.1, 0.5, 2.0])
+def test_a_clock_that_is_set_back_names_no_link_for_sure(tmp_path, back_s):
+    """No one offset puts right what a clock shows before and after."""
+    shifted(tmp_path, 0)
+    half = None
+    for file in sorted(tmp_path.glob("rank-0000[345]/*")):
+        rows = pq.read_table(file).to_pylist()
+        half = half or rows[len(rows) // 2]["start_ns"]
+        late = [
+            {name: row[name] - round(back_s * SECOND) * (row[name] > half) for name in TIMES}
+            for row in rows
+        ]
+        synthetic.table(
+            file, [row | times for row, times in zip(rows, late, strict=True)], TRACE_COLUMNS
+        )
+    found = analyze([tmp_path]).verdict
+    assert found.cause in ("none", "unknown") or found.confidence < 0.6
 
 
 def test_hosts_that_cannot_be_tied_are_named(tmp_path):

@@ -252,6 +252,8 @@ def _straggle(
         shared_cores=job is not None and shares_cores(job) and len(ranks) > 1,
         operations=operations,
         waited_for=beside(graph, held_up(graph)),
+        clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
+        / 1e6,
     )
     if findings:
         mended = replace(graph, recorded=Delays(*state))
