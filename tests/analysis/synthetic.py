@@ -28,19 +28,11 @@ from disttrain_cli.spec.profile import (
     PreprocessProfile,
     Profile,
 )
-from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job
+from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job, arrow_schema
 from disttrain_cli.spec.work import Work
 from tests import profiles
 
 MS = 1_000_000
-TYPES = {
-    "string": pa.string(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-    "list<int64>": pa.list_(pa.int64()),
-    "map<string,float64>": pa.map_(pa.string(), pa.float64()),
-}
 MODULES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
 #: ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts
 #: twice as much.
@@ -285,8 +277,7 @@ def write(folder: Path, spec: Synthetic, segments: int = 2, name: str = "segment
 def table(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
     """Write rows as one Parquet segment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    schema = pa.schema([(name, TYPES[kind]) for name, kind in columns.items()])
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    pq.write_table(pa.Table.from_pylist(rows, schema=arrow_schema(columns)), path)
 
 
 def make_job(spec: Synthetic) -> Job:

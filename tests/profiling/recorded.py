@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from disttrain_cli.costs.layout import amount, optimizer_s, stages_of
 from disttrain_cli.data.ordering.assigning import assign, count_costs
@@ -23,14 +21,8 @@ from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
 from disttrain_cli.spec.profile import Polynomial, Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import COMPUTE, SIZE_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
+from tests.analysis.synthetic import table
 
-TYPES = {
-    "string": pa.string(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float64": pa.float64(),
-    "list<int64>": pa.list_(pa.int64()),
-}
 TIMES = ("forward_ms", "backward_ms", "backward_input_ms")
 STEP_NS = 10**12
 
@@ -68,7 +60,7 @@ class Recording:
             timeline, parts = self._simulate(stages, loads, first, random)
             rows += self._rows(step, stages, loads, first, timeline, parts)
         for rank in sorted({row["rank"] for row in rows}):
-            _table(
+            table(
                 folder / f"rank-{rank:05d}" / "segment-00000.parquet",
                 [row for row in rows if row["rank"] == rank],
                 TRACE_COLUMNS,
@@ -80,7 +72,7 @@ class Recording:
                 for step in range(self.steps)
                 for place in range(self.sizes_per_step)
             ]
-            _table(
+            table(
                 folder / "sizes" / "segment-00000.parquet",
                 [
                     {
@@ -320,9 +312,9 @@ def sequences_with(images: int, patches: int = 16, count: int = 96) -> SizeSampl
 def with_layers(profile: Profile, run: Run) -> Profile:
     """The profile with the layers and inputs of the run file's model, each as costly as the
     module's first."""
-    table, modules = layer_table(run), {}
+    layers, modules = layer_table(run), {}
     for name, module in profile.modules.items():
-        kinds = [layer.kind for layer in table if layer.module == name]
+        kinds = [layer.kind for layer in layers if layer.module == name]
         modules[name] = module.model_copy(
             update={
                 "layers": kinds,
@@ -360,9 +352,3 @@ def retimed(profile: Profile, factor: Any) -> Profile:
         }
         modules[name] = module.model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})
-
-
-def _table(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    schema = pa.schema([(name, TYPES[kind]) for name, kind in columns.items()])
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)

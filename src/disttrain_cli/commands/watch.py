@@ -103,8 +103,9 @@ def run(
     look: Look | None = None
     with closing(Record(root.logs)) as record:
         for look in watch(path, steps=steps, every_s=every, once=once):
-            before, (held, sentence) = held, _holds(look, fail_if)
-            fails = held and (before or look.stands) and (look.live or once)
+            before, (holds, sentence) = held, _holds(look, fail_if)
+            held = holds and (look.live or once)
+            fails = held and (before or look.stands)
             if look.changed or look.stays or fails:
                 told = True
                 _tell(console, look, sentence if fails else "")

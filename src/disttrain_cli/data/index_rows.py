@@ -117,8 +117,8 @@ def _in_order(left_out: list[Skipped], chunk: Chunk) -> list[Skipped]:
     """What is left out of a chunk, in the chunk's order."""
     if len(left_out) < 2:
         return left_out
-    keys = (one.keys if isinstance(one, Compact) else [one.key] for one in chunk)
-    place = {key: place for place, key in enumerate(chain.from_iterable(keys))}
+    keys = chain.from_iterable(map(_keys, chunk))
+    place = {key: place for place, key in enumerate(keys)}
     return sorted(left_out, key=lambda one: place[one.key])
 
 
@@ -277,7 +277,7 @@ def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
     return counts, columns
 
 
-def _keys(one: Sample | Compact) -> list[str]:
+def _keys(one: Sample | Compact | Skipped) -> list[str]:
     return one.keys if isinstance(one, Compact) else [one.key]
 
 

@@ -28,6 +28,8 @@ from disttrain_cli.spec.trace import (
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from disttrain_cli.runtime.watching.device_clock import DeviceClock, Later, Mark
     from disttrain_cli.runtime.watching.marks import Marks
 
@@ -60,8 +62,6 @@ class SegmentWriter:
     def __init__(
         self, folder: Path, columns: dict[str, str], run: str, say: Callable[[str], None] = print
     ) -> None:
-        import pyarrow as pa
-
         self.rows: list[dict[str, Any]] = []
         self._schema = arrow_schema(columns)
         self._folder, self._run, self._say = folder, run, say
