@@ -204,7 +204,7 @@ def test_an_index_of_before_templates_is_used_where_nothing_is_a_conversation(
     folder = write_folder(tmp_path / "tokens", "headers")
     run = make_run(tmp_path, [{"path": "a"}], tokenizer=str(folder))
     with monkeypatch.context() as before:
-        before.setattr("disttrain_cli.data.tokenizer.read_chat_template", lambda *_: None)
+        before.setattr("disttrain_cli.data.tokenizer.ChatTemplate", lambda *_: None)
         index = build_index(run, WIDE)
     assert read_tokenizer(run).chat is not None
     assert read_index(run, WIDE).fingerprint == index.fingerprint

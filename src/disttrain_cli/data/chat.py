@@ -7,9 +7,11 @@ a segment of its own; where the model's processor cuts images, as one for each p
 writes around them, put into the text before it is tokenized, as the processor does. Trained is what
 lies between the template's `{% generation %}` marks. Where it has none, each answer is found by
 rendering the conversation again with a character in its place that nothing else has: trained is
-what follows the header (what `add_generation_prompt` adds), up to the special token that ends the
-turn. That holds where a template leaves out the thinking of earlier turns or moves the system's
-words; where an answer is not found in what was rendered, the conversation is refused.
+what follows the header, up to the special token that ends the turn. The header is what
+`add_generation_prompt` adds; where that pre-fills what the answer does not begin with, such as an
+empty block of thinking, the part of it that names the role. That holds where a template leaves out
+the thinking of earlier turns or moves the system's words; where an answer is not found in what was
+rendered, the conversation is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -160,6 +163,8 @@ class Chat:
         around = around or [ALONE] * len(MARKS.findall(said))
         text, spans, inside = _with_parts(text, [*self._placeholders.values()], around, spans)
         ids, begins, ends = self._tokens(text)
+        if (rows := np.count_nonzero(ids == IMAGE_ROW)) != sum(len(one) - 1 for one in around):
+            raise ValueError(f"the tokenizer does not keep {', '.join(marks_of)} whole: {rows} are")
         trained = np.zeros(len(ids), dtype=bool)
         for first, end in spans:
             trained |= (begins < end) & (ends > first) & (ids != IMAGE_ROW)
@@ -190,11 +195,8 @@ class Chat:
             ]
         )
         before, found, after = other.partition(absent)
-        header = before.rfind(self._header, begin) if self._header else -1
-        first = header + len(self._header)
-        if header < 0 or self._specials.search(before, first):
-            first = len(before)
         end = len(text) - len(after)
+        first = self._begin(messages[:number], text, before)
         if (
             not found
             or absent in after
@@ -208,6 +210,24 @@ class Chat:
             )
         closing = (ending for ending in self._endings if after.startswith(ending))
         return first, end + len(next(closing, ""))
+
+    def _begin(self, messages: list[Message], text: str, before: str) -> int:
+        """First character of the answer to `messages`: the end of its header.
+
+        Args:
+            text: the rendered conversation.
+            before: the same up to the words of the answer, which may end in what the template
+                writes between header and words, such as a block of thinking.
+        """
+        prompt = before
+        if not before.endswith(self._header):
+            prompt = self._tried(messages, prompt=True)
+        if self._header and prompt.endswith(self._header):
+            begins = prompt.removesuffix(self._header)
+            for header in filter(None, (self._header, self._role)):
+                if before.startswith(begins + header) and text.startswith(begins + header):
+                    return len(begins + header)
+        return len(before)
 
     def _message(self, turn: Turn) -> Message:
         """A turn as the template takes it: its content as parts where it knows such, or as a
@@ -265,6 +285,23 @@ class Chat:
         asked = [self._asked(ASKED)]
         without, prompted = self._tried(asked), self._tried(asked, prompt=True)
         return prompted[len(without) :] if prompted.startswith(without) else ""
+
+    @cached_property
+    def _role(self) -> str:
+        """The part of the header that every answer has, whatever is thought before it: without an
+        empty block of thinking that only the last answer has, or that a prompt pre-fills."""
+        thought, answer = map(chr, ABSENT[:2])
+        asked = [self._asked(ASKED)]
+        said = self._asked(answer) | {"role": "assistant"}
+        without = self._tried(asked)
+        thinking = self._tried([*asked, said | dict.fromkeys(REASONING, thought)])
+        headers = [
+            text.removeprefix(without)[: text.index(mark) - len(without)]
+            for text, mark in ((self._tried([*asked, said, *asked]), answer), (thinking, thought))
+            if text.startswith(without) and mark in text
+        ]
+        shared = commonprefix([self._header, *headers])
+        return shared if shared in headers else self._header
 
     @cached_property
     def _endings(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: found in its folder, and rendered as transformers renders it.
+"""A tokenizer's chat template, rendered as transformers renders it.
 
 As `transformers.utils.chat_template_utils` (5.x): jinja2 in a sandbox whose objects cannot be
 changed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer as Rules
 
-FILE, LEGACY_FILE, CONFIG = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
-FILES = (FILE, LEGACY_FILE)  # that hold a template and nothing else
 #: Placeholders of Qwen-VL, InternVL, Gemma 3, Llama 3.2 and Pixtral, LLaVA and SmolVLM.
 VIDEO_TOKEN = "<|video_pad|>"
 IMAGE_TOKENS = ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "<|image|>", "[IMG]", MARK)
@@ -89,7 +87,8 @@ class ChatTemplate:
             raise SpecError(
                 "Cannot read the chat template of the tokenizer (data.tokenizer)",
                 str(error),
-                f"Correct {FILE}, or the `chat_template` of {CONFIG}, in the tokenizer's folder.",
+                "Correct chat_template.jinja, or the `chat_template` of its JSON files, in the"
+                " tokenizer's folder.",
             ) from None
 
     def _note(self, text: str) -> None:
@@ -98,31 +97,14 @@ class ChatTemplate:
         self._spans.append((first, first + len(text)))
 
 
-def read_chat_template(folder: Path, named: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a tokenizer's folder, if it has one.
-
-    Args:
-        folder: that may hold chat_template.jinja or chat_template.json.
-        named: what tokenizer_config.json and special_tokens_map.json say, a `chat_template` too.
-    """
-    source: Any = named.get("chat_template")
-    if (folder / LEGACY_FILE).is_file():
-        source = json.loads((folder / LEGACY_FILE).read_text(encoding="utf-8"))["chat_template"]
-    if (folder / FILE).is_file():
-        source = (folder / FILE).read_text(encoding="utf-8")
-    if isinstance(source, list):  # several by name, as transformers chooses among them
-        source = {one["name"]: one["template"] for one in source}.get("default")
-    return ChatTemplate(source, special_tokens(named)) if isinstance(source, str) else None
-
-
 def image_token(
-    folder: Path, named: Mapping[str, Any], rules: Rules, given: int | None = None
+    folder: Path, tokens: Mapping[str, str], rules: Rules, given: int | None = None
 ) -> str | None:
     """The placeholder of an image: that of the id `given`, else what a tokenizer's folder names, or
     a usual one that it has."""
     if given is not None:
         return rules.id_to_token(given)
-    path, told = folder / "config.json", special_tokens(named).get("image_token")
+    path, told = folder / "config.json", tokens.get("image_token")
     model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     number = model.get("image_token_id", model.get("image_token_index"))
     by_number = rules.id_to_token(number) if isinstance(number, int) else None
@@ -139,18 +121,6 @@ def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | N
     if isinstance(number, int) and (named := rules.id_to_token(number)) is not None:
         return named
     return VIDEO_TOKEN if rules.token_to_id(VIDEO_TOKEN) is not None else None
-
-
-def special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of a tokenizer's special tokens, by the names under which templates know them."""
-    extra = named.get("extra_special_tokens")
-    given = {**named, **extra} if isinstance(extra, dict) else named
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in given.items()
-        if name.endswith("_token")
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _environment(note: Callable[[str], None]) -> jinja2.Environment:

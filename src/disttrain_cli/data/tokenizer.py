@@ -4,23 +4,21 @@ folder or by name."""
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.chat import Chat
-from disttrain_cli.data.chat_templates import FILES as TEMPLATES
-from disttrain_cli.data.chat_templates import image_token, read_chat_template, video_token
+from disttrain_cli.data.chat_templates import ChatTemplate, image_token, video_token
+from disttrain_cli.data.tokenizer_folder import FILE, READ, read_tokenizer_folder
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
-#: All that is read of a tokenizer, but its chat template; the later of the last two says which
-#: tokens begin, end and pad a text.
-FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+#: In place of an id that the model has no use for.
+NONE = -1
 CHOICES = (
     "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
 )
@@ -78,14 +76,13 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A local Hugging Face tokenizer (tokenizer.json); special ids that it lacks are appended to
-    its vocabulary.
+    """A local Hugging Face tokenizer, as transformers reads its folder.
 
-    Which of its tokens begin, end and pad a text is said by tokenizer_config.json or
-    special_tokens_map.json. `image` is the id of an image's placeholder, where the model has one of
-    its own; else, with a chat template, it is the tokenizer's, where that has one. `processor`:
-    the folder is of a whole model, whose processor writes conversations. `video` is the id of a
-    video's placeholder.
+    Ids that a model needs and the tokenizer lacks follow its vocabulary: the placeholder of items
+    that the model reads, and the one that conditions images it draws. A tokenizer without BOS
+    begins a sample with EOS, as GPT-2's `<|endoftext|>` does both; one without EOS ends it with
+    what ends an answer of its chat template; padding, which nothing sees, is EOS where there is no
+    token for it.
     """
 
     def __init__(
@@ -94,52 +91,55 @@ class FolderTokenizer:
         image: int | None = None,
         processor: bool = False,
         video: int | None = None,
+        *,
+        reads: bool = True,
+        draws: bool = True,
     ) -> None:
-        from tokenizers import Tokenizer as Rules
+        """
+        Args:
+            image, video: ids of the model's own placeholders, if it has any; else, with a chat
+                template, they are the tokenizer's, where that has some.
+            processor: the folder is of a whole model, whose processor writes conversations.
+            reads, draws: the model has encoders, generators.
 
+        Raises:
+            SpecError: the tokenizer cannot be read.
+        """
         try:
-            rules = Rules.from_file(str(folder / "tokenizer.json"))
-            named = {
-                name: token
-                for file in FILES[1:]
-                if (folder / file).is_file()
-                for name, token in json.loads((folder / file).read_text(encoding="utf-8")).items()
-            }
-            template = read_chat_template(folder, named)
-            placeholder = image_token(folder, named, rules, image) if template else None
+            found = read_tokenizer_folder(folder, processor)
+            rules, tokens = found.rules, found.tokens
+            template = ChatTemplate(found.template, tokens) if found.template else None
+            placeholder = image_token(folder, tokens, rules, image) if template else None
             of_videos = video_token(folder, rules, video) if template else None
-        except Exception as error:  # the library raises plain Exceptions for a bad file
+        except Exception as error:  # the libraries raise plain Exceptions for a bad file
             raise SpecError(
                 f"Cannot read the tokenizer {folder} (data.tokenizer)", str(error), CHOICES
             ) from None
-        rules.no_truncation()
-        rules.no_padding()
         self._rules = rules
-        self.vocabulary = max(rules.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.pad, self.bos, self.eos = (
-            self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos")
-        )
-        self.vocabulary = max(self.vocabulary, (image or 0) + 1)
-        self.image = self._special(placeholder) if image is None else image
-        self.context = self._special(None)
-        self.video = self._special(of_videos) if of_videos else self.image
         self.chat = Chat(template, rules, placeholder, processor, of_videos) if template else None
-        content = hashlib.sha256()
-        for path in (folder / name for name in FILES):
-            if path.is_file():
-                content.update(path.name.encode() + path.read_bytes())
-        if image is not None:
-            content.update(f"image {image}".encode())
-        if processor:
-            content.update(b"processor")
-        self.fingerprint = content.hexdigest()[:16]
+        self.vocabulary = (
+            max(max(rules.get_vocab(with_added_tokens=True).values(), default=-1), image or 0) + 1
+        )
 
-    def _special(self, token: Any) -> int:
-        """Id of a special token, given as its text or as a mapping with `content`."""
-        text = token.get("content") if isinstance(token, dict) else token
-        number = self._rules.token_to_id(text) if isinstance(text, str) else None
-        if number is not None:
-            return number
+        def named(name: str) -> int | None:
+            return rules.token_to_id(tokens[name]) if name in tokens else None
+
+        end = named("eos_token")
+        if end is None and self.chat is not None:
+            end = self.chat.end
+        self.eos = self._reserved() if end is None else end
+        self.bos = self.eos if (begin := named("bos_token")) is None else begin
+        self.pad = self.eos if (padding := named("pad_token")) is None else padding
+        own = image if image is not None or not placeholder else rules.token_to_id(placeholder)
+        self.image = own if own is not None else self._reserved() if reads else NONE
+        self.context = self._reserved() if draws else NONE
+        film = rules.token_to_id(of_videos) if of_videos else None
+        self.video = self.image if film is None else film
+        ids = (self.pad, self.bos, self.eos, self.image, self.video, self.context, processor)
+        self.fingerprint = hashlib.sha256(f"{found.fingerprint} {ids}".encode()).hexdigest()[:16]
+
+    def _reserved(self) -> int:
+        """An id behind the vocabulary."""
         self.vocabulary += 1
         return self.vocabulary - 1
 
@@ -169,19 +169,22 @@ def read_tokenizer(run: Run) -> Tokenizer:
     name = run.file.data.tokenizer
     if name == "bytes":
         return ByteTokenizer()
-    folder = run.resolve(name)
+    folder, model = run.resolve(name), run.file.model
+    reads, draws = bool(model.named("encoder")), bool(model.named("generator"))
     if folder.is_dir():
-        own = run.published if name == run.file.model.folder else None
+        own = run.published if name == model.folder else None
         if own is None:
-            return FolderTokenizer(folder)
-        return FolderTokenizer(folder, own.image_token, True, own.video_token)
+            return FolderTokenizer(folder, reads=reads, draws=draws)
+        return FolderTokenizer(
+            folder, own.image_token, True, own.video_token, reads=reads, draws=draws
+        )
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         raise SpecError(
             f"There is no tokenizer folder at {folder} (data.tokenizer)",
             f"given: {name!r}",
             CHOICES,
         )
-    return FolderTokenizer(_fetched(name, folder))
+    return FolderTokenizer(_fetched(name, folder), reads=reads, draws=draws)
 
 
 def doubtful_template(run: Run) -> list[str]:
@@ -209,7 +212,7 @@ def _fetched(name: str, folder: Path) -> Path:
     """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not
     there yet.
 
-    Only `FILES` and its chat template are fetched, and nothing in them is executed.
+    Only the files that are read are fetched, and nothing in them is executed.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
@@ -223,14 +226,12 @@ def _fetched(name: str, folder: Path) -> Path:
         ):  # what is there is taken: all ranks tokenize alike, without a network
             try:
                 path = Path(
-                    snapshot_download(
-                        name, allow_patterns=[*FILES, *TEMPLATES], local_files_only=local
-                    )
+                    snapshot_download(name, allow_patterns=list(READ), local_files_only=local)
                 )
             except Exception:  # its errors have no common base
                 if not local:
                     raise
-            if path is not None and (path / FILES[0]).is_file():
+            if path is not None and (path / FILE).is_file():
                 return path
     except Exception as error:
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -239,7 +240,7 @@ def _fetched(name: str, folder: Path) -> Path:
             " (data.tokenizer)",
             f"no folder {folder}; {why}",
             f"{CHOICES} To fetch one where there is a network: hf download {name}"
-            f" {' '.join(FILES)}",
+            f" {' '.join(READ[:-1])}",
         ) from None
     raise SpecError(
         f"The tokenizer {name!r} of Hugging Face has no tokenizer.json (data.tokenizer)",

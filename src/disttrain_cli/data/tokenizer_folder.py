@@ -1,0 +1,165 @@
+"""A tokenizer's folder as transformers reads it.
+
+Which files declare tokens, which of them take precedence, which class rebuilds the tokenizer from
+its vocabulary, and where the chat template is, depends on the version of transformers. So
+transformers itself loads the folder, in a process of its own that imports no torch, and the result
+is cached by the content of the files: one such process per tokenizer and host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.whole import write_whole
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Rules
+
+FILE = "tokenizer.json"
+#: Files from which a tokenizer and its chat template are loaded.
+READ = (
+    FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+VERSION = 1  # of the cached JSON
+LONGEST_S = 300
+
+
+class TokenizerFolder(NamedTuple):
+    """A tokenizer with its special tokens and chat template."""
+
+    rules: Rules
+    tokens: dict[str, str]  # text of each special token by its name: bos_token, image_token, …
+    template: str | None
+    fingerprint: str  # of all but the template
+
+
+def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFolder:
+    """Load a tokenizer and its chat template.
+
+    Args:
+        processor: the folder is of a whole model: the processor's template takes precedence over
+            the tokenizer's, else the tokenizer's over the processor's.
+
+    Raises:
+        ValueError: transformers cannot load it; with its reason.
+    """
+    from tokenizers import Tokenizer as Rules
+
+    if not (folder / FILE).is_file():
+        raise ValueError(f"there is no {FILE}")
+    loaded = json.loads(_cached(folder, processor))
+    template = loaded.pop("template")
+    fingerprint = hashlib.sha256(json.dumps(loaded).encode()).hexdigest()
+    rules = Rules.from_str(loaded["rules"])
+    rules.encode_special_tokens = loaded["split_special_tokens"]
+    rules.no_truncation()
+    rules.no_padding()
+    return TokenizerFolder(rules, loaded["tokens"], template, fingerprint)
+
+
+def _cached(folder: Path, processor: bool) -> str:
+    """Return the JSON of `main`, from the cache if it is there."""
+    about = [VERSION, version("transformers"), version("tokenizers"), processor]
+    key = hashlib.sha256(json.dumps(about).encode())
+    for path in sorted(path for pattern in READ for path in folder.glob(pattern)):
+        if path.is_file():
+            key.update(hashlib.sha256(str(path.relative_to(folder)).encode()).digest())
+            key.update(hashlib.sha256(path.read_bytes()).digest())
+    name = f"disttrain/tokenizers/{key.hexdigest()[:32]}.json"
+    # without a home folder, or with one that is read-only, every reader starts the process
+    with suppress(OSError, RuntimeError):
+        return (_cache() / name).read_text(encoding="utf-8")
+    content = _loaded(folder, processor)
+    with suppress(SpecError, RuntimeError):
+        write_whole(_cache() / name, content)
+    return content
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+
+
+def _loaded(folder: Path, processor: bool) -> str:
+    """Return the JSON of `main`, run in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", __name__, str(folder.resolve()), str(int(processor))],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=LONGEST_S,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"},
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ValueError(lines[-1] if lines else f"transformers ended with {done.returncode}")
+    return done.stdout
+
+
+def main(folder: str, processor: bool) -> str:
+    """Load a folder with transformers, and return the tokenizer and its chat template as JSON.
+
+    No code of the folder is executed, and nothing is downloaded.
+    """
+    sys.modules["torch"] = None  # type: ignore[assignment]  # which transformers imports if it can
+    from transformers import AutoTokenizer
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if not isinstance(tokenizer, TokenizersBackend):
+        raise ValueError(f"{type(tokenizer).__name__} is no tokenizer of the library tokenizers")
+    own = tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
+    if processor or own is None:
+        own = _processor_template(folder) or own
+    return json.dumps(
+        {
+            "rules": tokenizer.backend_tokenizer.to_str(),
+            "split_special_tokens": tokenizer.split_special_tokens,
+            "tokens": tokenizer.special_tokens_map,
+            "template": own,
+        }
+    )
+
+
+def _processor_template(folder: str) -> str | None:
+    """Chat template of the folder's processor."""
+    from transformers import ProcessorMixin
+
+    given: Any = ProcessorMixin.get_processor_dict(folder, local_files_only=True)[0].get(
+        "chat_template"
+    )
+    if isinstance(given, dict):
+        if "default" not in given:
+            raise ValueError(f"of its chat templates ({', '.join(given)}) none is `default`")
+        given = given["default"]
+    if given is not None and not isinstance(given, str):
+        raise ValueError("the `chat_template` of processor_config.json must be a text")
+    return given
+
+
+if __name__ == "__main__":
+    try:
+        with redirect_stdout(sys.stderr):
+            made = main(sys.argv[1], sys.argv[2] == "1")
+    except Exception as error:  # the library's have no common base
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+    print(made)
