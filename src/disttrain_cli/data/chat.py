@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -300,8 +299,8 @@ class Chat:
             for text, mark in ((self._tried([*asked, said, *asked]), answer), (thinking, thought))
             if text.startswith(without) and mark in text
         ]
-        shared = commonprefix([self._header, *headers])
-        return shared if shared in headers else self._header
+        shared = min(headers, key=len, default="")
+        return shared if all(one.startswith(shared) for one in (self._header, *headers)) else ""
 
     @cached_property
     def _endings(self) -> list[str]:

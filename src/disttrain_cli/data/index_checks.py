@@ -58,12 +58,22 @@ def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
     """The run's tokenizer; SpecError where the model has fewer ids than it."""
     tokenizer = read_tokenizer(run)
     if tokenizer.vocabulary > inputs.vocabulary:
+        beyond = range(inputs.vocabulary, tokenizer.vocabulary)
+        named = [f"{text} is {one}" for one in beyond if (text := tokenizer.token(one)) is not None]
+        reserved = len(beyond) - len(named)
+        if reserved:
+            named.append(f"{reserved} reserved for what the model reads or draws")
+        shown = "; ".join([*named[:MOST_NAMED], *["…"] * (len(named) > MOST_NAMED)])
         raise SpecError(
             f"The tokenizer {run.file.data.tokenizer!r} does not fit the model",
             f"data.tokenizer has {tokenizer.vocabulary} ids with the special ones, "
-            f"{inputs.llm} has a vocabulary of {inputs.vocabulary}",
-            f"Set model.modules.{inputs.llm}.config.vocab_size to at least {tokenizer.vocabulary}; "
-            f"{-(-tokenizer.vocabulary // EVEN) * EVEN} is divided by every TP.",
+            f"{inputs.llm} has a vocabulary of {inputs.vocabulary}: {shown}",
+            "Give the folder's embedding a row for each of them (in transformers:"
+            " model.resize_token_embeddings), or take them out of its tokenizer."
+            if run.file.model.folder is not None
+            else f"Set model.modules.{inputs.llm}.config.vocab_size to at least"
+            f" {tokenizer.vocabulary}; {-(-tokenizer.vocabulary // EVEN) * EVEN} is divided by"
+            " every TP.",
         )
     return tokenizer
 

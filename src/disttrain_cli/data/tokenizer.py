@@ -49,6 +49,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """The text of ids; special ones and those of no text are left out."""
 
+    def token(self, number: int) -> str | None:
+        """Name of an id; None where it stands for no text."""
+
 
 class ByteTokenizer:
     """One id per UTF-8 byte, then the five special ids."""
@@ -73,6 +76,9 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(one for one in ids if one < self.pad).decode("utf-8", "replace")
+
+    def token(self, number: int) -> str | None:
+        return f"<0x{number:02X}>" if number < self.pad else None
 
 
 class FolderTokenizer:
@@ -158,6 +164,9 @@ class FolderTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return str(self._rules.decode(ids, skip_special_tokens=True))
+
+    def token(self, number: int) -> str | None:
+        return self._rules.id_to_token(number)
 
 
 def read_tokenizer(run: Run) -> Tokenizer:
