@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from disttrain_cli.data import tokenizer_folder
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, make_run, write_dataset, write_tar
@@ -35,3 +36,9 @@ def own_run(tmp_path: Path) -> Callable[..., Run]:
         return make_run(tmp_path, [{"path": "own"}], **data)
 
     return make
+
+
+@pytest.fixture
+def loaded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers are loaded in this process, which has imported transformers anyway."""
+    monkeypatch.setattr(tokenizer_folder, "_loaded", tokenizer_folder.load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dates
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.index import IMAGE
 from tests.data.chat_folders import SPECIALS, write_folder
 
+pytestmark = pytest.mark.usefixtures("loaded_here")
 ENDING = {"headers": "<|eot_id|>", "inst": "</s>", "turns": "<end_of_turn>"}
 IM_END = "<|im_end|>"
 
@@ -265,6 +267,117 @@ def test_thinking_may_have_a_field_of_its_own(folders: dict[str, Path], name: st
     assert trained_texts(folders["thinking"], {"messages": messages}) == [
         "<think>\nfirst\n</think>\n\none<|im_end|>"
     ]
+
+
+IM = "<|im_start|>{{ m.role }}\n"
+END = "<|im_end|>\n"
+EMPTY = "<think>\n\n</think>\n\n"
+#: Templates as families write them: turns of others, an answer, a prompt for one.
+HEADERS = {
+    # as Qwen3 without thinking: earlier thinking is left out, the last answer always has a block
+    "empty block in the prompt": (
+        IM + "{{ m.content }}" + END,
+        "{% set words = m.content.split('</think>')[-1].lstrip('\n') %}"
+        "{% set thought = m.reasoning_content or '' %}{% if '</think>' in m.content %}"
+        "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{% endif %}"
+        + IM
+        + "{% if loop.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ words }}"
+        + END,
+        f"<|im_start|>assistant\n{EMPTY}",
+    ),
+    "empty block in the prompt alone": (
+        IM + "{{ m.content }}" + END,
+        IM + "{{ m.content }}" + END,
+        f"<|im_start|>assistant\n{EMPTY}",
+    ),
+    # as DeepSeek R1: the prompt opens the block
+    "opened block": (
+        IM + "{{ m.content }}" + END,
+        IM + "{{ m.content if loop.last else m.content.split('</think>')[-1] | trim }}" + END,
+        "<|im_start|>assistant\n<think>\n",
+    ),
+    # as Vicuna's and LLaVA's
+    "space behind the header": (
+        "USER: {{ m.content }} ",
+        "ASSISTANT:{{ ' ' + m.content | trim }}<|im_end|>",
+        "ASSISTANT: ",
+    ),
+    "space that answers have not": (
+        "USER: {{ m.content }} ",
+        "ASSISTANT:{{ m.content | trim }}<|im_end|>",
+        "ASSISTANT: ",
+    ),
+    "break that answers have not": (
+        "[Q] {{ m.content }}\n",
+        "[A]\n{{ m.content | trim }}<|im_end|>\n",
+        "[A]\n\n",
+    ),
+    # as Llama 2's, whose [/INST] is no special token
+    "a space alone": (
+        "[INST] {{ m.content }} [/INST]",
+        "{{ m.content | trim }}<|im_end|>",
+        " ",
+    ),
+    "nothing": ("[INST] {{ m.content }} [/INST]", " {{ m.content | trim }}<|im_end|>", ""),
+    # as Gemma's and Phi's
+    "trimmed turns": (
+        "<start>user\n{{ m.content | trim }}<|im_end|>\n",
+        "<start>model\n{{ m.content | trim }}<|im_end|>\n",
+        "<start>model\n",
+    ),
+}
+THOUGHT = ["Q ASSISTANT: [A]", "<think>\nold\n</think>\n\nA1", "", "<think>\nnew\n</think>\n\nA2"]
+#: By template what is trained of answers without thinking, and with it.
+TRAINED = {
+    "empty block in the prompt": (["A1", "A2"], ["A1", THOUGHT[3]]),
+    "opened block": (["A1", "A2"], ["A1", "new\n</think>\n\nA2"]),
+}
+
+
+def write_header(folder: Path, name: str) -> Path:
+    others, answer, prompt = HEADERS[name]
+    write_folder(folder, "thinking")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{answer}{{% else %}}{others}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_answers_begin_behind_the_header_that_they_have(tmp_path: Path, name: str) -> None:
+    folder = write_header(tmp_path / "folder", name)
+    plain, thinking = TRAINED.get(name, (["A1", "A2"], [THOUGHT[1], THOUGHT[3]]))
+    for texts, expected in ((["Q 1", "A1", "Q ASSISTANT: 2", "A2"], plain), (THOUGHT, thinking)):
+        messages = turns_of(texts)
+        ids, _ = written(folder, {"messages": messages})
+        assert ids == theirs(folder).apply_chat_template(messages)["input_ids"]
+        trained = trained_texts(folder, {"messages": messages})
+        assert [one.strip() for one in trained] == [f"{text}<|im_end|>" for text in expected]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thinking_of_a_field_is_trained_behind_a_prompt_that_pre_fills_none(
+    tmp_path: Path, name: str
+) -> None:
+    folder = write_header(tmp_path / "folder", "empty block in the prompt")
+    messages = turns_of(["Q", "A"])
+    messages[1][name] = "new"
+    ids, _ = written(folder, {"messages": messages})
+    assert ids == theirs(folder).apply_chat_template(messages)["input_ids"]
+    assert trained_texts(folder, {"messages": messages}) == [
+        "<think>\nnew\n</think>\n\nA<|im_end|>"
+    ]
+
+
+def test_a_placeholder_that_the_tokenizer_splits_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", "vision")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
+    with pytest.raises(ValueError, match="does not keep"):
+        written(folder, {"messages": turns_of(["<image>a", "b"]), "image": "c.jpg"})
 
 
 def test_images_that_a_processor_would_rewrite_are_refused(tmp_path: Path) -> None:

@@ -222,10 +222,11 @@ class Chat:
         if not before.endswith(self._header):
             prompt = self._tried(messages, prompt=True)
         if self._header and prompt.endswith(self._header):
-            begins = prompt.removesuffix(self._header)
-            for header in filter(None, (self._header, self._role)):
-                if before.startswith(begins + header) and text.startswith(begins + header):
-                    return len(begins + header)
+            if text.startswith(prompt):
+                return len(prompt)
+            role = prompt.removesuffix(self._header) + self._role
+            if self._role and before.startswith(role) and text.startswith(role):
+                return len(role)
         return len(before)
 
     def _message(self, turn: Turn) -> Message:

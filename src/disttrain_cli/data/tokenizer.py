@@ -248,8 +248,7 @@ def _fetched(name: str, folder: Path) -> Path:
             f"There is no tokenizer {name!r} here, and it cannot be fetched from Hugging Face"
             " (data.tokenizer)",
             f"no folder {folder}; {why}",
-            f"{CHOICES} To fetch one where there is a network: hf download {name}"
-            f" {' '.join(READ[:-1])}",
+            f"{CHOICES} To fetch one where there is a network: hf download {name}",
         ) from None
     raise SpecError(
         f"The tokenizer {name!r} of Hugging Face has no tokenizer.json (data.tokenizer)",

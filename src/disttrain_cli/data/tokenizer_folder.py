@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 #: Files from which a tokenizer and its chat template are loaded.
 READ = (
-    FILE,
-    "tokenizer_config.json",
+    "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
@@ -75,7 +75,7 @@ def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFol
 
 
 def _cached(folder: Path, processor: bool) -> str:
-    """Return the JSON of `main`, from the cache if it is there."""
+    """Return the JSON of `load`, from the cache if it is there."""
     about = [VERSION, version("transformers"), version("tokenizers"), processor]
     key = hashlib.sha256(json.dumps(about).encode())
     for path in sorted(path for pattern in READ for path in folder.glob(pattern)):
@@ -97,7 +97,7 @@ def _cache() -> Path:
 
 
 def _loaded(folder: Path, processor: bool) -> str:
-    """Return the JSON of `main`, run in a process of its own."""
+    """Return the JSON of `load`, run in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, str(folder.resolve()), str(int(processor))],
         stdin=subprocess.DEVNULL,
@@ -113,12 +113,11 @@ def _loaded(folder: Path, processor: bool) -> str:
     return done.stdout
 
 
-def main(folder: str, processor: bool) -> str:
+def load(folder: Path, processor: bool) -> str:
     """Load a folder with transformers, and return the tokenizer and its chat template as JSON.
 
     No code of the folder is executed, and nothing is downloaded.
     """
-    sys.modules["torch"] = None  # type: ignore[assignment]  # which transformers imports if it can
     from transformers import AutoTokenizer
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -127,20 +126,24 @@ def main(folder: str, processor: bool) -> str:
     )
     if not isinstance(tokenizer, TokenizersBackend):
         raise ValueError(f"{type(tokenizer).__name__} is no tokenizer of the library tokenizers")
-    own = tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
-    if processor or own is None:
-        own = _processor_template(folder) or own
+    templates = [partial(_tokenizer_template, tokenizer), partial(_processor_template, folder)]
+    given = (read() for read in templates[:: -1 if processor else 1])
     return json.dumps(
         {
             "rules": tokenizer.backend_tokenizer.to_str(),
             "split_special_tokens": tokenizer.split_special_tokens,
             "tokens": tokenizer.special_tokens_map,
-            "template": own,
+            "template": next(filter(None, given), None),
         }
     )
 
 
-def _processor_template(folder: str) -> str | None:
+def _tokenizer_template(tokenizer: Any) -> str | None:
+    """Chat template of a tokenizer of transformers."""
+    return None if tokenizer.chat_template is None else str(tokenizer.get_chat_template())
+
+
+def _processor_template(folder: Path) -> str | None:
     """Chat template of the folder's processor."""
     from transformers import ProcessorMixin
 
@@ -157,9 +160,10 @@ def _processor_template(folder: str) -> str | None:
 
 
 if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it
     try:
         with redirect_stdout(sys.stderr):
-            made = main(sys.argv[1], sys.argv[2] == "1")
+            loaded = load(Path(sys.argv[1]), sys.argv[2] == "1")
     except Exception as error:  # the library's have no common base
         sys.exit(" ".join(str(error).split()) or type(error).__name__)
-    print(made)
+    print(loaded)
