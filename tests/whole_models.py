@@ -199,16 +199,18 @@ def qwen_processor(least: int = 256, most: int = 4096) -> Any:
     return Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2)
 
 
-def write_qwen(folder: Path, family: str, flat: bool = False, **fields: Any) -> Any:
+def write_qwen(
+    folder: Path, family: str, flat: bool = False, text: Any = None, **fields: Any
+) -> Any:
     """A Qwen-VL folder; returns its model. `flat`: with the LLM's fields at the top of config.json,
-    as published folders of Qwen2.5-VL have them."""
+    as published folders of Qwen2.5-VL have them; `text`: fields of its LLM's configuration."""
     import transformers
 
     prefix = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
-    tower, text = QWEN[family]
+    tower, own = QWEN[family]
     config = getattr(transformers, f"{prefix}Config")(
         vision_config=QWEN_TOWER | tower,
-        text_config=TEXT | {"num_hidden_layers": 3} | text,
+        text_config=TEXT | {"num_hidden_layers": 3} | own | (text or {}),
         image_token_id=IMAGE,
         video_token_id=270,
         vision_start_token_id=271,
