@@ -28,7 +28,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
+from disttrain_cli.data.tokenizer import NONE, Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.adapter_folder import Adapted, one_adapter, write_adapter
 from disttrain_cli.models.adapters import unchanged_base
@@ -347,7 +347,8 @@ def _write_joints(
         }
         for name, module in modules.items()
     }
-    tokens = {name: getattr(tokenizer, name) for name in ("bos", "eos", "image", "context")}
+    ids = {name: getattr(tokenizer, name) for name in ("bos", "eos", "image", "context")}
+    tokens = {name: None if number == NONE else number for name, number in ids.items()}
     (folder / "model.json").write_text(
         json.dumps(
             {"version": 1, "modules": described, "joints": joints, "tokens": tokens}, indent=2
