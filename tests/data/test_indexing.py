@@ -61,7 +61,7 @@ def spoken(said: list[str], what: str, done: int, total: int) -> None:
 
 
 def jobs_of(run: Run) -> list[Job]:
-    return index_writing._jobs(run, list_shards(run))
+    return index_writing._jobs(run, list_shards(run).shards)
 
 
 def files_of(run: Run) -> list[Path]:

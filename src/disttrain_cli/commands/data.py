@@ -185,6 +185,7 @@ def index(
     opened, inputs = _with_data(run_file)
     from disttrain_cli.data.index import open_index
     from disttrain_cli.data.index_writing import read_share_of
+    from disttrain_cli.data.sources.samples import samples_lost
 
     if own is not None:
         with console.progress() as progress:
@@ -197,9 +198,18 @@ def index(
     with console.progress() as progress:
         made = open_index(opened, inputs, progress)
     path = opened.dir.index
-    told = {"samples": len(made), "skipped": len(made.skipped), "path": str(path)}
-    console.result(told, path)
-    console.say(f"{len(made):,} samples can be used, {len(made.skipped):,} are left out")
+    skipped = samples_lost(made.skipped)
+    console.result(
+        {
+            "samples": len(made),
+            "skipped": skipped,
+            "unread_files": made.unread_files,
+            "path": str(path),
+        },
+        path,
+    )
+    _say_unread(console, made.unread_files)
+    console.say(f"{len(made):,} samples can be used, {skipped:,} are left out")
     console.hint(next_command("profile", run_file))
 
 
@@ -229,6 +239,7 @@ def check(
     from disttrain_cli.data.checking import find_broken, unchecked
     from disttrain_cli.data.index import leave_out, open_index
     from disttrain_cli.data.index_checks import BadSamplesError
+    from disttrain_cli.data.sources.samples import samples_lost
 
     try:
         with console.progress() as progress:
@@ -249,12 +260,15 @@ def check(
             "decoded": decoded,
             "found": len(broken),
             "path": str(opened.dir.index),
+            "lost": samples_lost(skipped),
             "skipped": [one._asdict() for one in skipped],
+            "unread_files": index.unread_files,
         },
         opened.dir.index,
     )
+    _say_unread(console, index.unread_files)
     console.say(
-        f"{samples:,} samples can be used, {len(skipped):,} are left out; "
+        f"{samples:,} samples can be used, {samples_lost(skipped):,} are left out; "
         f"{decoded:,} with images or clips were decoded now"
     )
     console.hint(
@@ -362,9 +376,23 @@ def _after_latents(run: Run, index: Index) -> str:
 
 
 def _show(console: Console, skipped: list[Skipped]) -> None:
+    from disttrain_cli.data.sources.samples import shown_skipped
+
     if skipped:
         console.table(
             "Samples that cannot be used",
-            ["sample", "reason"],
-            [[f"{one.shard}/{one.key}".rstrip("/"), one.reason] for one in skipped],
+            ["sample or shard", "samples", "reason"],
+            [
+                [
+                    shown_skipped(one),
+                    "unknown" if one.samples is None else f"{one.samples:,}",
+                    one.reason,
+                ]
+                for one in skipped
+            ],
         )
+
+
+def _say_unread(console: Console, files: list[str]) -> None:
+    for line in files:
+        console.say(line)

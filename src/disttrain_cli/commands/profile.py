@@ -175,11 +175,13 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         console.say(f"         {data.duplicates:,} not used: they say what an earlier one says")
     for named in data.skipped_first:
         console.say(f"         skipped {named}")
-    if data.skipped > len(data.skipped_first):
+    if data.skipped_entries > len(data.skipped_first):
         console.say(
-            f"         and {data.skipped - len(data.skipped_first):,} more: disttrain data check"
-            " lists all"
+            f"         and {data.skipped_entries - len(data.skipped_first):,} more: disttrain data"
+            " check lists all"
         )
+    for line in data.unread_files:
+        console.say(f"         {line}")
     if data.unread:
         left_out = " and ".join(f"{count:,} {what}" for what, count in data.unread.items())
         asked = (

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.index_checks import (
+    Listed,
     State,
     check_files,
     check_same,
@@ -126,6 +127,7 @@ class Index:
     scaled_down: int | None = None
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
+    unread_files: list[str] = field(default_factory=list)  # beside the shards, and why
     drawn: NDArray[np.bool_] | None = None  # [N] samples that training draws; None = all
     #: [N] whether a sample says what an earlier one says: it is never drawn; None = nobody looked
     repeated: NDArray[np.bool_] | None = None
@@ -261,14 +263,15 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     if run.file.data.distribution is not None:
         return _drawn_index(run.file.data.distribution, inputs)
     tokenizer = checked_tokenizer(run, inputs)
-    shards = list_shards(run)
+    listed = list_shards(run)
+    shards = listed.shards
     stored = stored_for(run, inputs, tokenizer, shards)
     if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
         made = made_for(run, inputs, tokenizer)
         if extended(stored, made) == made:  # no source has another weight
-            return _index(run, inputs, stored, shards, progress)
+            return _index(run, inputs, stored, listed, progress)
     write_index(run, inputs, tokenizer, shards, progress, stored)
-    return _index(run, inputs, read_stored(run.dir.index), shards, progress)
+    return _index(run, inputs, read_stored(run.dir.index), listed, progress)
 
 
 def build_index(
@@ -288,9 +291,9 @@ def build_index(
         SpecError: the tokenizer does not fit the model, or the index cannot be written.
     """
     check_sources(run)
-    tokenizer, shards = checked_tokenizer(run, inputs), list_shards(run)
-    write_index(run, inputs, tokenizer, shards, progress, processes=processes)
-    return _index(run, inputs, read_stored(run.dir.index), shards, progress)
+    tokenizer, listed = checked_tokenizer(run, inputs), list_shards(run)
+    write_index(run, inputs, tokenizer, listed.shards, progress, processes=processes)
+    return _index(run, inputs, read_stored(run.dir.index), listed, progress)
 
 
 def read_index(run: Run, inputs: ModelInputs) -> Index:
@@ -305,9 +308,9 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
     check_sources(run)
     stored = stored_index(run, inputs)
     check_same(stored, made_for(run, inputs, checked_tokenizer(run, inputs)))
-    shards = list_shards(run)
-    check_files(stored, states_of(shards), shards)
-    return _index(run, inputs, stored, shards)
+    listed = list_shards(run)
+    check_files(stored, states_of(listed.shards), listed.shards)
+    return _index(run, inputs, stored, listed)
 
 
 def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> Index:
@@ -317,24 +320,28 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
         DataError: as `build_index`; the index stays as it was.
         MismatchError: a shard came, went or changed meanwhile.
     """
-    tokenizer, stored, shards = (
+    tokenizer, stored, listed = (
         checked_tokenizer(run, inputs),
         read_stored(run.dir.index),
         list_shards(run),
     )
-    check_files(stored, states_of(shards), shards)
-    write_index(run, inputs, tokenizer, shards, silent, stored, broken)
-    return _index(run, inputs, read_stored(run.dir.index), shards)
+    check_files(stored, states_of(listed.shards), listed.shards)
+    write_index(run, inputs, tokenizer, listed.shards, silent, stored, broken)
+    return _index(run, inputs, read_stored(run.dir.index), listed)
 
 
 def _index(
     run: Run,
     inputs: ModelInputs,
     stored: Stored,
-    shards: list[tuple[int, Shard]],
+    listed: Listed,
     progress: Progress = silent,
 ) -> Index:
-    """Open an index whose shards are the same as those on disk; those of training are drawn."""
+    """Open an index whose shards are the same as those on disk; those of training are drawn.
+
+    Raises:
+        DataError: evaluation is asked for, and no sample is held out.
+    """
     header, columns = columns_of(run, inputs, stored, partial(_derive, inputs), progress)
     counts = header["counts"]
     fields: dict[str, Any] = {
@@ -344,13 +351,14 @@ def _index(
     data = run.file.data
     drawn = [counts[f"drawn {number}"] for number in range(len(data.sources))]
     phases = [(step, weights_of(given, drawn, data.temperature)) for step, given in data.phases()]
-    return Index(
+    index = Index(
         fingerprint=_fingerprint(run, stored),
         inputs=inputs,
         weights=phases[0][1],
         phases=phases,
         of_sources=header["sources"],
-        shards=[shard for _, shard in shards],
+        shards=[shard for _, shard in listed.shards],
+        unread_files=listed.unread,
         skipped=[one for _, one in stored.skipped],
         keys=Keys(columns["keys"], columns["key_start"]),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
@@ -360,6 +368,9 @@ def _index(
         known={**of_all, **{name: counts[name] for name in COUNTED}},
         **fields,
     )
+    if run.file.train.evaluation is not None:
+        held_out(index)
+    return index
 
 
 def _fingerprint(run: Run, stored: Stored) -> str:
@@ -402,16 +413,19 @@ def _derive(
 
 
 def held_out(index: Index) -> Index:
-    """The same data, of which the samples are drawn that training leaves out (`data.held_out`).
+    """The same data, of which the samples are drawn that training leaves out (`data.held_out`, or
+    those of validation splits).
 
     Raises:
         DataError: there is none.
     """
     if not index.held_count:
         raise DataError(
-            "No sample is held out for the evaluation",
-            f"samples: {len(index)}",
-            "Raise data.held_out, or leave train.evaluation out.",
+            "No sample is held out for the evaluation (train.evaluation)",
+            f"samples: {len(index)}; without data.held_out the validation split of a folder in"
+            " data.sources is evaluated, and there is none",
+            "Set or raise data.held_out, the share of the samples to evaluate on, name a folder"
+            " that has a train and a validation split, or leave train.evaluation out.",
         )
     return replace(index, held=True)
 

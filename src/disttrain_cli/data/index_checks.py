@@ -4,13 +4,15 @@ samples."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from disttrain_cli.data.index_file import PROFILE, Stored
-from disttrain_cli.data.sources import Shard, Skipped, find_shards, printable, shown
+from disttrain_cli.data.sources import Shard, Skipped, list_source, printable, shown
 from disttrain_cli.data.sources.files import content_of, is_url, state_of
+from disttrain_cli.data.sources.samples import samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
@@ -102,8 +104,22 @@ def check_text(samples: int, label_tokens: int) -> None:
         )
 
 
-def list_shards(run: Run) -> list[tuple[int, Shard]]:
-    """(source, shard) of every shard, in dataset order; DataError where a source is not there."""
+class Listed(NamedTuple):
+    """Shards of all sources with the source of each, in dataset order, and what lies beside them
+    and is not read."""
+
+    shards: list[tuple[int, Shard]]
+    unread: list[str]
+
+
+def evaluates_split(run: Run) -> bool:
+    """True if evaluation is on the validation splits of the data's folders: where no share of the
+    samples is held out."""
+    return run.file.train.evaluation is not None and not run.file.data.held_out
+
+
+def list_shards(run: Run) -> Listed:
+    """Shards of the run's sources; DataError where a source is not there."""
 
     def opened(path: str) -> str:
         return path if is_url(path) else str(run.resolve(path))
@@ -119,15 +135,20 @@ def list_shards(run: Run) -> list[tuple[int, Shard]]:
                 f"given by data.sources[{number}].images: {shown(source.images)}",
                 "Correct data.sources in the run file.",
             )
-    return [
-        (number, shard)
-        for number, source in enumerate(run.file.data.sources)
-        for shard in find_shards(
+    listings = [
+        list_source(
             opened(source.path),
             f"data.sources[{number}].path: {shown(source.path)}",
             None if source.images is None else opened(source.images),
+            evaluates_split(run),
         )
+        for number, source in enumerate(run.file.data.sources)
     ]
+    of_all = list(zip(run.file.data.sources, listings, strict=True))
+    return Listed(
+        [(number, shard) for number, listing in enumerate(listings) for shard in listing.shards],
+        [f"{shown(source.path)}: {line}" for source, listing in of_all for line in listing.unread],
+    )
 
 
 def shard_label(run: Run, shard: Shard) -> str:
@@ -144,6 +165,7 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
     return {
         **chat,
         **hashed,
+        "validation split": evaluates_split(run),
         "model inputs": inputs.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
         "data.sources": [
@@ -273,10 +295,9 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     """BadSamplesError where no sample is left, or more were skipped than `data.max_bad_fraction`
     allows."""
     limit = run.file.data.max_bad_fraction
-    named = "\n".join(
-        f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED]
-    )
-    if good and len(skipped) <= limit * (good + len(skipped)):
+    lost, unknown = samples_lost(skipped), [one for one in skipped if one.samples is None]
+    named = _named(skipped)
+    if good and lost <= limit * (good + lost) and (not unknown or limit == 1):
         return
     if not good:
         raise BadSamplesError(
@@ -286,14 +307,32 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
             f"{RECORDS if any('.json' in s.shard for s in skipped) else MEMBERS}; "
             "an example: disttrain init DIR --sample-data",
         )
-    shards = ", ".join(
-        f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4)
-    )
+    if unknown:
+        raise BadSamplesError(
+            skipped,
+            "Samples are lost with damaged or empty shards, and nothing tells how many",
+            _named(unknown),
+            "Bring these files back whole, or take them out of the folder. data.max_bad_fraction: 1"
+            " uses what can be read of them. A tar that is whole and merely lacks the end marker"
+            " gets one with: truncate -s +1024 FILE",
+        )
+    by_shard = Counter[str]()
+    for one in skipped:
+        by_shard[one.shard] += samples_lost([one])
+    shards = ", ".join(f"{shard} {count}" for shard, count in by_shard.most_common(4))
     raise BadSamplesError(
         skipped,
-        f"{len(skipped)} of {good + len(skipped)} samples cannot be used, more than"
-        f" data.max_bad_fraction = {limit} allows",
+        f"{lost} of {good + lost} samples cannot be used, more than data.max_bad_fraction = {limit}"
+        " allows",
         f"by shard: {shards}\n{named}",
         "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction"
-        " (long samples: data.sequence_length).",
+        " (long samples: data.sequence_length; shards that are left out on purpose: name the others"
+        " one by one in data.sources).",
     )
+
+
+def _named(skipped: Sequence[Skipped]) -> str:
+    """The first of them, a line each."""
+    lines = [f"  {shown_skipped(one)}: {one.reason}" for one in skipped[:MOST_NAMED]]
+    more = len(skipped) - MOST_NAMED
+    return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)

@@ -107,12 +107,15 @@ def _write(
     fraction, has = run.file.data.held_out, _looked_through(stored)
     counts = Counter[str]()
     again = _repeated(stored) if run.file.data.deduplicate else None
+    any_held = any(indexed.held_out for indexed in stored.files)
     first = 0
     for number, (indexed, rows, _) in enumerate(stored.by_shard()):
         progress("columns of the index", number, len(stored.files))
         arrays = arrays_of(inputs, rows, has)
         if fraction:
             arrays["drawn"] = ~chosen(rows.column("key"), fraction)
+        elif any_held:
+            arrays["drawn"] = np.full(len(rows), not indexed.held_out)
         if again is not None:
             arrays["repeated"] = again[first : (first := first + len(rows))]
         derived, counted = derive(arrays, len(rows))
@@ -138,7 +141,8 @@ def _sources(run: Run, stored: Stored) -> list[str]:
     """`Index.of_sources`."""
     data, shards = run.file.data, list[list[Any]]([] for _ in run.file.data.sources)
     for indexed in stored.files:
-        shards[indexed.source].append([indexed.name, indexed.size, indexed.digest])
+        if not indexed.held_out:
+            shards[indexed.source].append([indexed.name, indexed.size, indexed.digest])
     alike = [INDEX_VERSION, stored.inputs["tokenizer"], data.held_out, data.deduplicate]
     return [fingerprint([*alike, own]) for own in shards]
 

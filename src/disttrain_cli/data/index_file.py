@@ -34,6 +34,7 @@ class Indexed(NamedTuple):
     unread: dict[str, int]  # by `UNREAD`, what the samples hold that the model has no module for
     content: str = ""  # of its bytes (`sources.files.content_of`)
     checked: bool = False  # every image and clip of it was decoded
+    held_out: bool = False  # it is of a validation split (`Shard.held_out`)
 
 
 class ShardRows(NamedTuple):
@@ -51,7 +52,8 @@ class Stored(NamedTuple):
     fingerprint: str
     inputs: dict[str, Any]  # what it was made for, besides the shards
     files: list[Indexed]
-    skipped: list[tuple[int, Skipped]]  # with the place of the shard in `files`
+    #: With the place of the shard in `files`, or `lost_samples.NO_SHARD`.
+    skipped: list[tuple[int, Skipped]]
     file: Any = None  # Parquet
     flat: Any = None  # or what `data.columns` opened
 

@@ -94,7 +94,7 @@ def shard_rows(
         batches.append(_batch(samples, label, inputs, tokenizer, opened, left_out, unread))
         skipped += _in_order(left_out, chunk)
     named = [
-        Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON))
+        one._replace(key=printable(one.key), reason=printable(one.reason, MOST_REASON))
         for one in skipped
     ]
     return pa.Table.from_batches(batches, own_schema()), named, dict(unread)
@@ -132,6 +132,12 @@ def digest(rows: pa.Table) -> str:
         if name not in OPTIONAL or values.any():
             content.update(values.astype("<i8").tobytes())
     return content.hexdigest()[:16]
+
+
+def samples_of(rows: pa.Table) -> int:
+    """Number of samples that rows are of: the pieces of a document are one."""
+    later = (flat(rows, "kinds") == TEXT) & (flat(rows, "widths") > 0)
+    return len(rows) - int(later.sum())
 
 
 def flat(rows: pa.Table, name: str) -> Ints:

@@ -22,8 +22,9 @@ from disttrain_cli.data.index_checks import (
     states_of,
 )
 from disttrain_cli.data.index_file import Indexed, ShardRows, Stored, read_stored, writing_index
-from disttrain_cli.data.index_rows import digest, flat
+from disttrain_cli.data.index_rows import digest, flat, samples_of
 from disttrain_cli.data.indexing import Share, in_order, read_share
+from disttrain_cli.data.lost_samples import NO_SHARD, ReadShard, lost_samples
 from disttrain_cli.data.shard_files import Job, drop_files, parts_of_job, paths_of
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def read_share_of(run: Run, inputs: ModelInputs, share: Share, progress: Progres
     """
     check_sources(run)
     tokenizer = checked_tokenizer(run, inputs)
-    shards = list_shards(run)
+    shards = list_shards(run).shards
     stored = stored_for(run, inputs, tokenizer, shards)
     known = {indexed[:2] for indexed in stored.files} if stored else set()
     jobs = [job for job in _jobs(run, shards) if job.state[:2] not in known]
@@ -90,25 +91,27 @@ def write_index(
     jobs = _jobs(run, shards)
     new = [job for job in jobs if job.state[:2] not in known]
     files: list[Indexed] = []
-    skipped: list[tuple[int, Skipped]] = []
+    read_shards: list[ReadShard] = []
     labels = 0
     with (
         closing(in_order(run, inputs, tokenizer, new, progress, processes)) as read,
         writing_index(run.dir.index) as writer,
     ):
         old = _without(kept.by_shard() if kept else iter(()), broken)
-        for number, job in enumerate(jobs):
+        for job in jobs:
             # all in dataset order
             indexed, rows, left_out = next(old if job.state[:2] in known else read)
             assert indexed[:2] == job.state[:2]
             files.append(indexed._replace(time=job.state.time))
-            skipped += [(number, one) for one in left_out]
+            read_shards.append(_read_shard(run, job, samples_of(rows), left_out))
             labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
             writer.add(indexed.source, indexed.name, rows)
+        skipped = lost_samples(read_shards)
         try:
-            check_bad(run, sum(indexed.rows for indexed in files), [one for _, one in skipped])
+            good = sum(shard.samples for shard in read_shards)
+            check_bad(run, good, [one for _, one in skipped])
         except BadSamplesError:  # what is repaired is read again
-            numbers = sorted({number for number, _ in skipped})
+            numbers = sorted({number for number, _ in skipped} - {NO_SHARD})
             bad = [part for number in numbers for part in parts_of_job(jobs[number])]
             drop_files(run, paths_of(run, inputs, tokenizer, bad))
             raise
@@ -143,6 +146,13 @@ def _without(
         yield ShardRows(indexed, rows, left_out)
 
 
+def _read_shard(run: Run, job: Job, samples: int, skipped: list[Skipped]) -> ReadShard:
+    state, shard = job.state, job.shard
+    given = run.file.data.sources[state.source].path
+    alone = shard.path in (given, str(run.resolve(given)))
+    return ReadShard(state.source, shard, job.label, state.size, samples, skipped, alone)
+
+
 def _jobs(run: Run, shards: list[tuple[int, Shard]]) -> list[Job]:
     """Every shard as it lies there now."""
     return [
@@ -155,6 +165,10 @@ def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -
     """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or
     folders."""
     weights = [source.weight for source in run.file.data.sources]
-    shards = [[indexed.source, indexed.name, indexed.size, indexed.digest] for indexed in files]
+    shards = [
+        [indexed.source, indexed.name, indexed.size, indexed.digest]
+        + ["held out"] * indexed.held_out
+        for indexed in files
+    ]
     content = json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, shards])
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -80,7 +80,14 @@ def read_job(run: Run, job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> S
     chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
     read = read_shard(job.shard, job.label, chat)
     rows, skipped, unread = shard_rows(read, job.label, inputs, tokenizer, _opened(run, job, chat))
-    indexed = Indexed(*job.state, len(rows), digest(rows), unread, content_of(job.shard.path))
+    indexed = Indexed(
+        *job.state,
+        len(rows),
+        digest(rows),
+        unread,
+        content_of(job.shard.path),
+        held_out=job.shard.held_out,
+    )
     return ShardRows(indexed, rows, skipped)
 
 

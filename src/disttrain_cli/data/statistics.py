@@ -13,6 +13,7 @@ from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sizes import sizes_of
+from disttrain_cli.data.sources.samples import samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
 from disttrain_cli.spec.profile import NAMED_ITEMS, DataProfile, Distribution, SizeSample
@@ -43,11 +44,11 @@ def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
         fill_fraction=packing.fill_fraction,
         images_per_sequence=distribution(packing.items["image"].counts),
         duplicates=index.repeated_count,
-        skipped=len(index.skipped),
-        skipped_first=[
-            f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]
-        ],
+        skipped=samples_lost(index.skipped),
+        skipped_first=[f"{shown_skipped(one)}: {one.reason}" for one in index.skipped[:NAMED]],
+        skipped_entries=len(index.skipped),
         unread=index.unread,
+        unread_files=index.unread_files,
         order=order,
         sample=size_sample(packing),
     )

@@ -473,9 +473,26 @@ class DataProfile(Strict):
         exclude_if=lambda given: not given,
         description="Samples that are not used because an earlier one says the same.",
     )
-    skipped: int = Field(0, description="Samples that could not be read.")
+    skipped: int = Field(
+        0,
+        description=(
+            "Samples that could not be read, those of damaged, cut, empty and missing shards"
+            " included, whose number is an estimate."
+        ),
+    )
     skipped_first: list[str] = Field(
         default_factory=list, description="The first of them, and why."
+    )
+    skipped_entries: int = Field(
+        0, description="How many such lines there are: a damaged shard is one."
+    )
+    unread_files: list[str] = Field(
+        default_factory=list,
+        exclude_if=lambda given: not given,
+        description=(
+            "Files in the folders of data.sources that are not read, such as other splits, and why;"
+            " also the validation split that evaluation uses."
+        ),
     )
     unread: dict[str, int] = Field(
         default_factory=dict,

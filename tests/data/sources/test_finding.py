@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.data.sources import Shard, find_shards, printable, shown
+from disttrain_cli.data.sources import Shard, list_source, printable, shown
 from disttrain_cli.errors import DataError
 
 
@@ -27,14 +27,15 @@ def touch(folder: Path, *names: str) -> None:
         ),
         (
             [
-                "test/0.parquet",
+                "more/0.parquet",
                 "data/1.parquet",
-                "z.arrow",
+                "._1.parquet",
                 ".cache/2.parquet",
+                "__MACOSX/3.parquet",
                 "dataset_infos.json",
             ],
             "parquet",
-            ["data/1.parquet", "test/0.parquet"],
+            ["data/1.parquet", "more/0.parquet"],
         ),
         (
             [
@@ -53,46 +54,46 @@ def touch(folder: Path, *names: str) -> None:
 def test_folders(tmp_path: Path, files: list[str], form: str, found: list[str]) -> None:
     touch(tmp_path, *files)
     images = str(tmp_path) if form == "llava" else ""
-    assert find_shards(str(tmp_path), "f") == [
+    assert list_source(str(tmp_path), "f").shards == [
         Shard(form, f"{tmp_path}/{name}", name, images) for name in found
     ]
 
 
 def test_one_file(tmp_path: Path) -> None:
     touch(tmp_path, "sub/a.json", "b.PARQUET")
-    assert find_shards(f"{tmp_path}/sub/a.json", "f") == [
+    assert list_source(f"{tmp_path}/sub/a.json", "f").shards == [
         Shard("llava", f"{tmp_path}/sub/a.json", "a.json", f"{tmp_path}/sub")
     ]
-    assert find_shards(f"{tmp_path}/sub/a.json", "f", "/pictures")[0].images == "/pictures"
-    assert find_shards(f"{tmp_path}/b.PARQUET", "f") == [
+    assert list_source(f"{tmp_path}/sub/a.json", "f", "/pictures").shards[0].images == "/pictures"
+    assert list_source(f"{tmp_path}/b.PARQUET", "f").shards == [
         Shard("parquet", f"{tmp_path}/b.PARQUET", "b.PARQUET")
     ]
 
 
 def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no dataset at"):
-        find_shards(str(tmp_path / "nowhere"), "data.sources[0].path")
+        list_source(str(tmp_path / "nowhere"), "data.sources[0].path")
     with pytest.raises(DataError, match="is empty") as caught:
-        find_shards(str(tmp_path), "data.sources[0].path: here")
+        list_source(str(tmp_path), "data.sources[0].path: here")
     assert "data.sources[0].path: here" in str(caught.value) and "disttrain init" in str(
         caught.value
     )
     touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")
     with pytest.raises(DataError, match="holds no shard") as caught:
-        find_shards(str(tmp_path), "data.sources[0].path: here")
+        list_source(str(tmp_path), "data.sources[0].path: here")
     assert (
         "a.tar.gz, but dataset_info.json" in str(caught.value)
         and "Unpack" in caught.value.next_step
     )
     with pytest.raises(DataError, match=r"form of .*gz is not known") as caught:
-        find_shards(str(tmp_path / "a.tar.gz"), "f")
+        list_source(str(tmp_path / "a.tar.gz"), "f")
     assert ".parquet" in str(caught.value)
 
 
 def test_a_url_of_a_shard_that_nobody_answers_is_not_called_empty() -> None:
     pytest.importorskip("aiohttp")
     with pytest.raises(DataError, match="cannot be reached"):
-        find_shards("http://127.0.0.1:9/a.tar", "f")
+        list_source("http://127.0.0.1:9/a.tar", "f")
 
 
 def test_names_are_one_harmless_line() -> None:

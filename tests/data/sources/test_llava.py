@@ -16,7 +16,7 @@ from disttrain_cli.data.sources import (
     Sample,
     Shard,
     Skipped,
-    find_shards,
+    list_source,
     llava,
     open_shard,
 )
@@ -153,7 +153,7 @@ def test_whole_paths_inside_the_folder_are_followed(tmp_path: Path, scheme: str)
         (b'[{"id": 1}', "no comma or end"),
         (b'[{"id": 1} {"id": 2}]', "no comma or end"),
         (b'[{"id": 1},]', "no record at byte 11"),
-        (b"[" * 100_000, "no record"),
+        (b"[" * 100_000, "not a whole list"),
         (b'[{"a":' * 100_000, "not a whole list"),
     ],
 )
@@ -215,7 +215,7 @@ def test_pieces_of_any_length_give_the_same_records(
             "utf-8", "replace"
         )
         path.write_bytes(b"\xef\xbb\xbf" * (chunk > 20) + b" \n" + data + b"\n")
-        found = list(llava._list(LocalFile(str(path))))
+        found = list(llava._list(LocalFile(str(path)).stream()))
         assert [record.value for record in found] == json.loads(data)
         content = path.read_bytes()
         assert [
@@ -339,7 +339,7 @@ def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> N
     ]
     content = json.dumps(records) if name.endswith(".json") else "\n".join(map(json.dumps, records))
     (tmp_path / name).write_text(content)
-    shards = find_shards(str(tmp_path), "data.sources[0].path")
+    shards = list_source(str(tmp_path), "data.sources[0].path").shards
     samples = [one for one in read_one_by_one(shards[0], name) if not isinstance(one, Skipped)]
     assert [
         (one.key, [s[2] for s in one.segments], [s.trained for s in one.segments])
@@ -353,22 +353,22 @@ def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> N
 
 
 def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        (tmp_path / split / "1.jpg").write_bytes(encoded(20, 30))
+    for kind in ("cats", "dogs"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "1.jpg").write_bytes(encoded(20, 30))
         line = {
             "file_name": "1.jpg",
-            ("text" if split == "train" else "caption"): f"a picture to {split}",
+            ("text" if kind == "cats" else "caption"): f"a picture of {kind}",
         }
-        (tmp_path / split / "metadata.jsonl").write_text(json.dumps(line) + "\n")
-    shards = find_shards(str(tmp_path), "data.sources[0].path")
-    assert [shard.name for shard in shards] == ["test/metadata.jsonl", "train/metadata.jsonl"]
-    (sample,) = read_one_by_one(shards[1], "x")
+        (tmp_path / kind / "metadata.jsonl").write_text(json.dumps(line) + "\n")
+    shards = list_source(str(tmp_path), "data.sources[0].path").shards
+    assert [shard.name for shard in shards] == ["cats/metadata.jsonl", "dogs/metadata.jsonl"]
+    (sample,) = read_one_by_one(shards[0], "x")
     assert isinstance(sample, Sample) and [s.kind for s in sample.segments] == [IMAGE, TEXT]
-    assert sample.segments[0][3:5] == (20, 30) and sample.segments[1].text == "a picture to train"
-    (captioned,) = read_one_by_one(shards[0], "x")
-    assert isinstance(captioned, Sample) and captioned.segments[1].text == "a picture to test"
-    opened = open_shard(shards[1], RowGroups())
+    assert sample.segments[0][3:5] == (20, 30) and sample.segments[1].text == "a picture of cats"
+    (captioned,) = read_one_by_one(shards[1], "x")
+    assert isinstance(captioned, Sample) and captioned.segments[1].text == "a picture of dogs"
+    opened = open_shard(shards[0], RowGroups())
     assert opened.file(
         "image", sample.segments[0].location, sample.segments[1].location
     ) == encoded(20, 30)
@@ -378,5 +378,5 @@ def test_pictures_alone_need_texts(tmp_path: Path) -> None:
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "1.JPG").write_bytes(encoded(20, 30))
     with pytest.raises(DataError, match="pictures without texts") as caught:
-        find_shards(str(tmp_path), "data.sources[0].path")
+        list_source(str(tmp_path), "data.sources[0].path")
     assert "metadata.jsonl" in caught.value.next_step

@@ -188,13 +188,17 @@ def test_a_tar_whose_names_make_no_sample_says_so(tmp_path: Path) -> None:
     assert isinstance(found, Skipped) and "a.0.jpg; a key ends at the first dot" in found.reason
 
 
-def test_links_and_folders_are_ignored(tmp_path: Path) -> None:
+def test_links_are_named_and_folders_ignored(tmp_path: Path) -> None:
     shard = tmp_path / "a.tar"
     with tarfile.open(shard, "w") as tar:
         link = tarfile.TarInfo("link.json")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    assert read(shard) == ({}, {})
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    samples, skipped = read(shard)
+    assert not samples and "link.json is no regular file" in skipped["link"]
 
 
 def test_half_characters_do_not_break_tokenizers() -> None:

@@ -240,14 +240,15 @@ def file_system(url: str) -> tuple[Any, str]:
 
 def list_files(folder: str) -> Iterator[str]:
     """Names of all files below a folder, relative to it, without hidden ones; nothing where there
-    is no folder.
+    is no folder. Hidden are names that begin with a dot (`._x` of macOS), and folders that begin
+    with two underscores (`__MACOSX`), as for the `datasets` library.
 
     Raises:
         DataError: the URL cannot be listed.
     """
     if not is_url(folder):
         for root, folders, files in os.walk(folder):
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            folders[:] = [name for name in folders if not name.startswith((".", "__"))]
             for name in files:
                 if not name.startswith("."):
                     yield Path(root, name).relative_to(folder).as_posix()
@@ -258,9 +259,10 @@ def list_files(folder: str) -> Iterator[str]:
     except Exception as error:
         raise _unreachable(folder, error) from None
     start = inside.rstrip("/") + "/"
-    yield from (
-        path.removeprefix(start) for path in inside_files if "/." not in path.removeprefix(start)
-    )
+    for name in (path.removeprefix(start) for path in inside_files):
+        *folders, file = name.split("/")
+        if not file.startswith(".") and not any(one.startswith((".", "__")) for one in folders):
+            yield name
 
 
 def is_file(path: str) -> bool:

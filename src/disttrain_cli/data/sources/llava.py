@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import errno
 import functools
+import io
 import json
 import os
 import re
@@ -62,11 +63,21 @@ SPACE = re.compile(f"[{SPACES}]*")
 
 
 class Record(NamedTuple):
-    """A record and the bytes of the JSON that hold it, or why it is none."""
+    """A record and the bytes of the JSON that hold it, or why it is none; `cut`: the file ends
+    inside it."""
 
     location: Location
     value: Any
     wrong: str = ""
+    cut: bool = False
+
+
+class DamagedList(ValueError):
+    """A JSON list that cannot be read from byte `at` on."""
+
+    def __init__(self, reason: str, at: int) -> None:
+        super().__init__(reason)
+        self.at = at
 
 
 class LlavaShard:
@@ -101,19 +112,17 @@ def read_llava(
     shard: Shard, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
     """Samples of one JSON, in its order. Of images only headers are read; a list is read in
-    pieces."""
+    pieces. Records of a list in it (QwenLM's packed data) are samples of their own."""
     try:
         file = open_file(shard.path)
     except OSError as error:
-        yield Skipped(label, "", f"cannot be opened: {error.strerror}")
+        yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
+    named_so, at = shard.path.partition("?")[0].endswith(".json"), 0
     try:
-        records = (
-            _list(file)
-            if _is_list(file, shard.path.partition("?")[0].endswith(".json"))
-            else _lines(file)
-        )
+        records = _list(file.stream()) if _is_list(file, named_so) else _lines(file)
         for number, record in enumerate(records):
+            at = sum(record.location)
             name = record.value.get("id") if isinstance(record.value, dict) else None
             key = str(name) if isinstance(name, str | int) else f"record {number}"
             try:
@@ -126,9 +135,13 @@ def read_llava(
                     )
                 yield _sample(key, record, shard.images, chat)
             except ValueError as error:
-                yield Skipped(label, key, str(error))
+                # a single mapping in a .json may hold any number of records
+                only = named_so and record.location == (0, file.size)
+                cut = record.cut or only
+                yield Skipped(label, key, str(error), None if cut else 1, cut=cut)
     except (OSError, ValueError, RecursionError) as error:
-        yield Skipped(label, "", f"not a whole list of records: {error}")
+        reason, at = f"not a whole list of records: {error}", getattr(error, "at", at)
+        yield Skipped(label, "", reason, None, file.size - at, cut=True)
 
 
 def open_image(folder: str, name: str) -> File:
@@ -251,29 +264,28 @@ def _lines(file: File) -> Iterator[Record]:
                     value, wrong = json.loads(line), ""
                 except (ValueError, RecursionError) as error:
                     value, wrong = None, f"not valid JSON: {error}"
-            if line.strip():
-                yield Record(location, value, wrong)
+            if isinstance(value, list) and value:
+                yield from _list(io.BytesIO(line), location.offset)
+            elif line.strip():
+                yield Record(location, value, wrong, bool(wrong) and not line.endswith(b"\n"))
 
 
-def _list(file: File) -> Iterator[Record]:
-    """Records of a JSON list, read in pieces; ValueError where the file is no list, or damaged."""
-    with file.stream() as stream:
-        window = _Window(stream)
+def _list(stream: BinaryIO, start: int = 0) -> Iterator[Record]:
+    """Records of a JSON list, and of the lists in it, read in pieces; DamagedList where it is none,
+    or damaged. The stream begins at byte `start` of the file."""
+    with stream:
+        window = _Window(stream, start)
         if window.text.startswith("\xef\xbb\xbf"):  # a byte order mark
             window.at = 3
         if window.next() != "[":
-            raise ValueError("the JSON is no list")
+            raise window.damage("the JSON is no list")
         window.at += 1
         if window.next() == "]":
-            return
-        while True:
-            yield window.record()
-            mark = window.next()
-            if mark == "]":
-                return
-            if mark != ",":
-                raise ValueError(f"no comma or end of the list at byte {window.start + window.at}")
             window.at += 1
+        else:
+            yield from window.elements()
+        if window.next():
+            raise window.damage("more behind the end of the list")
 
 
 class _Window:
@@ -282,13 +294,10 @@ class _Window:
     Bytes are taken for Latin-1, so that places in the text are places in the file.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, start: int) -> None:
         self._stream, self._done = stream, False
-        self.text, self.at, self.start = (
-            "",
-            0,
-            0,
-        )  # `text[at]` is next; `text[0]` is at byte `start` of the file
+        # `text[at]` is next; `text[0]` is at byte `start` of the file
+        self.text, self.at, self.start = "", 0, start
         self._fill()
 
     def next(self) -> str:
@@ -300,23 +309,57 @@ class _Window:
                 return self.text[self.at : self.at + 1]
             self._fill()
 
-    def record(self) -> Record:
-        """The next mapping of the list; ValueError where there is none."""
-        if self.next() != "{":
-            raise ValueError(f"no record at byte {self.start + self.at}")
+    def elements(self, inside: bool = False) -> Iterator[Record]:
+        """Elements of a list up to its end, those of a list in it one by one; DamagedList where
+        there is no end."""
+        while True:
+            if self.next() != "[" or inside:
+                yield self._element()
+            else:
+                begin = self.start + self.at
+                self.at += 1
+                if self.next() == "]":
+                    self.at += 1
+                    yield Record(Location(begin, self.start + self.at - begin), [])
+                else:
+                    yield from self.elements(inside=True)
+            mark = self.next()
+            if mark not in ("]", ","):
+                raise self.damage("no comma or end of the list")
+            self.at += 1
+            if mark == "]":
+                return
+
+    def damage(self, reason: str) -> DamagedList:
+        """That the JSON is damaged at the next character."""
+        at = self.start + self.at
+        return DamagedList(f"{reason} at byte {at}", at)
+
+    def _element(self) -> Record:
+        """The next element of the list, whatever it is; DamagedList where there is none."""
+        if self.next() in ("", "]"):
+            raise self.damage("no record")
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
-                break
+                if end < len(self.text) or self._done:  # else a number may go on
+                    break
             except ValueError as error:
                 if self._done or len(self.text) - self.at > MAX_TEXT_BYTES:
                     offset = self.start + getattr(error, "pos", self.at)
-                    raise ValueError(f"not valid JSON at byte {offset}") from None
+                    raise DamagedList(
+                        f"not valid JSON at byte {offset}", self.start + self.at
+                    ) from None
             self._fill()
         text = self.text[self.at : end]
         location = Location(self.start + self.at, end - self.at)
         self.at = end
-        return Record(location, value if text.isascii() else json.loads(text.encode("latin-1")))
+        if text.isascii():
+            return Record(location, value)
+        try:
+            return Record(location, json.loads(text.encode("latin-1")))
+        except UnicodeDecodeError as error:
+            return Record(location, None, f"not valid UTF-8: {error}")
 
     def _fill(self) -> None:
         piece = self._stream.read(CHUNK_BYTES)

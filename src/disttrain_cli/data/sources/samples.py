@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +18,32 @@ MOST_SHOWN = 200  # characters of a name in a message
 
 
 class Skipped(NamedTuple):
-    """A sample or image that is left out, and why. A shard's own damage has no key."""
+    """A sample or image that is left out, or samples that a shard's own damage loses, and why.
+
+    Attributes:
+        key: name of the sample, or "" of a shard's own damage.
+        samples: how many are lost; None where the reader cannot know (`data.lost_samples`
+            estimates them).
+        unread_bytes: of the file that lie behind the damage.
+        cut: True if the end of the file is missing, so that more is lost than `unread_bytes`.
+    """
 
     shard: str
     key: str
     reason: str
+    samples: int | None = 1
+    unread_bytes: int = 0
+    cut: bool = False
+
+
+def samples_lost(skipped: Iterable[Skipped]) -> int:
+    """Number of samples left out; an unknown number counts as one."""
+    return sum(1 if one.samples is None else one.samples for one in skipped)
+
+
+def shown_skipped(one: Skipped) -> str:
+    """Name of what is left out, as messages list it."""
+    return f"{one.shard}/{one.key}".rstrip("/")
 
 
 class Location(NamedTuple):
@@ -171,6 +192,7 @@ class Shard(NamedTuple):
     images: str = ""  # folder of the images that a LLaVA JSON names
     #: Row groups of Parquet that are read of it, the first and the one behind the last; None = all.
     groups: tuple[int, int] | None = None
+    held_out: bool = False  # of a validation split: evaluated, never trained on
 
 
 class OpenShard(Protocol):

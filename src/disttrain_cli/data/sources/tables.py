@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CACHE_BYTES = 1024 * 1024 * 1024
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow's stream format
 #: Of a Parquet file that is read at once: little enough for a core's own cache, in bytes, within
 #: these numbers of rows. A little less than a power of two, to which Arrow's buffers grow.
 BATCH_BYTES, BATCH_ROWS = 1000 * 1024, (8, 1024)
@@ -102,7 +103,7 @@ class ArrowShard:
         self._batches: list[pa.RecordBatch] = []
         self._chat = chat
         for batch in _arrow_batches(shard.path):
-            if isinstance(batch, str):
+            if isinstance(batch, Skipped):
                 break
             self._batches.append(batch)
         self._ends = list(accumulate(len(batch) for batch in self._batches))
@@ -142,7 +143,8 @@ def read_parquet(
     try:
         file = _open_parquet(shard.path)
     except (pa.ArrowException, OSError) as error:
-        yield Skipped(label, "", f"not a whole Parquet file: {error}")
+        reason = f"not a whole Parquet file: {error}"
+        yield Skipped(label, "", reason, None, _bytes_of(shard.path), cut=True)
         return
     columns, ends = find_columns(file.schema_arrow, label), _ends(file.metadata)
     names = _without_paths(columns, file.schema_arrow)
@@ -166,7 +168,8 @@ def read_parquet(
                 runs.extendleft(reversed(left))
                 continue
             end = ends[groups[0]]
-            yield Skipped(label, f"rows {row} to {end - 1}", f"damaged Parquet: {error}")
+            lost = f"rows {row} to {end - 1}"
+            yield Skipped(label, lost, f"damaged Parquet: {error}", end - row)
             row = end
 
 
@@ -179,9 +182,9 @@ def read_arrow(
         DataError: its columns do not tell images and texts.
     """
     row, columns = 0, None
-    for batch in _arrow_batches(shard.path):
-        if isinstance(batch, str):
-            yield Skipped(label, "", batch)
+    for batch in _arrow_batches(shard.path, label):
+        if isinstance(batch, Skipped):
+            yield batch
             return
         columns = columns or find_columns(batch.schema, label)
         yield from read_rows(batch, columns, row, label, chat)
@@ -274,7 +277,15 @@ def _open_parquet(path: str) -> Any:
     return pq.ParquetFile(open_file(path).stream(), pre_buffer=True)
 
 
-def _arrow_batches(path: str) -> Iterator[pa.RecordBatch | str]:
+def _bytes_of(path: str) -> int:
+    """Size of a file, 0 where it cannot be opened."""
+    try:
+        return open_file(path).size
+    except OSError:
+        return 0
+
+
+def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skipped]:
     """Record batches of an Arrow file (either format); then, where there is more, what is wrong
     with it."""
     import pyarrow as pa
@@ -285,17 +296,32 @@ def _arrow_batches(path: str) -> Iterator[pa.RecordBatch | str]:
             f"given: {path}",
             "Copy the folder to a local disk, or save the dataset as Parquet.",
         )
+    size = rows = read = at = 0
+    batches: int | None = None  # of the file format
     try:
         mapped = pa.memory_map(path)
+        size = mapped.size()
         whole = mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         if whole:
             reader = pa.ipc.open_file(mapped)
-            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+            batches = reader.num_record_batches
+            given = (reader.get_batch(number) for number in range(batches))
         else:
-            yield from pa.ipc.open_stream(mapped)
+            given = iter(pa.ipc.open_stream(mapped))
+        for batch in given:
+            rows, read, at = rows + len(batch), read + 1, 0 if whole else mapped.tell()
+            yield batch
+        at = size if whole else mapped.tell()
+        if not whole and (at < size or mapped.read_at(len(END_OF_STREAM), at - 8) != END_OF_STREAM):
+            raise pa.ArrowInvalid(f"the stream does not end at byte {at}, where the file does")
     except (pa.ArrowException, OSError) as error:
-        yield f"not a whole Arrow file: {error}"
+        reason = f"not a whole Arrow file: {error}"
+        if batches is None:
+            yield Skipped(label, "", reason, None, size - at, cut=True)
+        else:  # batches of a file have as many rows, but for the last
+            lost = -(-rows * (batches - read) // read) if read else None
+            yield Skipped(label, "", reason, lost, size, cut=True)
 
 
 def _only(column: pa.ChunkedArray) -> pa.Array:

@@ -92,14 +92,14 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
     try:
         file = open_file(shard.path)
     except OSError as error:
-        yield Skipped(label, "", f"cannot be opened: {error.strerror}")
+        yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
     by_key: dict[str, dict[str, Member]] = {}
     by_name: dict[str, Member] = {}
     twice: set[str] = set()
-    damage = ""
-    for member in _members(file):
-        if isinstance(member, str):
+    damage: Skipped | None = None
+    for member in _members(file, label):
+        if isinstance(member, Skipped):
             damage = member
             break
         key, suffix = split_name(member.name)
@@ -109,9 +109,8 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
     captions = any("txt" in group for group in by_key.values())
     if by_name and not captions and not any("json" in group for group in by_key.values()):
         example = next(iter(by_name))
-        yield Skipped(
-            label, "", f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
-        )
+        reason = f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
+        yield Skipped(label, "", reason, len(by_key))
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
             continue  # a picture or sound that interleaved samples refer to
@@ -121,8 +120,8 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
             yield Sample(key, _segments(group, by_name, chat))
         except ValueError as error:
             yield Skipped(label, key, str(error))
-    if damage:
-        yield Skipped(label, "", damage)
+    if damage is not None:
+        yield damage
 
 
 def parse_parts(data: bytes) -> list[Part] | str:
@@ -148,8 +147,9 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
-def _members(file: File) -> Iterator[Member | str]:
+def _members(file: File, label: str) -> Iterator[Member | Skipped]:
     """Members whose content is whole; then, where there is more, what is wrong with it."""
+    at = 0
     try:
         with (
             file.stream() as stream,
@@ -158,21 +158,39 @@ def _members(file: File) -> Iterator[Member | str]:
             while (info := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 location = Location(info.offset_data, info.size)
+                at = tar.offset
                 if sum(location) > file.size:
-                    yield f"truncated tar: it ends inside {info.name}"
+                    reason = f"truncated tar: it ends inside {info.name}"
+                    yield Skipped(label, "", reason, None, cut=True)
                     return
                 if info.isreg() and not info.issparse():
                     yield Member(info.name, location, _content(file, stream, info.name, location))
+                elif not info.isdir():
+                    reason = f"{info.name} is no regular file in the tar, but a link or the like"
+                    yield Member(info.name, location, reason)
             end = tar.offset
             stream.seek(end)
-            block = stream.read(tarfile.BLOCKSIZE)
+            padded = -(-(end + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+            rest = stream.read(padded - end)
     except (tarfile.TarError, OSError, EOFError) as error:
-        yield f"not a whole tar: {error}"
+        yield _damaged(file, label, f"not a whole tar: {error}", at)
         return
-    if len(block) < tarfile.BLOCKSIZE:
-        yield "truncated tar: the end marker is missing"
-    elif any(block):
-        yield f"damaged tar: no valid header at byte {end}"
+    if len(rest) < tarfile.BLOCKSIZE:
+        reason = "truncated tar: the end marker is missing"
+        yield Skipped(label, "", reason, None, cut=True)
+    elif any(rest[: tarfile.BLOCKSIZE]):
+        yield _damaged(file, label, f"damaged tar: no valid header at byte {end}", end)
+    elif any(rest) or file.size > padded:  # two tars in one, or a hole of zeros
+        reason = f"damaged tar: {file.size - end} bytes behind the end marker at byte {end}"
+        yield _damaged(file, label, reason, end)
+
+
+def _damaged(file: File, label: str, reason: str, at: int) -> Skipped:
+    """Damage from byte `at` on; the file is not cut if its end marker stands behind that."""
+    marker = 2 * tarfile.BLOCKSIZE
+    end = file.read(max(at, file.size - marker), marker)
+    cut = len(end) < marker or any(end)
+    return Skipped(label, "", reason, None, file.size - at, cut)
 
 
 def _content(file: File, stream: BinaryIO, name: str, location: Location) -> bytes | Header | str:

@@ -93,9 +93,9 @@ class RunFile(Strict):
                 f"train.ema.modules: no such module: {', '.join(unknown)}; allowed: "
                 f"{', '.join(self.model.modules)}"
             )
-        if self.train.evaluation and not self.data.held_out:
+        if self.train.evaluation and self.data.distribution is not None:
             raise ValueError(
-                "train.evaluation needs data.held_out: the share of the samples to evaluate on"
+                "train.evaluation needs data.sources: a distribution has no samples to evaluate on"
             )
         return self
 

@@ -173,7 +173,7 @@ class DataSpec(Strict):
         lt=1,
         description=(
             "Share of the samples that are never trained on, for train.evaluation; chosen by "
-            "their keys."
+            "their keys. At 0 evaluation uses the validation splits of the folders in sources."
         ),
     )
     max_bad_fraction: float = Field(

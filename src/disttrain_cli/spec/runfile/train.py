@@ -75,7 +75,8 @@ class CheckpointSpec(Strict):
 
 
 class EvaluationSpec(Strict):
-    """Losses on data that are never trained on (`data.held_out`)."""
+    """Losses on data that are never trained on: `data.held_out`, else the validation splits of the
+    folders in `data.sources`."""
 
     every_steps: int = Field(ge=1, le=MOST_STEPS, description="Steps between evaluations.")
     sequences: int = Field(

@@ -1,0 +1,349 @@
+"""Files of a source: which of them are its shards, and what lies beside them unread.
+
+Splits are recognised as the `datasets` library recognises them (its data_files patterns): by
+keywords in names of folders or, where no folder has one, of files, between separators.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from disttrain_cli.data.modalities.registry import MEDIA
+from disttrain_cli.data.sources.files import (
+    is_file,
+    is_url,
+    join,
+    list_files,
+    open_file,
+    shown_url,
+)
+from disttrain_cli.data.sources.numbering import gaps
+from disttrain_cli.data.sources.samples import Shard, printable
+from disttrain_cli.errors import DataError
+
+FORMS = {
+    ".tar": "tar",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".json": "llava",
+    ".jsonl": "llava",
+}
+#: Forms whose files lie anywhere below a folder; those of others lie in it.
+BELOW = ("parquet", "arrow")
+CAPTIONS = "metadata.jsonl"  # of an imagefolder: it may lie below too
+PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
+#: What Hugging Face and img2dataset write beside the data.
+BESIDE = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "config.json",
+)
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+KEYWORDS = {
+    TRAIN: ("train", "training"),
+    VALIDATION: ("validation", "valid", "val", "dev"),
+    TEST: ("test", "testing", "eval", "evaluation"),
+}
+SEPARATOR = "[-._ 0-9]"
+SPLITS = {
+    split: re.compile(rf"(?:^|{SEPARATOR})(?:{'|'.join(words)})(?:{SEPARATOR}|$)", re.IGNORECASE)
+    for split, words in KEYWORDS.items()
+}
+#: Files that records name or that describe the data, which nobody expects to be read as samples.
+EXPECTED = {f".{suffix}" for media in MEDIA.values() for suffix in media.suffixes}
+EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
+EXPECTED_NAMES = ("license", "readme", "notice", "_success")
+HEAD_BYTES = 64  # of a JSON that tell whether it may be a list of records
+MOST_NAMED = 3  # files that a message lists
+
+
+class Listing(NamedTuple):
+    """Shards, and what lies beside them and is not read, a line for each reason."""
+
+    shards: list[Shard]
+    unread: list[str]
+
+
+#: Makes the error of a folder that can be read in several ways: why, and the next step.
+Ambiguous = Callable[[str, str], DataError]
+#: Files that are not read, and why.
+Unread = list[tuple[list[str], str]]
+
+
+def list_source(
+    path: str, field: str, images: str | None = None, validation: bool = False
+) -> Listing:
+    """Shards of a source: the one file given, or a folder's by name.
+
+    Of a folder with a train split that split is read alone. A folder with tars is read as tars; one
+    with Parquet files anywhere below as Parquet; with Arrow files anywhere below as a Hugging Face
+    dataset; else as conversations or texts (*.json, *.jsonl), or the captions of a Hugging Face
+    imagefolder (metadata.jsonl anywhere below).
+
+    Args:
+        field: the run file's field that names the source.
+        images: folder of the images that a JSON names, else that of the JSON.
+        validation: list the shards of the validation split, too, as `Shard.held_out`.
+
+    Raises:
+        DataError: there is nothing at `path`, nothing readable in it, two forms of data, or splits
+            without one to train on; or the URL cannot be reached.
+    """
+    hint = (
+        "Correct data.sources in the run file, or write an example with: disttrain init DIR"
+        " --sample-data"
+    )
+    given = f"given by {printable(field)}"
+    form = _form(path)
+    # a web page that lists files counts as a folder
+    if (form or not is_url(path)) and is_file(path):
+        if form is None:
+            raise DataError(
+                f"The form of {shown(path)} is not known",
+                f"known: {', '.join(FORMS)}; {given}",
+                hint,
+            )
+        folder, _, name = path.partition("?")[0].rpartition("/")
+        return Listing([Shard(form, path, name, images or folder if form == "llava" else "")], [])
+    if form:
+        raise DataError(
+            f"There is no file at {shown(path)}, or it cannot be reached",
+            given,
+            "Correct data.sources in the run file, or check the network.",
+        )
+    files = sorted(list_files(path))
+    forms = {name: form_of for name in files if (form_of := _form(name)) and _counts(name, form_of)}
+    if not forms and not is_url(path) and not os.path.isdir(path):
+        raise DataError(f"There is no dataset at {shown(path)}", given, hint)
+    if not forms and any(name.lower().endswith(PICTURES) for name in files):
+        raise DataError(
+            f"The dataset {shown(path)} has pictures without texts",
+            given,
+            'Write metadata.jsonl beside them, one line a picture: {"file_name": "1.jpg", "text":'
+            ' "…"}',
+        )
+    if not forms:
+        known = ", ".join(f"*{suffix}" for suffix in FORMS)
+        if any(_is_packed(name) for name in files):
+            hint = "Unpack what is compressed: samples are read in any order."
+        elif any(_form(name) in FORMS.values() and "/" in name for name in files):
+            hint = "Name the folder that the shards lie in."
+        raise DataError(
+            (
+                f"The dataset {shown(path)} is empty"
+                if not files
+                else f"The dataset {shown(path)} holds no shard"
+            ),
+            f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}; {given}",
+            hint,
+        )
+
+    def ambiguous(why: str, next_step: str) -> DataError:
+        what = f"The dataset {shown(path)} can be read in several ways"
+        return DataError(what, f"{why}; {given}", next_step)
+
+    chosen, notes = _chosen(path, files, forms, validation, ambiguous)
+    shards = [
+        Shard(
+            forms[name],
+            file := join(path, name),
+            name,
+            images or file.rpartition("/")[0] if forms[name] == "llava" else "",
+            held_out=held_out,
+        )
+        for name, held_out in chosen.items()
+    ]
+    return Listing(shards, notes)
+
+
+def _chosen(
+    path: str,
+    files: Sequence[str],
+    forms: Mapping[str, str],
+    validation: bool,
+    ambiguous: Ambiguous,
+) -> tuple[dict[str, bool], list[str]]:
+    """(shards among the files of a folder, with True if they are held out; what is to be said of
+    the others)."""
+    packed = {
+        name: form
+        for name in filter(_is_packed, files)
+        if (form := _form(inner := _unpacked(name))) and _counts(inner, form) and inner not in forms
+    }
+    train, held, unread, notes = _by_split([*forms, *packed], validation, ambiguous)
+    chosen = dict[str, bool]()
+    for names, held_out in ((train, False), (held, True)):
+        own, others = _of_one_form(
+            path, files, {n: forms[n] for n in names if n in forms}, ambiguous
+        )
+        chosen |= dict.fromkeys(own, held_out)
+        unread.append((others, "another form, which describes the data"))
+    read = {forms[name] for name in chosen}
+    for name in (*train, *held):
+        if name in packed and (not chosen or packed[name] in read):
+            raise ambiguous(
+                f"{printable(name)} is packed and cannot be read",
+                "Unpack it, or move it to another folder.",
+            )
+    named = {*chosen, *(name for names, _ in unread for name in names)}
+    rest = [name for name in files if name not in named and not _is_expected(name)]
+    kinds = [_kind(name) for name in rest]
+    for kind in dict.fromkeys(kinds):
+        unread.append(([name for name, own in zip(rest, kinds, strict=True) if own == kind], kind))
+    for own in (train, held):
+        for gap in gaps([name for name in own if name in chosen]):
+            if not gap.certain:
+                notes.append(f"not there: {printable(gap.shown)} (a gap in the numbers)")
+    return chosen, [
+        *notes,
+        *(f"not read: {_listed(names)} ({why})" for names, why in unread if names),
+    ]
+
+
+def _by_split(
+    names: Sequence[str], validation: bool, ambiguous: Ambiguous
+) -> tuple[list[str], list[str], Unread, list[str]]:
+    """(files to train on, those of the validation split where it is asked for, unread ones, what is
+    to be said of the others) by their split; a file without one belongs to none where there is a
+    train split, else it is trained on."""
+    split_of = _splits(names)
+    by_split = {
+        split: [name for name in names if split_of[name] == split] for split in (*SPLITS, None)
+    }
+    splits = [split for split in SPLITS if by_split[split]]
+    if not splits:
+        return [*names], [], [], []
+    used = TRAIN if TRAIN in splits else None
+    if not by_split[used]:
+        if len(splits) == 1:
+            return [*names], [], [], [f"trained on: the split {splits[0]}, there is no other"]
+        raise ambiguous(
+            f"it holds the splits {' and '.join(splits)}, and none to train on",
+            "Name the folder or the files that are meant.",
+        )
+    held = by_split[VALIDATION] if validation else []
+    unread = [
+        (own, f"the split {split}" if split else "no split in its name, beside the split train")
+        for split, own in by_split.items()
+        if split != used and own is not held
+    ]
+    notes = [f"held out: {_listed(held)} (the split {VALIDATION})"] if held else []
+    return by_split[used], held, unread, notes
+
+
+def _splits(names: Sequence[str]) -> dict[str, str | None]:
+    """Split of each file: what folders say of any file, or else what its name says."""
+    of_folders = {
+        name: next(filter(None, map(_split, PurePosixPath(name).parent.parts)), None)
+        for name in names
+    }
+    if any(of_folders.values()):
+        return of_folders
+    return {name: _split(PurePosixPath(name).name) for name in names}
+
+
+def _split(part: str) -> str | None:
+    """Split that a part of a path names; of several the first."""
+    return next((split for split, keyword in SPLITS.items() if keyword.search(part)), None)
+
+
+def _of_one_form(
+    path: str, files: Sequence[str], forms: Mapping[str, str], ambiguous: Ambiguous
+) -> tuple[list[str], list[str]]:
+    """(files of the first form that there is, files of others that describe the data); DataError
+    where these may be data, too."""
+    form = next((form for form in FORMS.values() if form in forms.values()), None)
+    own = [name for name in forms if forms[name] == form]
+    others = [name for name in forms if forms[name] != form]
+    for name in others:
+        if not _describes(path, files, name, forms[name], own):
+            raise ambiguous(
+                f"it holds two forms of data, such as {printable(own[0])} and {printable(name)}",
+                "Name the folders or files that are meant as sources of their own, or move the"
+                " others away.",
+            )
+    return own, others
+
+
+def _describes(
+    path: str, files: Sequence[str], name: str, form: str, shards: Sequence[str]
+) -> bool:
+    """True if a file of another form than the shards is no data: img2dataset's table of each tar,
+    tables below a folder of tars, a JSON that is a mapping, captions of pictures that are not
+    there."""
+    file = PurePosixPath(name)
+    if form != "llava":
+        of_tars = _form(shards[0]) == "tar"
+        return of_tars and ("/" in name or str(file.with_suffix(".tar")) in shards)
+    if file.name == CAPTIONS:
+        return not any(one.lower().endswith(PICTURES) for one in files)
+    if file.suffix.lower() == ".jsonl":
+        return False
+    try:
+        head = open_file(join(path, name)).read(0, HEAD_BYTES)
+    except OSError:
+        return False
+    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+
+
+def _kind(name: str) -> str:
+    """Why a file is not read of which nothing else was said."""
+    if _is_packed(name):
+        return "packed"
+    return "in folders below" if _form(name) else "no form that is read"
+
+
+def _is_expected(name: str) -> bool:
+    file = PurePosixPath(name)
+    form = _form(name)
+    return (
+        file.suffix.lower() in EXPECTED
+        or file.name.lower().startswith(EXPECTED_NAMES)
+        or (form is not None and _is_beside(file.name, form))
+    )
+
+
+def _is_beside(file: str, form: str) -> bool:
+    """True if Hugging Face or img2dataset write a file of that name beside the data."""
+    if form == "arrow":
+        return file.startswith("cache-")  # what `datasets` computed from the data
+    return file in BESIDE or file.endswith("_stats.json")
+
+
+def _counts(name: str, form: str) -> bool:
+    """True if a file of a folder may be a shard."""
+    file = PurePosixPath(name).name
+    return (form in BELOW or file == CAPTIONS or "/" not in name) and not _is_beside(file, form)
+
+
+def _form(name: str) -> str | None:
+    return FORMS.get(PurePosixPath(name.partition("?")[0]).suffix.lower())
+
+
+def _is_packed(name: str) -> bool:
+    return name.lower().endswith(PACKED)
+
+
+def _unpacked(name: str) -> str:
+    """Name of a packed file once it is unpacked."""
+    file = PurePosixPath(name)
+    return str(file.with_suffix(".tar" if file.suffix.lower() == ".tgz" else ""))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more."""
+    more = len(names) - MOST_NAMED
+    first = ", ".join(map(printable, names[:MOST_NAMED]))
+    return f"{first} and {more:,} more" if more > 0 else first
+
+
+def shown(path: str) -> str:
+    """How messages name a path or URL."""
+    return shown_url(path) if is_url(path) else printable(path)
