@@ -86,7 +86,8 @@ def _counted(one: Skipped, lost: int | None) -> Skipped:
     """With the number of samples, and that said in the reason."""
     if lost is None:
         return one
-    return one._replace(samples=lost, reason=f"{one.reason}: about {lost:,} samples are lost")
+    reason = f"{one.reason.rstrip('.')}: about {lost:,} samples are lost"
+    return one._replace(samples=lost, reason=reason)
 
 
 def _lost(one: Skipped, shard: ReadShard, whole: _Whole) -> int | None:

@@ -178,6 +178,8 @@ def _made_for(mixture: Mixture, phase: int) -> dict[str, Any]:
         return made_for
     phases = mixture.phases[: phase + 1]  # sources that come later change nothing
     own = index.of_sources[: max(len(one.weights) for one in phases)]
+    if any(shard.held_out for shard in index.shards):
+        own = []  # `of_sources` says nothing of them, and their rows lie among those of sources
     said = [[one.first, list(one.weights)] for one in phases]
     return made_for | {"index": own or index.fingerprint, "phases": said}
 
