@@ -301,13 +301,10 @@ def _kind(name: str) -> str:
 
 
 def _is_expected(name: str) -> bool:
-    file = PurePosixPath(name)
-    form = _form(name)
-    return (
-        file.suffix.lower() in EXPECTED
-        or file.name.lower().startswith(EXPECTED_NAMES)
-        or (form is not None and _is_beside(file.name, form))
-    )
+    if _suffix(name) in EXPECTED:
+        return True
+    file, form = name.rpartition("/")[2], _form(name)
+    return file.lower().startswith(EXPECTED_NAMES) or (form is not None and _is_beside(file, form))
 
 
 def _is_beside(file: str, form: str) -> bool:
@@ -324,7 +321,14 @@ def _counts(name: str, form: str) -> bool:
 
 
 def _form(name: str) -> str | None:
-    return FORMS.get(PurePosixPath(name.partition("?")[0]).suffix.lower())
+    return FORMS.get(_suffix(name.partition("?")[0]))
+
+
+def _suffix(name: str) -> str:
+    """Lower-case suffix of a file: folders may hold millions."""
+    file = name.rpartition("/")[2]
+    dot = file.rfind(".")
+    return file[dot:].lower() if dot > 0 else ""
 
 
 def _is_packed(name: str) -> bool:
