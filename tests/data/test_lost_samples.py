@@ -16,6 +16,8 @@ import pytest
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import build_index, open_index
 from disttrain_cli.data.index_checks import BadSamplesError
+from disttrain_cli.data.index_writing import read_share_of
+from disttrain_cli.data.indexing import Share
 from disttrain_cli.data.lost_samples import ReadShard, lost_samples
 from disttrain_cli.data.packing import pack
 from disttrain_cli.data.sources import Shard, Skipped
@@ -375,6 +377,19 @@ def test_what_a_cut_shard_held(held: list[int], read: int, lost: int | None) -> 
         [*shards, ReadShard(0, Shard("tar", "", "9.tar"), "9.tar", 100, read, [end], True)]
     )
     assert [one.samples for _, one in skipped] == [lost]
+
+
+def test_hosts_that_share_the_shards_count_alike(tmp_path: Path) -> None:
+    cut(write(tmp_path, "tar"))
+    run = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3)
+    alone = build_index(run, INPUTS)
+    run.dir.index.unlink()
+    assert [read_share_of(run, INPUTS, Share(number, 2)) for number in (0, 1)] == [2, 2]
+    assert open_index(run, INPUTS).skipped == alone.skipped
+    extended = make_run(
+        tmp_path, [{"path": "own"}, {"path": "own/00000.tar"}], max_bad_fraction=0.3
+    )
+    assert open_index(extended, INPUTS).skipped == alone.skipped
 
 
 def test_profiles_count_samples_and_not_shards(tmp_path: Path) -> None:

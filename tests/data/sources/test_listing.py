@@ -140,6 +140,8 @@ def names(tmp_path: Path, files: list[str], **options: bool) -> tuple[list[str],
         (["train.parquet"], {"no split": ["extra.parquet"], "test": ["test.jsonl"]}),
         (["train_val.jsonl"], {"test": ["test_dev.jsonl"]}),
         (["a.jsonl", "contest.jsonl"], {"test": ["test.jsonl"]}),  # what has no split is trained on
+        (["train/0.tar", "train/1.tar"], {"validation": ["val/0.tar"]}),
+        (["en/train/a.jsonl"], {"test": ["en/test/a.jsonl"]}),
         (["latest.jsonl", "trainer.jsonl", "invalid.jsonl"], {}),
     ],
 )
@@ -230,7 +232,7 @@ def test_a_list_of_records_beside_shards_is_no_metadata(tmp_path: Path) -> None:
 
 
 def test_shards_in_folders_below_are_asked_for(tmp_path: Path) -> None:
-    touch(tmp_path, "train/0.tar", "train/1.tar")
+    touch(tmp_path, "first/0.tar", "first/1.tar")
     with pytest.raises(DataError, match="holds no shard") as caught:
         list_source(str(tmp_path), "f")
-    assert "train/0.tar" in caught.value.why and "Name the folder" in caught.value.next_step
+    assert "first/0.tar" in caught.value.why and "Name the folder" in caught.value.next_step

@@ -85,7 +85,8 @@ def list_source(
     Of a folder with a train split that split is read alone. A folder with tars is read as tars; one
     with Parquet files anywhere below as Parquet; with Arrow files anywhere below as a Hugging Face
     dataset; else as conversations or texts (*.json, *.jsonl), or the captions of a Hugging Face
-    imagefolder (metadata.jsonl anywhere below).
+    imagefolder (metadata.jsonl anywhere below). Where none of these is there, tars and JSONs in
+    folders of splits (train/00000.tar) are.
 
     Args:
         field: the run file's field that names the source.
@@ -119,7 +120,11 @@ def list_source(
             "Correct data.sources in the run file, or check the network.",
         )
     files = sorted(list_files(path))
-    forms = {name: form_of for name in files if (form_of := _form(name)) and _counts(name, form_of)}
+    is_shard = _counts
+    forms = _forms(files, is_shard)
+    if not forms:
+        is_shard = _in_split
+        forms = _forms(files, is_shard)
     if not forms and not is_url(path) and not os.path.isdir(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not forms and any(name.lower().endswith(PICTURES) for name in files):
@@ -133,7 +138,7 @@ def list_source(
         known = ", ".join(f"*{suffix}" for suffix in FORMS)
         if any(_is_packed(name) for name in files):
             hint = "Unpack what is compressed: samples are read in any order."
-        elif any(_form(name) in FORMS.values() and "/" in name for name in files):
+        elif any(map(_form, files)):
             hint = "Name the folder that the shards lie in."
         raise DataError(
             (
@@ -149,7 +154,13 @@ def list_source(
         what = f"The dataset {shown(path)} can be read in several ways"
         return DataError(what, f"{why}; {given}", next_step)
 
-    chosen, notes = _chosen(path, files, forms, validation, ambiguous)
+    packed = {
+        name: form_of
+        for name in filter(_is_packed, files)
+        if (inner := _unpacked(name)) not in forms
+        for form_of in _forms([inner], is_shard).values()
+    }
+    chosen, notes = _chosen(path, files, forms, packed, validation, ambiguous)
     shards = [
         Shard(
             forms[name],
@@ -167,16 +178,12 @@ def _chosen(
     path: str,
     files: Sequence[str],
     forms: Mapping[str, str],
+    packed: Mapping[str, str],
     validation: bool,
     ambiguous: Ambiguous,
 ) -> tuple[dict[str, bool], list[str]]:
     """(shards among the files of a folder, with True if they are held out; what is to be said of
-    the others)."""
-    packed = {
-        name: form
-        for name in filter(_is_packed, files)
-        if (form := _form(inner := _unpacked(name))) and _counts(inner, form) and inner not in forms
-    }
+    the others), by the forms of those that may be shards, and may be once they are unpacked."""
     train, held, unread, notes = _by_split([*forms, *packed], validation, ambiguous)
     chosen = dict[str, bool]()
     for names, held_out in ((train, False), (held, True)):
@@ -312,6 +319,17 @@ def _is_beside(file: str, form: str) -> bool:
     if form == "arrow":
         return file.startswith("cache-")  # what `datasets` computed from the data
     return file in BESIDE or file.endswith("_stats.json")
+
+
+def _forms(files: Sequence[str], is_shard: Callable[[str, str], bool]) -> dict[str, str]:
+    """Forms of the files that may be shards."""
+    return {name: form for name in files if (form := _form(name)) and is_shard(name, form)}
+
+
+def _in_split(name: str, form: str) -> bool:
+    """True if a file lies below in the folder of a split: train/00000.tar."""
+    file = PurePosixPath(name)
+    return any(map(_split, file.parent.parts)) and not _is_beside(file.name, form)
 
 
 def _counts(name: str, form: str) -> bool:
