@@ -14,12 +14,11 @@ from disttrain_cli.data.index import Index, build_index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime.evaluation import Evaluation, told
 from disttrain_cli.runtime.feeding import to_batch
-from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.runfile.model import LossWeights
 from disttrain_cli.spec.runfile.train import EvaluationSpec
 from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
@@ -136,6 +135,10 @@ def test_several_generators_are_told_apart() -> None:
     assert told({"text": "llm"}, {"text": 6.0}, weights)["loss_image"] is None
 
 
-def test_an_evaluation_needs_held_out_data(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"train.evaluation needs data.held_out"):
-        write_run(tmp_path, tmp_path, evaluation={"every_steps": 1, "sequences": 6})
+def test_an_evaluation_needs_samples(tmp_path: Path) -> None:
+    """That some are held out is known when they are indexed (tests/data/test_validation_split)."""
+    run = write_run(tmp_path, tmp_path, evaluation={"every_steps": 1, "sequences": 6})
+    content = run.file.model_dump(mode="json", exclude_unset=True)
+    content["data"] = {"distribution": {}, "sequence_length": 256}
+    with pytest.raises(ValueError, match=r"train.evaluation needs data.sources"):
+        RunFile.model_validate(content)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from disttrain_cli.data.index_file import PROFILE, Stored
 from disttrain_cli.data.sources import Shard, Skipped, list_source, printable, shown
 from disttrain_cli.data.sources.files import content_of, is_url, state_of
-from disttrain_cli.data.sources.samples import samples_lost, shown_skipped
+from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
@@ -332,7 +332,8 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
 
 
 def _named(skipped: Sequence[Skipped]) -> str:
-    """The first of them, a line each."""
-    lines = [f"  {shown_skipped(one)}: {one.reason}" for one in skipped[:MOST_NAMED]]
+    """The largest of them, a line each."""
+    few = largest_first(skipped)[:MOST_NAMED]
+    lines = [f"  {shown_skipped(one)}: {one.reason}" for one in few]
     more = len(skipped) - MOST_NAMED
     return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)

@@ -13,7 +13,7 @@ from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sizes import sizes_of
-from disttrain_cli.data.sources.samples import samples_lost, shown_skipped
+from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
 from disttrain_cli.spec.profile import NAMED_ITEMS, DataProfile, Distribution, SizeSample
@@ -45,7 +45,9 @@ def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
         images_per_sequence=distribution(packing.items["image"].counts),
         duplicates=index.repeated_count,
         skipped=samples_lost(index.skipped),
-        skipped_first=[f"{shown_skipped(one)}: {one.reason}" for one in index.skipped[:NAMED]],
+        skipped_first=[
+            f"{shown_skipped(one)}: {one.reason}" for one in largest_first(index.skipped)[:NAMED]
+        ],
         skipped_entries=len(index.skipped),
         unread=index.unread,
         unread_files=index.unread_files,

@@ -481,7 +481,7 @@ class DataProfile(Strict):
         ),
     )
     skipped_first: list[str] = Field(
-        default_factory=list, description="The first of them, and why."
+        default_factory=list, description="The largest of them, and why."
     )
     skipped_entries: int = Field(
         0, description="How many such lines there are: a damaged shard is one."

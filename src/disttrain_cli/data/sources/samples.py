@@ -46,6 +46,11 @@ def shown_skipped(one: Skipped) -> str:
     return f"{one.shard}/{one.key}".rstrip("/")
 
 
+def largest_first(skipped: Iterable[Skipped]) -> list[Skipped]:
+    """Unknown numbers of samples, then the largest, for messages that list a few."""
+    return sorted(skipped, key=lambda one: -math.inf if one.samples is None else -one.samples)
+
+
 class Location(NamedTuple):
     """Where a segment lies in its shard: two numbers, whose meaning is the form's own."""
 
