@@ -66,6 +66,7 @@ RECORD = st.one_of(
             "tools": st.just([1]),
             "messages": TURNS,
             "video": st.sampled_from([None, "a.mp4"]),
+            "source": st.sampled_from([None, "", 0, "web"]),
         },
     ),
     st.fixed_dictionaries({"messages": TURNS}, optional={"images": st.lists(NAMES, max_size=2)}),
@@ -91,8 +92,8 @@ def described(shard: Shard) -> tuple[list[Any], list[Any]]:
     found = list(read_one_by_one(shard, "shard"))
     rows = []
     for inputs in MODELS:
-        table, skipped, unread = shard_rows(read(shard), "shard", inputs, ByteTokenizer())
-        rows.append((table.to_pydict(), skipped, Counter(unread)))
+        table, skipped, *counts = shard_rows(read(shard), "shard", inputs, ByteTokenizer())
+        rows.append((table.to_pydict(), skipped, *map(Counter, counts)))
     return found, rows
 
 
@@ -149,7 +150,8 @@ def one_by_one(batch: Any, columns: Any, first: int, label: str) -> Iterator[Sam
     """The plain way of `rows._together`."""
     for row, cells in enumerate(room._pairs(batch, columns), first):
         try:
-            yield room._sample(f"row {row}", row, cells)
+            sample = room._sample(f"row {row}", row, cells)
+            yield sample._replace(unread=columns.unread)
         except ValueError as error:
             yield Skipped(label, f"row {row}", str(error))
 
@@ -184,7 +186,7 @@ def test_what_is_left_out_is_in_the_order_of_rows(folder: Path) -> None:
     images = pa.array([PICTURES["a.jpg"]] * len(texts), pa.binary())
     pq.write_table(pa.table({"image": images, "text": texts}), path)
     shard = Shard("parquet", str(path), path.name)
-    table, skipped, _ = shard_rows(read(shard), "shard", INPUTS, ByteTokenizer())
+    table, skipped, *_ = shard_rows(read(shard), "shard", INPUTS, ByteTokenizer())
     rows = range(len(texts))
     assert [one.key for one in skipped] == [f"row {row}" for row in rows if row % 3 < 2]
     assert table.column("key").to_pylist() == [f"row {row}" for row in rows if row % 3 == 2]
@@ -196,5 +198,5 @@ def test_rows_of_empty_lists_are_named(folder: Path) -> None:
     pq.write_table(pa.table(lists), path)
     shard = Shard("parquet", str(path), path.name)
     reading = INPUTS.model_copy(update={"heads": [INPUTS.image]})
-    table, skipped, _ = shard_rows(read(shard), "shard", reading, ByteTokenizer())
+    table, skipped, *_ = shard_rows(read(shard), "shard", reading, ByteTokenizer())
     assert [one.key for one in skipped] == ["row 0"] and len(table) == 1

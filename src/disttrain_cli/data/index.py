@@ -38,6 +38,7 @@ from disttrain_cli.data.mixtures import Phases, weights_of
 from disttrain_cli.data.parts import counts_of_parts, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped
+from disttrain_cli.data.unread_keys import merged
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
@@ -126,6 +127,8 @@ class Index:
     scaled_down: int | None = None
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
+    #: of each source, samples by key of their records that no reader knows
+    unread_keys: list[dict[str, int]] = field(default_factory=list)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that training draws; None = all
     #: [N] whether a sample says what an earlier one says: it is never drawn; None = nobody looked
     repeated: NDArray[np.bool_] | None = None
@@ -355,6 +358,10 @@ def _index(
         keys=Keys(columns["keys"], columns["key_start"]),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
+        unread_keys=[
+            merged(indexed.unread_keys for indexed in stored.files if indexed.source == number)
+            for number in range(len(data.sources))
+        ],
         scaled_down=counts["scaled_down"],
         orders=run.dir.orders,
         known={**of_all, **{name: counts[name] for name in COUNTED}},

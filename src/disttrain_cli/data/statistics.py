@@ -48,6 +48,7 @@ def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
             f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]
         ],
         unread=index.unread,
+        unread_keys=index.unread_keys if any(index.unread_keys) else [],
         order=order,
         sample=size_sample(packing),
     )

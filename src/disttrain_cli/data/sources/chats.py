@@ -17,7 +17,7 @@ images.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -32,6 +32,7 @@ from disttrain_cli.data.sources.samples import (
     VideoName,
     clean,
     media_of,
+    unread_of,
 )
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
@@ -50,6 +51,10 @@ NO_TOOLS = "`tools` and `tool_calls` are not read"
 TURNS = ("conversations", "messages")
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
+KEYS = ("id", "__key__", "__url__")  # which sample it is
+#: Keys that are read of a record with turns in one of these, and of their parts.
+OF_TURNS = {name: {name, "system", "tools", *IMAGES, *VIDEOS, *KEYS} for name in TURNS}
+OF_PARTS = {"type", "text", "path", "url", "image", "image_url", "video", "video_url"}
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
@@ -87,18 +92,20 @@ def conversation(
     return chat.parts(turns, names, measure)
 
 
-def compact(record: Any) -> tuple[bytes, list[str], list[str]] | None:
-    """(form and texts as of `Compact`, names of images) of a conversation that says no more than
-    most do, written without a template; None where it has to be looked at closer, or is wrong.
+def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] | None:
+    """(form and texts as of `Compact`, names of images, `unread_keys`) of a conversation that says
+    no more than most do, written without a template; None where it has to be looked at closer, or
+    is wrong.
 
     It says the same as `conversation` in less than half the time: each turn has a side and a text,
     the record the images.
     """
     if not isinstance(record, dict) or record.get("system"):
         return None
-    given, (who, what) = record.get(TURNS[0]), ("from", "value")
-    if given is None:
-        given, (who, what) = record.get(TURNS[1]), ("role", "content")
+    field, who, what = TURNS[0], "from", "value"
+    if record.get(field) is None:
+        field, who, what = TURNS[1], "role", "content"
+    given = record.get(field)
     if not isinstance(given, list) or any(name in record for name in VIDEOS):
         return None
     turns, marks = list[tuple[str, str, bool]](), 0
@@ -115,7 +122,28 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str]] | None:
         names = _listed(record, IMAGES)
     except ValueError:
         return None
-    return (*_plain(turns), names) if turns and marks == len(names) else None
+    if not turns or marks != len(names):
+        return None
+    return (*_plain(turns), names, tuple(unread_of(record, OF_TURNS[field])))
+
+
+def unread_keys(record: Mapping[str, Any], chat: ChatForm | None = None) -> tuple[str, ...]:
+    """Return the keys of a valid record, of its turns and of their parts that nothing reads, as
+    messages name them."""
+    field = next((name for name in TURNS if record.get(name) is not None), None)
+    if field is None:
+        caption = "text" not in record and any(record.get(name) for name in IMAGES)
+        return tuple(unread_of(record, {"caption" if caption else "text", *IMAGES, *KEYS}))
+    names = unread_of(record, OF_TURNS[field])
+    for turn in record[field]:
+        if not turn.keys() <= SAID:
+            known = SAID if chat is None else SAID | {key for key in turn if chat.reads(key)}
+            names += unread_of(turn, known, "turn key ")
+        said = turn.get("value", turn.get("content"))
+        for part in said if isinstance(said, list) else ():
+            if isinstance(part, dict):
+                names += unread_of(part, OF_PARTS, "part key ")
+    return tuple(dict.fromkeys(names))
 
 
 def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:

@@ -14,7 +14,8 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import TURNS
+from disttrain_cli.data.sources.chats import KEYS, TURNS
+from disttrain_cli.data.sources.samples import unread_of
 from disttrain_cli.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Columns(NamedTuple):
     interleaved: bool
     conversations: bool = False
     system: str = ""  # what the system says in conversations
+    unread: tuple[str, ...] = ()  # all others, as messages name them
 
     @property
     def names(self) -> list[str]:
@@ -59,6 +61,12 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
     Raises:
         DataError: there are none, or several that might be meant; all columns are named.
     """
+    columns = _find(schema, label)
+    others = dict.fromkeys(schema.names, True)
+    return columns._replace(unread=tuple(unread_of(others, {*columns.names, *KEYS})))
+
+
+def _find(schema: pa.Schema, label: str) -> Columns:
     kinds = {field.name: _kind(field.type) for field in schema}
     if all(name in kinds for name in LISTS) and kinds["texts"] == "list of text":
         if kinds["images"] == "list of image":

@@ -22,7 +22,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import compact, conversation, file_names, texts_of
+from disttrain_cli.data.sources.chats import (
+    compact,
+    conversation,
+    file_names,
+    texts_of,
+    unread_keys,
+)
 from disttrain_cli.data.sources.files import (
     URL,
     File,
@@ -182,13 +188,13 @@ def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sam
     """A record and its images; ValueError with the reason."""
     usual = None if chat else compact(record.value)
     if usual is None:
-        return Sample(key, _segments(record, folder, chat))
-    form, texts, names = usual
+        return Sample(key, _segments(record, folder, chat), unread_keys(record.value, chat))
+    form, texts, names, unread = usual
     files = array(LONG)
     for number, name in enumerate(names):
         size, (width, height, *_) = _measured(name, folder)
         files.extend((number, size, width, height))
-    return Compact([key], form, texts, array(LONG, record.location), files)
+    return Compact([key], form, texts, array(LONG, record.location), files, unread)
 
 
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import conversation, texts_of
+from disttrain_cli.data.sources.chats import conversation, texts_of, unread_keys
 from disttrain_cli.data.sources.columns import LISTS, Columns
 from disttrain_cli.data.sources.samples import (
     LONG,
@@ -54,7 +54,8 @@ def read_rows(
     for row, cells in enumerate(rows, first):
         key = f"row {row}"
         try:
-            yield read(key, row, cells)
+            sample = read(key, row, cells)
+            yield sample._replace(unread=(*columns.unread, *sample.unread))
         except ValueError as error:
             yield Skipped(label, key, str(error))
 
@@ -131,7 +132,7 @@ def _said(chat: ChatForm | None, key: str, row: int, cells: tuple[Any, Any]) -> 
         else:
             place = Location(row, int(part.value))
             segments.append(file_segment(IMAGE, place, numbers_of(part.value), part.part))
-    return Sample(key, segments)
+    return Sample(key, segments, unread_keys({**record, **named}, chat))
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
@@ -158,7 +159,7 @@ def _together(
     """The same as of `_pairs` and `_sample`, where no file is a video."""
     media = [MEDIA[name] for name in columns.files]
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
-    made = Compact([], form, [], array(LONG), array(LONG))
+    made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
     views = [_views(batch.column(name)) for name in columns.names]
     for row, cells in enumerate(zip(*views, strict=True), first):
         key = f"row {row}"
@@ -174,7 +175,7 @@ def _together(
         except ValueError as error:
             if made.keys:
                 yield made
-            made = Compact([], form, [], array(LONG), array(LONG))
+            made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
             yield Skipped(label, key, str(error))
             continue
         made.keys.append(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from disttrain_cli.spec.index import TEMPLATED, TEXT
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
 DATA = "data:"  # begins a name that holds the image itself
 MOST_SHOWN = 200  # characters of a name in a message
+MOST_KEY = 40  # of a key
 
 
 class Skipped(NamedTuple):
@@ -76,6 +77,7 @@ class Sample(NamedTuple):
 
     key: str
     segments: list[Segment]
+    unread: tuple[str, ...] = ()  # keys of its record that no reader knows, as messages name them
 
 
 LONG = "q"  # type of the numbers of a `Compact`: 64 bits
@@ -97,6 +99,7 @@ class Compact(NamedTuple):
     texts: list[str]
     records: array[int]  # location of all texts of each sample, two numbers
     files: array[int]  # location and two numbers of each, four
+    unread: tuple[str, ...] = ()  # as of each `Sample`
 
     @property
     def samples(self) -> list[Sample]:
@@ -112,7 +115,7 @@ class Compact(NamedTuple):
                 else:
                     flags = bool(one & TRAINED), bool(one & ENDED)
                     segments.append(Segment(TEXT, record, next(texts), 0, 0, *flags))
-            made.append(Sample(key, segments))
+            made.append(Sample(key, segments, self.unread))
         return made
 
 
@@ -160,6 +163,9 @@ class ChatForm(Protocol):
     def parts(self, turns: list[Turn], names: list[str], measure: Measure) -> list[Part]:
         """Texts and images (of these names) in order; ValueError with the reason where it cannot
         be written. `measure` is called where their numbers are needed."""
+
+    def reads(self, key: str) -> bool:
+        """Return True if what writes a turn may read this key of it."""
 
 
 class Shard(NamedTuple):
@@ -209,6 +215,17 @@ def clean(text: str) -> str:
 def shown_name(name: str) -> str:
     """How messages name an image, which may be in its name itself."""
     return DATA + "…" if name.startswith(DATA) else name
+
+
+def unread_of(mapping: Mapping[str, Any], known: Set[str], what: str = "") -> list[str]:
+    """Return the keys of a mapping, as messages name them, that hold something and are not
+    `known`."""
+    others = mapping.keys() - known
+    return [
+        f"{what}`{printable(key, MOST_KEY)}`"
+        for key in (sorted(others) if len(others) > 1 else others)
+        if (value := mapping[key]) is not None and value not in ("", [], {})
+    ]
 
 
 def printable(name: str, most: int | float = MOST_SHOWN) -> str:

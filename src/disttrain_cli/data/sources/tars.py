@@ -14,11 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
-from disttrain_cli.data.sources.chats import conversation, has_turns, texts_of
+from disttrain_cli.data.sources.chats import (
+    KEYS,
+    conversation,
+    has_turns,
+    texts_of,
+    unread_keys,
+)
 from disttrain_cli.data.sources.files import File, LocalFile, open_file
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
@@ -35,6 +42,7 @@ from disttrain_cli.data.sources.samples import (
     media_of,
     shown_name,
     text_segment,
+    unread_of,
 )
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
@@ -118,7 +126,7 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
         try:
             if key in twice:
                 raise ValueError("a file of this sample is in the shard twice")
-            yield Sample(key, _segments(group, by_name, chat))
+            yield Sample(key, *_segments(group, by_name, chat))
         except ValueError as error:
             yield Skipped(label, key, str(error))
     if damage:
@@ -132,7 +140,7 @@ def parse_parts(data: bytes) -> list[Part] | str:
     the reason.
     """
     try:
-        return _parse_json(data)
+        return _parse_json(_json(data))
     except ValueError:  # a caption may be any text, also one that looks like JSON
         try:
             return data.decode("utf-8")
@@ -198,9 +206,9 @@ def _content(file: File, stream: BinaryIO, name: str, location: Location) -> byt
 
 def _segments(
     group: dict[str, Member], by_name: dict[str, Member], chat: ChatForm | None
-) -> list[Segment]:
-    """Segments of one sample: a conversation or interleaved where its json says so, else an image
-    or clip with its caption."""
+) -> tuple[list[Segment], tuple[str, ...]]:
+    """(segments, `Sample.unread`) of one sample: a conversation or interleaved where its json says
+    so, else an image or clip with its caption."""
     media = [
         (name, group[suffix])
         for name, medium in MEDIA.items()
@@ -214,6 +222,7 @@ def _segments(
     if not isinstance(described.content, bytes):
         raise ValueError(described.content)
     parts: list[Part] | str
+    unread: Iterable[str] = ()
     if "txt" in group:
         parts = parse_parts(described.content)
     elif has_turns(value := _json(described.content)):
@@ -225,8 +234,10 @@ def _segments(
             return [_header(member, media_of(name)).sizes for member, name in named]
 
         parts = conversation(value, chat, beside, measure)
+        unread = unread_keys(value, chat)
     else:
-        parts = _parse_json(described.content)
+        parts = _parse_json(value)
+        unread = _unread_of_json(value)
     if isinstance(parts, str):
         if not media:
             raise ValueError(
@@ -237,20 +248,27 @@ def _segments(
                 )
             )
         first = dict(reversed(media))
-        return [
+        segments = [
             *(_file(KINDS[MEDIA[name].item], name, first[name]) for name in MEDIA if name in first),
             Segment(TEXT, described.location, parts, trained=True),
         ]
-    return [
-        (
-            text_segment(part, described.location)
-            if part.kind == TEXT
-            else _file(
-                part.kind, _media(part), _find(part, described.name, by_name), part=part.part
+        used = list(first.values())
+    else:
+        segments = [
+            (
+                text_segment(part, described.location)
+                if part.kind == TEXT
+                else _file(
+                    part.kind, _media(part), _find(part, described.name, by_name), part=part.part
+                )
             )
-        )
-        for part in parts
-    ]
+            for part in parts
+        ]
+        # its pictures may be those of another sample
+        used = [one for one in group.values() if isinstance(one.content, Header)]
+    used_names = {described.name, *(one.name for one in used)}
+    members = {f".{suffix}": one for suffix, one in group.items() if one.name not in used_names}
+    return segments, (*unread, *unread_of(members, set(), "member "))
 
 
 def _json(data: bytes) -> Any:
@@ -260,8 +278,7 @@ def _json(data: bytes) -> Any:
         raise ValueError(f"not valid JSON: {error}") from None
 
 
-def _parse_json(data: bytes) -> list[Part] | str:
-    value = _json(data)
+def _parse_json(value: Any) -> list[Part] | str:
     if isinstance(value, dict) and "segments" in value:
         return _parts(value["segments"])
     caption = value.get("caption") if isinstance(value, dict) else None
@@ -271,6 +288,16 @@ def _parse_json(data: bytes) -> list[Part] | str:
             " `caption` text"
         )
     return clean(caption)
+
+
+def _unread_of_json(value: dict[str, Any]) -> list[str]:
+    """Return the keys of a valid json without turns that nothing reads."""
+    if "segments" not in value:
+        return unread_of(value, {"caption", *KEYS})
+    keys = {"type", "value", "file", "loss", "generate"}
+    of_segments = (unread_of(one, keys, "segment key ") for one in value["segments"])
+    names = dict.fromkeys(chain.from_iterable(of_segments))
+    return [*unread_of(value, {"segments", *KEYS}), *names]
 
 
 def _parts(segments: Any) -> list[Part]:
