@@ -137,12 +137,21 @@ class Part(NamedTuple):
         return self.value if self.ids is None else self.ids
 
 
+class PartFile(NamedTuple):
+    """The image or video that a part of a turn stands for: by name, by its number among those of
+    the record, or the next one of these."""
+
+    media: str
+    name: str = ""
+    place: int | None = None
+
+
 class Turn(NamedTuple):
     """What one side of a conversation says."""
 
     role: str  # system, user, assistant
     texts: list[str]  # to be read as one, with a mark for each image
-    images: list[str]  # that the turn itself names; those of videos are `VideoName`
+    files: list[PartFile]  # of its parts
     listed: bool = False  # whether it was given as a list of parts
     others: Mapping[str, Any] = {}  # what else its record says, for a chat template
     trained: bool = True  # an assistant's
