@@ -27,6 +27,7 @@ from disttrain_cli.data.sources.refusals import (
     OF_TURNS,
     ON_PROMPTS,
     TOOLS,
+    check_clips,
     check_conversation,
     check_document,
     check_turn,
@@ -90,6 +91,7 @@ def conversation(
     """
     turns, names = _said(record, beside)
     if not turns:
+        check_clips(record)
         check_document(record)
         return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
     check_conversation(record, [turn.said for turn in turns])

@@ -78,7 +78,7 @@ def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:
 def _name(value: Any, key: str, where: str) -> str:
     """Return the name of a file that stands at a key of a part, or the data URI that holds it."""
     if key == "base64" and isinstance(value, str):
-        return value if value.startswith(DATA) else f"{DATA};base64,{''.join(value.split())}"
+        return value if value.startswith(DATA) else f"{DATA};base64,{value}"
     if isinstance(value, dict):
         if value.get("bytes"):
             raise ValueError(

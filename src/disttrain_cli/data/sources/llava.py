@@ -36,10 +36,10 @@ from disttrain_cli.data.sources.files import (
     LocalFile,
     is_url,
     join,
+    missing_file,
     open_file,
 )
 from disttrain_cli.data.sources.samples import (
-    DATA,
     LONG,
     MAX_TEXT_BYTES,
     ChatForm,
@@ -50,6 +50,7 @@ from disttrain_cli.data.sources.samples import (
     Shard,
     Skipped,
     file_segment,
+    is_held,
     media_of,
     shown_name,
     text_segment,
@@ -68,11 +69,13 @@ SPACE = re.compile(f"[{SPACES}]*")
 
 
 class Record(NamedTuple):
-    """A record and the bytes of the JSON that hold it, or why it is none."""
+    """A record and the bytes of the JSON that hold it, or why it is none; `line`: its number in the
+    file, from 1, where a record is a line."""
 
     location: Location
     value: Any
     wrong: str = ""
+    line: int = 0
 
 
 class LlavaShard:
@@ -121,7 +124,8 @@ def read_llava(
         )
         for number, record in enumerate(records):
             name = record.value.get("id") if isinstance(record.value, dict) else None
-            key = str(name) if isinstance(name, str | int) else f"record {number}"
+            place = f"line {record.line}" if record.line else f"record {number}"
+            key = str(name) if isinstance(name, str | int) else place
             try:
                 if record.wrong:
                     raise ValueError(record.wrong)
@@ -132,21 +136,23 @@ def read_llava(
                     )
                 yield _sample(key, record, shard.images, chat)
             except ValueError as error:
-                yield Skipped(label, key, str(error))
+                reason = str(error) if key == place else f"{place}: {error}"
+                yield Skipped(label, key, reason)
     except (OSError, ValueError, RecursionError) as error:
         yield Skipped(label, "", f"not a whole list of records: {error}")
 
 
 def open_image(folder: str, name: str) -> File:
     """Open an image below `folder`, named from there or as a whole path, or one that its name holds
-    itself (`data:`); ValueError where there is none, or the name leads elsewhere."""
-    if name.startswith(DATA):
+    itself (`data:`, or base64 alone); ValueError where there is none, or the name leads
+    elsewhere."""
+    if is_held(name):
         return HeldFile(_held(name))
     remote = is_url(folder)
     if not remote and name.startswith(("/", "file://")):
         name = name.removeprefix("file://").removeprefix(os.path.join(os.path.abspath(folder), ""))
     if LEADS_OUT.search(name):
-        raise ValueError(f"the file {name} leads out of the folder of images")
+        raise missing_file(name, "leads out of the folder of images")
     path = join(folder, name)
     try:
         if remote:
@@ -160,21 +166,21 @@ def open_image(folder: str, name: str) -> File:
                     raise
                 inside = _below(path, folder)
         if not inside:
-            raise ValueError(f"the file {name} leads out of the folder of images by a link")
+            raise missing_file(name, "leads out of the folder of images by a link")
         return LocalFile(path)
     except OSError as error:
-        raise ValueError(f"the file {name} cannot be opened: {error.strerror or error}") from None
+        raise missing_file(name, f"cannot be opened: {error.strerror or error}") from None
 
 
-def _held(uri: str) -> bytes:
-    """The bytes of an image that a data URI holds."""
-    head, _, content = uri.partition(",")
-    if not head.endswith(";base64"):
+def _held(name: str) -> bytes:
+    """The bytes of an image that its name holds, as a data URI or as base64 alone."""
+    head, _, content = name.rpartition(",")
+    if head and not head.endswith(";base64"):
         raise ValueError("an image in a data URI must be in base64")
     try:
-        return base64.b64decode(content, validate=True)
+        return base64.b64decode("".join(content.split()), validate=True)
     except ValueError:
-        raise ValueError("an image in a data URI is not valid base64") from None
+        raise ValueError(f"{shown_name(name)} is not valid base64") from None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -242,9 +248,10 @@ def _is_list(file: File, named_so: bool) -> bool:
 
 
 def _lines(file: File) -> Iterator[Record]:
-    offset = 0
+    offset = number = 0
     with file.stream() as stream:
         while line := stream.readline(MAX_TEXT_BYTES + 1):
+            number += 1
             location = Location(offset, len(line))
             offset += len(line)
             while location.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
@@ -258,7 +265,7 @@ def _lines(file: File) -> Iterator[Record]:
                 except (ValueError, RecursionError) as error:
                     value, wrong = None, f"not valid JSON: {error}"
             if line.strip():
-                yield Record(location, value, wrong)
+                yield Record(location, value, wrong, number)
 
 
 def _list(file: File) -> Iterator[Record]:

@@ -57,7 +57,8 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
     if is_plain(record):
         return
     _check_tools(record)
-    _check_media(record)
+    _check_preferences(record)
+    check_clips(record)
     for key in DESIRED:
         if isinstance(value := record.get(key), bool) or str(value).lower() in ("true", "false"):
             raise ValueError(
@@ -80,7 +81,7 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
 
 def check_document(record: Mapping[str, Any]) -> None:
     """Raise ValueError if the text of a record without turns is not all that it means."""
-    _check_media(record)
+    _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
         raise ValueError(f"a text beside {form}: which of them is meant?")
     for key, value in record.items():
@@ -130,14 +131,18 @@ def _check_tools(mapping: Mapping[str, Any]) -> None:
             raise ValueError(f"`{key}`: calls of tools are not read")
 
 
-def _check_media(record: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a record has of preferences and clips."""
-    for key, value in record.items():
-        if key.startswith(PREFERENCES) and says(value):
-            raise ValueError(f"`{key}` is of preferences, which are not read")
+def check_clips(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record names clips."""
     for key in CLIPS:
         if says(record.get(key)):
             raise ValueError(f"`{key}`: clips of records are not read")
+
+
+def _check_preferences(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record says which of two answers is the better one."""
+    for key, value in record.items():
+        if key.startswith(PREFERENCES) and says(value):
+            raise ValueError(f"`{key}` is of preferences, which are not read")
 
 
 def _holds_turns(value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.chats import conversation, texts_of, unread_keys
 from disttrain_cli.data.sources.columns import LISTS, Columns
+from disttrain_cli.data.sources.files import missing_file
 from disttrain_cli.data.sources.samples import (
     LONG,
     MAX_TEXT_BYTES,
@@ -27,7 +28,6 @@ from disttrain_cli.data.sources.samples import (
     Skipped,
     file_segment,
     media_of,
-    shown_name,
     text_segment,
 )
 from disttrain_cli.spec.heads import Numbers
@@ -115,10 +115,7 @@ def _said(chat: ChatForm | None, key: str, row: int, cells: tuple[Any, Any]) -> 
     def numbers_of(name: str) -> Numbers:
         media = media_of(name)
         if name not in files[media]:
-            raise ValueError(
-                f"the {media} {shown_name(name)} is in no column: {media}s are binary or {{bytes,"
-                " path}"
-            )
+            raise missing_file(name, f"is in no column: {media}s are binary or {{bytes, path}}")
         file = files[media][name]
         return MEDIA[media].read_sizes(partial(_part, file), len(file))
 

@@ -4,6 +4,7 @@ out, by name."""
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import islice
@@ -14,6 +15,9 @@ from disttrain_cli.spec.index import TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
 DATA = "data:"  # begins a name that holds the image itself
+#: Beginnings of JPEG, PNG and WebP in base64, and how long such a name is at least.
+HELD, LEAST_HELD = ("/9j/", "iVBORw0KGgo", "UklGR"), 64
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOST_SHOWN = 200  # characters of a name in a message
 MOST_KEY = 40  # of a key
 
@@ -221,9 +225,18 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
+def is_held(name: str) -> bool:
+    """Return True if the name of a file holds the file itself, in base64."""
+    if name.startswith(DATA):
+        return True
+    return name.startswith(HELD) and len(name) >= LEAST_HELD and BASE64.fullmatch(name) is not None
+
+
 def shown_name(name: str) -> str:
     """How messages name an image, which may be in its name itself."""
-    return DATA + "…" if name.startswith(DATA) else name
+    if is_held(name):
+        return DATA + "…" if name.startswith(DATA) else "an image in base64"
+    return printable(name)
 
 
 def unread_of(mapping: Mapping[str, Any], known: Set[str], what: str = "") -> list[str]:

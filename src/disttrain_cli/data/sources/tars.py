@@ -21,12 +21,14 @@ from typing import Any, BinaryIO, NamedTuple
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.chats import (
     KEYS,
+    TURNS,
     conversation,
     has_turns,
     texts_of,
     unread_keys,
 )
-from disttrain_cli.data.sources.files import File, LocalFile, open_file
+from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
+from disttrain_cli.data.sources.refusals import check_document
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -40,12 +42,14 @@ from disttrain_cli.data.sources.samples import (
     clean,
     file_segment,
     media_of,
-    shown_name,
     text_segment,
     unread_of,
 )
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
+
+#: Keys of a json by one of which it may be more than a caption.
+FORMS = tuple(f'"{name}"'.encode() for name in (*TURNS, "segments"))
 
 
 class Header(NamedTuple):
@@ -115,7 +119,14 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
             twice.add(key)
         by_key.setdefault(key, {})[suffix] = by_name[member.name] = member
     captions = any("txt" in group for group in by_key.values())
-    if by_name and not captions and not any("json" in group for group in by_key.values()):
+    dotted = list(_dotted(by_key, label))
+    yield from dotted
+    if (
+        by_name
+        and not dotted
+        and not captions
+        and not any("json" in group for group in by_key.values())
+    ):
         example = next(iter(by_name))
         yield Skipped(
             label, "", f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
@@ -215,7 +226,7 @@ def _segments(
         for suffix in medium.suffixes
         if suffix in group
     ]
-    described = group.get("txt") or group.get("json")
+    described = _described(group)
     if described is None:
         what = MEDIA[media[0][0] if media else "image"].what
         raise ValueError(f"{_a(what)} without a caption (KEY.txt or KEY.json)")
@@ -223,7 +234,7 @@ def _segments(
         raise ValueError(described.content)
     parts: list[Part] | str
     unread: Iterable[str] = ()
-    if "txt" in group:
+    if described is group.get("txt"):
         parts = parse_parts(described.content)
     elif has_turns(value := _json(described.content)):
         names = {"image": str, "video": VideoName}
@@ -237,6 +248,8 @@ def _segments(
         unread = unread_keys(value, chat)
     else:
         parts = _parse_json(value)
+        if isinstance(parts, str):
+            check_document(value)
         unread = _unread_of_json(value)
     if isinstance(parts, str):
         if not media:
@@ -269,6 +282,35 @@ def _segments(
     used_names = {described.name, *(one.name for one in used)}
     members = {f".{suffix}": one for suffix, one in group.items() if one.name not in used_names}
     return segments, (*unread, *unread_of(members, set(), "member "))
+
+
+def _described(group: dict[str, Member]) -> Member | None:
+    """Return the text or json that says what a sample is: turns and segments beat a caption."""
+    text, json_ = group.get("txt"), group.get("json")
+    content = json_.content if json_ is not None and text is not None else None
+    if isinstance(content, bytes) and any(name in content for name in FORMS):
+        with contextlib.suppress(ValueError):
+            if has_turns(value := _json(content)) or (
+                isinstance(value, dict) and "segments" in value
+            ):
+                return json_
+    return text or json_
+
+
+def _dotted(by_key: dict[str, dict[str, Member]], label: str) -> Iterator[Skipped]:
+    """Descriptions whose names have a dot before that of their suffix, so that their samples have
+    none."""
+    for group in by_key.values():
+        if "json" in group or "txt" in group:
+            continue
+        for member in group.values():
+            name, _, suffix = member.name.rpartition(".")
+            if suffix.lower() in ("json", "txt"):
+                reason = (
+                    f"no KEY.json or KEY.txt, but {member.name}; a key ends at the first dot"
+                    " (WebDataset): write other characters for its other dots"
+                )
+                yield Skipped(label, name, reason)
 
 
 def _json(data: bytes) -> Any:
@@ -336,9 +378,7 @@ def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
     folder, slash, _ = beside.rpartition("/")
     member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
     if member is None:
-        raise ValueError(
-            f"the {MEDIA[_media(part)].what} {shown_name(part.value)} is missing from the shard"
-        )
+        raise missing_file(part.value, "is missing from the shard")
     return member
 
 
