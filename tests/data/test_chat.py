@@ -373,14 +373,15 @@ def test_a_processor_adds_special_tokens_unless_the_template_begins_with_bos(
 
 
 @pytest.mark.parametrize("name", ["vision", "marked"])
-def test_answers_of_weight_0_are_not_trained(folders: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"loss": False}, {"train": False}])
+def test_answers_of_weight_0_are_not_trained(
+    folders: dict[str, Path], name: str, flag: dict[str, Any]
+) -> None:
     messages = turns_of(["what", "that", "why", "so"])
     whole = written(folders[name], {"messages": messages})
-    last = written(
-        folders[name], {"messages": [messages[0], messages[1] | {"weight": 0}, *messages[2:]]}
-    )
+    last = written(folders[name], {"messages": [messages[0], messages[1] | flag, *messages[2:]]})
     assert last[0] == whole[0]
-    none = [one | {"weight": 0} for one in messages]
+    none = [one | flag for one in messages]
     with pytest.raises(ValueError, match="no answer in it is trained"):
         written(folders[name], {"messages": none})
     first = whole[1].index(True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from disttrain_cli.data.sources.content_parts import READ, read_part
@@ -27,7 +28,6 @@ from disttrain_cli.data.sources.refusals import (
     OF_TURNS,
     ON_PROMPTS,
     TOOLS,
-    check_clips,
     check_conversation,
     check_document,
     check_turn,
@@ -38,6 +38,7 @@ from disttrain_cli.data.sources.refusals import (
 from disttrain_cli.data.sources.samples import (
     ENDED,
     KIND,
+    NOTHING,
     TRAINED,
     ChatForm,
     Measure,
@@ -68,7 +69,7 @@ IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imag
 VIDEOS = ("video", "videos")
 KEYS = ("id", "__key__", "__url__")  # which sample it is
 #: Keys that are read of a record with turns.
-OF_RECORD = {*TURNS, "system", MASK_HISTORY, *IMAGES, *VIDEOS, *KEYS, *TOOLS, *FLAGS, *ON_PROMPTS}
+OF_RECORD = {*TURNS, "system", *IMAGES, *VIDEOS, *KEYS, *TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS}
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
@@ -91,9 +92,9 @@ def conversation(
     """
     turns, names = _said(record, beside)
     if not turns:
-        check_clips(record)
+        text = _document(record, bool(names))
         check_document(record)
-        return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
+        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
     check_conversation(record, [turn.said for turn in turns])
     parts = _written(turns, names, chat, measure)
     if not any(part.trained for part in parts if part.kind == TEXT):
@@ -125,16 +126,19 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
     It says the same as `conversation` in less than half the time: each turn has a side and a text,
     the record the images.
     """
-    if not isinstance(record, dict) or record.get("system") or not is_plain(record):
+    if not isinstance(record, dict):
+        return None
+    others = _others(tuple(record))
+    if others is None or record.get("system"):
         return None
     given, (who, what) = record.get(TURNS[0]), ("from", "value")
     if given is None:
         given, (who, what) = record.get(TURNS[1]), ("role", "content")
     elif record.get(TURNS[1]) is not None:
         return None
-    if not isinstance(given, list) or any(name in record for name in VIDEOS):
+    if not isinstance(given, list):
         return None
-    turns, marks, answers = list[tuple[str, str, bool]](), 0, False
+    turns, marks = list[tuple[str, str, bool]](), 0
     for turn in given:
         try:
             side, said = SIDES[turn[who]], turn[what]
@@ -143,15 +147,30 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
         if len(turn) != 2 or not isinstance(said, str) or FILM in said:
             return None
         marks += said.count(MARK)
-        answers = answers or side == "assistant"
         turns.append((side, said if said.isascii() else clean(said), True))
     try:
         names = _listed(record, IMAGES)
     except ValueError:
         return None
-    if not answers or marks != len(names):
+    form, texts = _plain(turns)
+    if marks != len(names) or not form or not max(form) & TRAINED:
         return None
-    return (*_plain(turns), names, tuple(unread_of(record, OF_RECORD)))
+    return (
+        form,
+        texts,
+        names,
+        tuple([shown for key, shown in others if record[key] not in NOTHING] if others else ()),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
+    """Return the keys of a record that `compact` does not read, with how messages name them; None
+    where they may change what it means."""
+    if not is_plain(keys) or any(name in keys for name in VIDEOS):
+        return None
+    others = sorted({*keys} - OF_RECORD)
+    return list(zip(others, unread_of(dict.fromkeys(others, True), ()), strict=True))
 
 
 def unread_keys(record: Mapping[str, Any], chat: ChatForm | None = None) -> tuple[str, ...]:
@@ -209,7 +228,7 @@ def texts_of(
     order."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
     beside = [VideoName() if len(numbers) > 2 and numbers[2] else "" for numbers in files]
-    turns, names = _said(record, beside or [""] * marks, indexed=True)
+    turns, names = _said(record, beside or [""] * marks, used=False)
     parts = _written(turns, names, chat, lambda names: files) if turns else conversation(record)
     return [part.text for part in parts if part.kind == TEXT]
 
@@ -225,16 +244,14 @@ def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
     return _said(record, beside)[1]
 
 
-def _said(
-    record: Any, beside: Sequence[str], indexed: bool = False
-) -> tuple[list[Turn], list[str]]:
-    """(the turns of a record, `file_names`); `indexed`: `beside` are those of its marks."""
+def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[Turn], list[str]]:
+    """(the turns of a record, `file_names`); `used`: every file must be one of a part."""
     if not isinstance(record, dict):
         raise ValueError("a record must be a mapping")
     turns = _turns(record)
     parts = [file for turn in turns for file in turn.files]
     images, videos = (
-        _files(media, _listed(record, fields), parts, _only(media, beside), indexed)
+        _files(media, _listed(record, fields), parts, _only(media, beside), used)
         for media, fields in (("image", IMAGES), ("video", VIDEOS))
     )
     videos = [VideoName(name) for name in videos]
@@ -255,7 +272,7 @@ def _said(
 
 
 def _files(
-    media: str, listed: list[str], parts: list[PartFile], beside: list[str], indexed: bool
+    media: str, listed: list[str], parts: list[PartFile], beside: list[str], used: bool
 ) -> list[str]:
     """Return the names of a record's files of one type: those it lists, those its parts have, or
     those beside it; where its parts have an index, in the order of these."""
@@ -265,13 +282,13 @@ def _files(
         raise ValueError(f"the record names other {media}s than its parts")
     names = listed or named or beside
     indices = [part.place for part in parts if part.place is not None]
-    if not indices or indexed:
+    if not indices:
         return names
     if len(indices) < len(parts):
         raise ValueError(f"some parts have the index of their {media}, others have none")
     if wrong := [index for index in indices if not 0 <= index < len(names)]:
         raise ValueError(f"a part has the index {wrong[0]} of {len(names)} {media}s")
-    if unused := sorted({*range(len(names))} - {*indices}):
+    if used and (unused := sorted({*range(len(names))} - {*indices})):
         raise ValueError(f"no part has the index {unused[0]} of {len(names)} {media}s")
     return [names[index] for index in indices]
 
@@ -345,7 +362,9 @@ def _turn(turn: Any, where: str) -> Turn:
     )
     who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
     role = ROLES.get(who, who) if isinstance(who, str) else None
-    check_turn(given, where)
+    flagged = not OF_TURNS.isdisjoint(given)
+    if flagged:
+        check_turn(given, where)
     if role not in BEFORE or not isinstance(said, str | list):
         known = "system, human, gpt, user, assistant"
         if isinstance(who, str) and role not in BEFORE:
@@ -364,7 +383,8 @@ def _turn(turn: Any, where: str) -> Turn:
     others = {}
     if not given.keys() <= SAID:
         others = {key: given[key] for key in given.keys() - SAID}
-    return Turn(role, texts, files, isinstance(said, list), others, is_trained(given, role, where))
+    trained = not flagged or is_trained(given, role, where)
+    return Turn(role, texts, files, isinstance(said, list), others, trained)
 
 
 def _document(record: dict[str, Any], caption: bool) -> str:

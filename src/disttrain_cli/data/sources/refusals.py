@@ -19,9 +19,9 @@ MASK_HISTORY = "mask_history"
 #: True of a record: the user's turns are trained too (LLaMA-Factory, axolotl, torchtune).
 ON_PROMPTS = ("train_on_prompt", "train_on_prompts", "train_on_input", "train_on_inputs")
 #: Beginnings of keys of preferences: `rejected_response`, `chosen_messages`, …
-PREFERENCES = ("chosen", "rejected")
-#: Whether an answer is a good one (KTO).
-DESIRED = ("label", "kto_tag", "desirable", "is_desirable")
+PREFERENCES = ("chosen", "rejected", "preferred_", "non_preferred_")
+#: True or false: whether an answer is a good one (KTO).
+DESIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen", "rejected")
 CLIPS = ("audio", "audios", "sound", "sounds")
 MEDIA_OF_TURNS = ("image", "images", "video", "videos", *CLIPS)
 #: Marks in texts for which ms-swift writes what `objects` holds.
@@ -30,6 +30,9 @@ OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
 #: Keys by which other programs know a question and its answer.
 QUESTIONS = ("prompt", "instruction", "query", "question", "problem")
 ANSWERS = ("completion", "output", "response", "answer", "solution")
+
+#: Values, of JSON in strings too, in which nothing stands.
+EMPTY: tuple[Any, ...] = ("", b"", [], "[]", "{}", "null")
 
 #: All keys by which a record with turns needs a closer look, but those of `PREFERENCES`.
 OF_RECORDS = frozenset(
@@ -48,7 +51,7 @@ def says(value: Any) -> bool:
     """Return True if a value is a text, list or mapping with something in it."""
     if isinstance(value, Mapping):
         return any(map(says, value.values()))
-    return isinstance(value, str | list) and value not in ("", [], "[]", "{}", "null")
+    return isinstance(value, str | bytes | list) and value not in EMPTY
 
 
 def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
@@ -58,7 +61,7 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
         return
     _check_tools(record)
     _check_preferences(record)
-    check_clips(record)
+    _check_clips(record)
     for key in DESIRED:
         if isinstance(value := record.get(key), bool) or str(value).lower() in ("true", "false"):
             raise ValueError(
@@ -80,7 +83,14 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
 
 
 def check_document(record: Mapping[str, Any]) -> None:
-    """Raise ValueError if the text of a record without turns is not all that it means."""
+    """Raise ValueError if the text and the images of a record without turns are not all that it
+    means."""
+    _check_clips(record)
+    check_text(record)
+
+
+def check_text(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record says more than its text does."""
     _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
         raise ValueError(f"a text beside {form}: which of them is meant?")
@@ -131,7 +141,7 @@ def _check_tools(mapping: Mapping[str, Any]) -> None:
             raise ValueError(f"`{key}`: calls of tools are not read")
 
 
-def check_clips(record: Mapping[str, Any]) -> None:
+def _check_clips(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record names clips."""
     for key in CLIPS:
         if says(record.get(key)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ HELD, LEAST_HELD = ("/9j/", "iVBORw0KGgo", "UklGR"), 64
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOST_SHOWN = 200  # characters of a name in a message
 MOST_KEY = 40  # of a key
+NOTHING: tuple[Any, ...] = (None, "", [], {})  # values by which a key says nothing
 
 
 class Skipped(NamedTuple):
@@ -239,14 +240,13 @@ def shown_name(name: str) -> str:
     return printable(name)
 
 
-def unread_of(mapping: Mapping[str, Any], known: Set[str], what: str = "") -> list[str]:
+def unread_of(mapping: Mapping[str, Any], known: Iterable[str], what: str = "") -> list[str]:
     """Return the keys of a mapping, as messages name them, that hold something and are not
     `known`."""
-    others = mapping.keys() - known
     return [
         f"{what}`{printable(key, MOST_KEY)}`"
-        for key in (sorted(others) if len(others) > 1 else others)
-        if (value := mapping[key]) is not None and value not in ("", [], {})
+        for key in sorted(mapping.keys() - known)
+        if mapping[key] not in NOTHING
     ]
 
 

@@ -28,7 +28,7 @@ from disttrain_cli.data.sources.chats import (
     unread_keys,
 )
 from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
-from disttrain_cli.data.sources.refusals import check_document
+from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -249,7 +249,7 @@ def _segments(
     else:
         parts = _parse_json(value)
         if isinstance(parts, str):
-            check_document(value)
+            check_text(value)
         unread = _unread_of_json(value)
     if isinstance(parts, str):
         if not media:
