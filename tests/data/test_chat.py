@@ -296,7 +296,7 @@ def test_words_of_the_system_that_a_template_moves_change_no_answer(
         ("turns", {"messages": turns_of(["a", "<image_soft_token>"])}, "stands for an image"),
         ("vision", {"messages": turns_of(["<image>", "b"])}, "1 marks <image> for 0 images"),
         ("vision", {"messages": turns_of(["a", "b"]), "image": "c"}, "0 marks <image> for 1 im"),
-        ("vision", {"messages": turns_of(["a", "b"]), "tools": [{}]}, "`tools`: calls"),
+        ("vision", {"messages": turns_of(["a", "b"]), "tools": [{}]}, "`tools`: tool calls"),
         (
             "vision",
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
@@ -382,7 +382,7 @@ def test_answers_of_weight_0_are_not_trained(
     last = written(folders[name], {"messages": [messages[0], messages[1] | flag, *messages[2:]]})
     assert last[0] == whole[0]
     none = [one | flag for one in messages]
-    with pytest.raises(ValueError, match="no answer in it is trained"):
+    with pytest.raises(ValueError, match="no token of it is trained"):
         written(folders[name], {"messages": none})
     first = whole[1].index(True)
     end = first + whole[1][first:].index(False)

@@ -186,47 +186,59 @@ OBJECTS = {"ref": ["sheep"], "bbox": [[1, 2, 3, 4]]}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (turns("a", {"content": "b", "loss": 0.5}), "messages[1] has the loss 0.5; read are 0 and 1"),
     (turns("a", {"content": "b", "train": "no"}), "has the train 'no'"),
-    (turns("a", {"content": "b", "train": True, "weight": 0}), "is it trained or not?"),
-    (turns({"content": "a", "train": True}, "b"), "messages[0] is to be trained (`train`)"),
+    (turns("a", {"content": "b", "train": True, "weight": 0}), "contradict each other"),
+    (turns({"content": "a", "train": True}, "b"), "messages[0] has `train: true`, but only"),
     (
         turns("a", {"content": "b", "train_detail": [{"begin_offset": 0, "train": False}]}),
         "messages[1] has `train_detail`",
     ),
-    (turns("a", {"content": "b", "loss": False}), "no answer in it is trained"),
-    (turns("a"), "no answer in it is trained"),
+    (turns("a", {"content": "b", "loss": False}), "no token of it is trained"),
+    (turns("a"), "no token of it is trained"),
     (turns("a", "b", mask_history="yes"), "`mask_history` must be true or false"),
     (turns("a", "b", loss_mask=[0, 1]), "`loss_mask` of a whole record is not read"),
     (turns("a", "b", weight=0), "`weight` of a whole record is not read"),
     (turns("a", "b", train_on_prompt=True), "`train_on_prompt` of a whole record"),
-    (turns("a", "b", label=False), "`label: False` says whether the answer is a good one (KTO)"),
-    (turns("a", "b", label=True), "(KTO), which is not read"),
-    (turns("a", "b", label="false"), "(KTO), which is not read"),
-    (turns("a", "b", kto_tag=False), "(KTO), which is not read"),
-    (turns("a", "b", chosen=False), "(KTO), which is not read"),
-    (turns("a", "b", rejected_response="c"), "`rejected_response` is of preferences"),
-    (turns("a", chosen={"from": "gpt", "value": "b"}), "`chosen` is of preferences"),
-    (turns("a", "b", rejected_messages=[{"role": "user"}]), "`rejected_messages` is of"),
-    (turns("a", "b", rejected_images=["0.jpg"]), "`rejected_images` is of preferences"),
-    (turns("<audio>a", "b", audios=["a.wav"]), "`audios`: clips of records are not read"),
-    (turns("a", "b", audio="a.wav"), "`audio`: clips of records are not read"),
-    (turns("the <ref-object>", "<bbox>", objects=OBJECTS), "the texts have <ref-object> for it"),
-    (turns("the sheep", "<bbox>", objects=OBJECTS), "the texts have <bbox> for it"),
-    (turns("a", "b", tools=[{"name": "c"}]), "`tools`: calls of tools are not read"),
-    (turns("a", "b", tools='[{"name": "c"}]'), "`tools`: calls of tools are not read"),
-    (turns("a", "b", functions=[{"name": "c"}]), "`functions`: calls of tools"),
-    (turns("a", {"content": "b", "function_call": {"name": "c"}}), "`function_call`: calls"),
+    (turns("a", "b", label=False), "`label: false` rates the answer (KTO)"),
+    (turns("a", "b", label=True), "rates the answer (KTO)"),
+    (turns("a", "b", label="false"), "rates the answer (KTO)"),
+    (turns("a", "b", kto_tag=False), "rates the answer (KTO)"),
+    (turns("a", "b", chosen=False), "rates the answer (KTO)"),
+    (turns("a", "b", rejected_response="c"), "`rejected_response`: preference data"),
+    (turns("a", chosen={"from": "gpt", "value": "b"}), "`chosen`: preference data"),
+    (turns("a", "b", rejected_messages=[{"role": "user"}]), "`rejected_messages`: preference"),
+    (turns("a", "b", rejected_images=["0.jpg"]), "`rejected_images`: preference data"),
+    (turns("<audio>a", "b", audios=["a.wav"]), "`audios`: audio is not read from records"),
+    (turns("a", "b", audio="a.wav"), "`audio`: audio is not read from records"),
+    (turns("the <ref-object>", "<bbox>", objects=OBJECTS), "<ref-object> in a text stands for it"),
+    (turns("the sheep", "<bbox>", objects=OBJECTS), "<bbox> in a text stands for it"),
+    (turns("a", "b", tools=[{"name": "c"}]), "`tools`: tool calls are not read"),
+    (turns("a", "b", tools='[{"name": "c"}]'), "`tools`: tool calls are not read"),
+    (turns("a", "b", functions=[{"name": "c"}]), "`functions`: tool calls"),
+    (turns("a", {"content": "b", "function_call": {"name": "c"}}), "`function_call`: tool calls"),
     (turns("a", "b", chat_template_kwargs={"c": "d"}), "`chat_template_kwargs` of a record"),
-    (turns({"content": "a", "images": ["0.jpg"]}, "b"), "messages[0] has `images`: it must stand"),
-    (turns("a", "b", conversations=[{"from": "gpt", "value": "b"}]), "differ: which of them"),
-    (turns("a", "b", image="0.jpg", images=["1.jpg"]), "`images` names other files than"),
-    ({"text": "a", "rejected": "b"}, "`rejected` is of preferences"),
+    (
+        turns({"content": "a", "images": ["0.jpg"]}, "b"),
+        "messages[0] has `images`: it is read beside",
+    ),
+    (turns("a", "b", conversations=[{"from": "gpt", "value": "b"}]), "differ: keep"),
+    (
+        turns("a", "b", image="0.jpg", images=["1.jpg"]),
+        "`images` and another key of the record name different",
+    ),
+    ({"text": "a", "rejected": "b"}, "`rejected`: preference data"),
     ({"text": "a", "prompt": "b", "completion": "c"}, "beside `prompt` and `completion`"),
     ({"text": "a", "instruction": "b", "output": "c"}, "beside `instruction` and `output`"),
-    ({"text": "a", "audio": "a.wav"}, "`audio`: clips of records are not read"),
+    ({"text": "a", "audio": "a.wav"}, "`audio`: audio is not read from records"),
     ({"text": "a", "dialogue": turns("a", "b")["messages"]}, "`dialogue` has turns"),
-    ({"instruction": "a", "input": "", "output": "b"}, "`instruction` and `output` must be turns"),
-    ({"prompt": turns("a")["messages"], "completion": turns("a")["messages"]}, "must be turns"),
-    ({"query": "a", "response": "b", "history": [["c", "d"]]}, "`query` and `response` must"),
+    ({"instruction": "a", "input": "", "output": "b"}, "`instruction` and `output` are not read"),
+    (
+        {"prompt": turns("a")["messages"], "completion": turns("a")["messages"]},
+        "`prompt` and `completion` are not read",
+    ),
+    (
+        {"query": "a", "response": "b", "history": [["c", "d"]]},
+        "`query` and `response` are not read",
+    ),
 ]
 ROLES = ["developer", "tool", "ipython", "observation", "function_call", "bot", "User"]
 
@@ -330,12 +342,12 @@ WEB = "https://me:secret@host/a.jpg?key=secret"
         ("<image>", {"images": ["gs://bucket/a.jpg"]}, "gs://bucket/a.jpg is a web address"),
         ([{"type": "image_base64", "data": RAW}], {}, "part of the type 'image_base64'"),
         ([{"type": "image", "image_base64": RAW}], {}, "unread: part key `image_base64`"),
-        ([{"type": "image", "image": {"bytes": "abc"}}], {}, "a file as bytes at `image`"),
+        ([{"type": "image", "image": {"bytes": "abc"}}], {}, "has bytes at `image`"),
         ([{"type": "image", "image": 7}], {}, "neither a name nor a data URI"),
         ([{"type": "image", "image": "0.jpg", "url": "1.jpg"}], {}, "several files: `image`"),
-        ([{"type": "image", "image": "0.jpg"}], {"images": ["1.jpg"]}, "names other images than"),
-        ([{"type": "image", "image": "0.jpg", "text": "a"}], {}, "of `image` and `text`"),
-        ([{"type": "text", "text": "a", "image": "0.jpg"}], {}, "of text and `image`"),
+        ([{"type": "image", "image": "0.jpg"}], {"images": ["1.jpg"]}, "name different images"),
+        ([{"type": "image", "image": "0.jpg", "text": "a"}], {}, "with `image` and `text`"),
+        ([{"type": "text", "text": "a", "image": "0.jpg"}], {}, "with `text` and `image`"),
         ([{"type": "image", "index": "0"}], {"images": ["0.jpg"]}, "'0', which is no number"),
         ([{"type": "image", "index": True}], {"images": ["0.jpg"]}, "True, which is no number"),
         ([{"type": "audio", "audio": "a.wav"}], {}, "part of the type 'audio'"),
@@ -363,7 +375,7 @@ def test_long_names_are_shortened(tmp_path: Path) -> None:
 
 def test_what_a_record_holds_itself_is_not_read_of_tars(tmp_path: Path) -> None:
     one = found(tmp_path, "tar", turns("<image>", "b", image=URI))
-    assert isinstance(one, Skipped) and "is read of a JSON only" in one.reason
+    assert isinstance(one, Skipped) and "is read from JSON only" in one.reason
 
 
 def test_lines_and_ids_are_named(tmp_path: Path) -> None:
@@ -374,7 +386,7 @@ def test_lines_and_ids_are_named(tmp_path: Path) -> None:
         list(read_one_by_one(Shard("llava", str(tmp_path / name), name), name))
         for name in ("a.jsonl", "a.json")
     )
-    reason = "no answer in it is trained"
+    reason = "no token of it is trained"
     assert [one[1:3] for one in lines] == [
         ("line 1", reason),
         ("x", f"line 3: {reason}"),

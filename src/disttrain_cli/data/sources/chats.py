@@ -98,7 +98,7 @@ def conversation(
     check_conversation(record, [turn.said for turn in turns])
     parts = _written(turns, names, chat, measure)
     if not any(part.trained for part in parts if part.kind == TEXT):
-        raise ValueError("no answer in it is trained")
+        raise ValueError("no token of it is trained")
     return parts
 
 
@@ -279,7 +279,7 @@ def _files(
     parts = [part for part in parts if part.media == media]
     named = [part.name for part in parts if part.name]
     if listed and named and listed != named:
-        raise ValueError(f"the record names other {media}s than its parts")
+        raise ValueError(f"the record and the parts of its turns name different {media}s")
     names = listed or named or beside
     indices = [part.place for part in parts if part.place is not None]
     if not indices:
@@ -314,7 +314,7 @@ def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"`{field}` must be a name or a list of names")
         if found and names != found:
-            raise ValueError(f"`{field}` names other files than another key of the record")
+            raise ValueError(f"`{field}` and another key of the record name different files")
         found = names
     return found
 
@@ -342,7 +342,7 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
         return []
     field, given, system = fields[0], record[fields[0]], record.get("system")
     if record[fields[-1]] != given:
-        raise ValueError(f"`{fields[0]}` and `{fields[1]}` differ: which of them is meant?")
+        raise ValueError(f"`{fields[0]}` and `{fields[1]}` differ: keep what is meant")
     if not isinstance(given, list) or not given:
         raise ValueError(f"`{field}` must be a list with at least one turn")
     turns = [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(given)]
@@ -393,7 +393,7 @@ def _document(record: dict[str, Any], caption: bool) -> str:
         form = prompted(record)
         raise ValueError(
             "a record has a list `conversations` or `messages` with at least one turn, or a `text`"
-            + (f"; {form} must be turns there" if form else "")
+            + (f"; {form} are not read: write them as turns" if form else "")
         )
     if not isinstance(record[field], str) or not record[field]:
         raise ValueError(f"`{field}` must be a text that is not empty")

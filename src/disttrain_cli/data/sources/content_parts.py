@@ -46,7 +46,7 @@ def read_part(part: Any, where: str) -> str | PartFile:
     type_ = given.get("type") or (types[0] if len(types) == 1 else "text" if not types else None)
     if type_ == "text" and isinstance(text := given.get("text"), str):
         if other := next((key for key in types if key != "text"), None):
-            raise ValueError(f"{where} has a part of text and `{other}`: write them as two")
+            raise ValueError(f"{where} has a part with `text` and `{other}`: write two parts")
         return clean(text)
     if not isinstance(type_, str) or type_ == "text":
         raise ValueError(f"{where} has a part that is neither a text nor an image or a video")
@@ -54,7 +54,7 @@ def read_part(part: Any, where: str) -> str | PartFile:
         raise ValueError(f"{where} has a part of the type {type_!r}, which is not read")
     media = MEDIA_OF[type_]
     if other := next((key for key in types if MEDIA_OF.get(key) != media), None):
-        raise ValueError(f"{where} has a part of `{type_}` and `{other}`: write them as two")
+        raise ValueError(f"{where} has a part with `{type_}` and `{other}`: write two parts")
     if media == "video" and (chosen := next((key for key in OF_FRAMES if key in given), None)):
         raise ValueError(f"{where} has a video with `{chosen}`, which is not read (data.video is)")
     return _file(given, media, where)
@@ -66,12 +66,12 @@ def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:
     names = {_name(part[key], key, where) for key in keys}
     if len(names) > 1:
         named = ", ".join(f"`{key}`" for key in keys)
-        raise ValueError(f"{where} has a part with several files: {named}")
+        raise ValueError(f"{where} has a part that names several files: {named}")
     index = part.get("index")
     if index is None or names:
         return PartFile(media, next(iter(names), ""))
     if isinstance(index, bool) or not isinstance(index, int | float) or index % 1:
-        raise ValueError(f"{where} has a part of the {media} {index!r}, which is no number")
+        raise ValueError(f"{where} has a part with the index {index!r}, which is no number")
     return PartFile(media, place=int(index))
 
 
@@ -82,7 +82,7 @@ def _name(value: Any, key: str, where: str) -> str:
     if isinstance(value, dict):
         if value.get("bytes"):
             raise ValueError(
-                f"{where} has a file as bytes at `{key}`: bytes are read of a column of images"
+                f"{where} has bytes at `{key}`: they are read from a column of images, not in parts"
             )
         if key == "source" and value.get("type") == "base64":
             return _name(value.get("data"), "base64", where)
@@ -90,5 +90,5 @@ def _name(value: Any, key: str, where: str) -> str:
     if isinstance(value, list):
         raise ValueError(f"{where} has a file given as a list of frames, which is not read")
     if not isinstance(value, str):
-        raise ValueError(f"{where} has a file at `{key}` that is neither a name nor a data URI")
+        raise ValueError(f"{where} has at `{key}` neither a name nor a data URI")
     return value

@@ -291,7 +291,7 @@ def missing_file(name: str, where: str) -> ValueError:
     if is_url(name):
         return ValueError(f"{shown_url(name)} is a web address: download it, and name the file")
     if is_held(name):
-        return ValueError(f"{shown_name(name)} is read of a JSON only: write it as a file")
+        return ValueError(f"{shown_name(name)} is read from JSON only: write it as a file")
     return ValueError(f"the file {shown_name(name)} {where}")
 
 

@@ -65,18 +65,19 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
     for key in DESIRED:
         if isinstance(value := record.get(key), bool) or str(value).lower() in ("true", "false"):
             raise ValueError(
-                f"`{key}: {value}` says whether the answer is a good one (KTO), which is not read"
+                f"`{key}: {str(value).lower()}` rates the answer (KTO): preference data are not"
+                " read"
             )
     for key in (*FLAGS, *ON_PROMPTS):
         value = record.get(key)
         if value is not None and value != (key in FLAGS):
-            raise ValueError(f"`{key}` of a whole record is not read; flags of its turns are")
+            raise ValueError(f"`{key}` of a whole record is not read: set it in the turns")
     if record.get(MASK_HISTORY) not in (None, 0, 1):
         raise ValueError(f"`{MASK_HISTORY}` must be true or false")
     if says(record.get(OBJECTS)):
         for mark in OBJECT_MARKS:
             if any(mark in text for text in texts):
-                raise ValueError(f"`{OBJECTS}` is not read, and the texts have {mark} for it")
+                raise ValueError(f"`{OBJECTS}` is not read, and {mark} in a text stands for it")
     for key in OF_TEMPLATE:
         if says(record.get(key)):
             raise ValueError(f"`{key}` of a record is not read")
@@ -93,10 +94,10 @@ def check_text(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record says more than its text does."""
     _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
-        raise ValueError(f"a text beside {form}: which of them is meant?")
+        raise ValueError(f"a text beside {form}: keep what is meant")
     for key, value in record.items():
         if _holds_turns(value):
-            raise ValueError(f"`{key}` has turns, which are read of `messages` or `conversations`")
+            raise ValueError(f"`{key}` has turns: they are read from `messages`")
 
 
 def prompted(keys: Iterable[str]) -> str:
@@ -114,10 +115,10 @@ def check_turn(turn: Mapping[str, Any], where: str) -> None:
     _check_tools(turn)
     for key in MEDIA_OF_TURNS:
         if says(turn.get(key)):
-            raise ValueError(f"{where} has `{key}`: it must stand in the record, beside the turns")
+            raise ValueError(f"{where} has `{key}`: it is read beside the turns, not in them")
     for key in DETAILS:
         if says(turn.get(key)):
-            raise ValueError(f"{where} has `{key}`: parts of a turn are not trained by themselves")
+            raise ValueError(f"{where} has `{key}`: a turn is trained as a whole or not at all")
 
 
 def is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
@@ -129,30 +130,32 @@ def is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
     trained = {bool(value) != (key == MASKED) for key, value in flags.items()}
     if len(trained) > 1:
         named = " and ".join(f"`{key}: {value}`" for key, value in flags.items())
-        raise ValueError(f"{where} has {named}: is it trained or not?")
+        raise ValueError(f"{where} has {named}, which contradict each other")
     if True in trained and role != "assistant":
-        raise ValueError(f"{where} is to be trained (`{next(iter(flags))}`): only answers are")
+        raise ValueError(
+            f"{where} has `{next(iter(flags))}: true`, but only turns of the assistant are trained"
+        )
     return False not in trained
 
 
 def _check_tools(mapping: Mapping[str, Any]) -> None:
     for key in TOOLS:
         if says(mapping.get(key)):
-            raise ValueError(f"`{key}`: calls of tools are not read")
+            raise ValueError(f"`{key}`: tool calls are not read")
 
 
 def _check_clips(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record names clips."""
     for key in CLIPS:
         if says(record.get(key)):
-            raise ValueError(f"`{key}`: clips of records are not read")
+            raise ValueError(f"`{key}`: audio is not read from records")
 
 
 def _check_preferences(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record says which of two answers is the better one."""
     for key, value in record.items():
         if key.startswith(PREFERENCES) and says(value):
-            raise ValueError(f"`{key}` is of preferences, which are not read")
+            raise ValueError(f"`{key}`: preference data are not read")
 
 
 def _holds_turns(value: Any) -> bool:
