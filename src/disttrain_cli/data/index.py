@@ -338,7 +338,7 @@ def _index(
     progress: Progress = silent,
 ) -> Index:
     """Open an index whose shards are the same as those on disk; those of training are drawn."""
-    header, columns = columns_of(run, inputs, stored, partial(_derive, inputs), progress)
+    header, columns = columns_of(run, inputs, stored, shards, partial(_derive, inputs), progress)
     counts = header["counts"]
     fields: dict[str, Any] = {
         name: columns[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name in columns

@@ -172,8 +172,8 @@ class DataSpec(Strict):
         ge=0,
         lt=1,
         description=(
-            "Share of the samples that are never trained on, for train.evaluation; chosen by "
-            "their keys."
+            "Share of the samples that are never trained on, for train.evaluation; chosen by a"
+            " hash of source, shard and key."
         ),
     )
     max_bad_fraction: float = Field(
