@@ -155,11 +155,13 @@ CELLS = st.fixed_dictionaries(
 )
 
 
-def one_by_one(batch: Any, columns: Any, first: int, label: str) -> Iterator[Sample | Skipped]:
+def one_by_one(
+    batch: Any, columns: Any, first: int, label: str, chat: Any
+) -> Iterator[Sample | Skipped]:
     """The plain way of `rows._together`."""
     for row, cells in enumerate(room._pairs(batch, columns), first):
         try:
-            sample = room._sample(f"row {row}", row, cells)
+            sample = room._sample(f"row {row}", row, cells, chat)
             yield sample._replace(unread=columns.unread)
         except ValueError as error:
             yield Skipped(label, f"row {row}", str(error))
@@ -183,7 +185,7 @@ def test_pairs_of_a_table(folder: Path, rows: list[Any], group: int, form: pa.Da
     pq.write_table(table, path, row_group_size=group)
     shard = Shard("parquet", str(path), path.name)
     found = compared(shard, room, "_together", one_by_one)
-    usable = [row for row in rows if len(row["image"] or b"") > 1 and row["text"] is not None]
+    usable = [row for row in rows if len(row["image"] or b"") > 1 and row["text"]]
     compact = [one for one in found if isinstance(one, Compact)]
     assert sum(len(one.keys) for one in compact) == len(usable)
     assert len(compact) <= 1 + len(rows) - len(usable)

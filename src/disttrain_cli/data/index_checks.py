@@ -110,7 +110,7 @@ def list_shards(run: Run) -> list[tuple[int, Shard]]:
                 "Correct data.sources in the run file.",
             )
     return [
-        (number, shard)
+        (number, _with_text(shard, number, source.text))
         for number, source in enumerate(run.file.data.sources)
         for shard in find_shards(
             opened(source.path),
@@ -118,6 +118,20 @@ def list_shards(run: Run) -> list[tuple[int, Shard]]:
             None if source.images is None else opened(source.images),
         )
     ]
+
+
+def _with_text(shard: Shard, source: int, text: str | None) -> Shard:
+    """The shard with the column of texts that the run file names; DataError where it has none."""
+    if text is None:
+        return shard
+    if shard.form not in ("parquet", "arrow"):
+        raise DataError(
+            f"{shown(shard.path)} has no columns",
+            f"given by data.sources[{source}].text: {printable(text)}, which names a column of"
+            " Parquet or Arrow files",
+            f"Take data.sources[{source}].text out; {RECORDS[0].lower()}{RECORDS[1:]}.",
+        )
+    return shard._replace(text=text)
 
 
 def shard_label(run: Run, shard: Shard) -> str:
@@ -137,7 +151,7 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
         "model inputs": inputs.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
         "data.sources": [
-            source.model_dump(include={"path", "images", "weight"})
+            source.model_dump(include={"path", "images", "text", "weight"})
             for source in run.file.data.sources
         ],
     }
@@ -172,8 +186,8 @@ def extended(stored: Stored, now: dict[str, Any]) -> dict[str, Any]:
     """`now` (`made_for`) with the sources of an index, if it goes on with these: they may have
     other weights, and others may follow."""
 
-    def places(sources: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
-        return [(source["path"], source["images"]) for source in sources]
+    def places(sources: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(source["path"], source["images"], source.get("text")) for source in sources]
 
     before = stored.inputs["data.sources"]
     same = places(before) == places(now["data.sources"])[: len(before)]

@@ -129,9 +129,9 @@ def test_tables_of_clips(tmp_path: Path, write: object) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ("audio text", ({"audio": "audio"}, "text", False)),
-        ("image audio text sentence", ({"image": "image", "audio": "audio"}, "text", False)),
-        ("FLAC transcription speaker", ({"audio": "FLAC"}, "transcription", False)),
+        ("audio text", ({"audio": "audio"}, ("text",), False)),
+        ("image audio text sentence", ({"image": "image", "audio": "audio"}, ("text",), False)),
+        ("FLAC transcription speaker", ({"audio": "FLAC"}, ("transcription",), False)),
     ],
 )
 def test_sound_columns_go_by_their_names(names: str, expected: tuple[object, ...]) -> None:

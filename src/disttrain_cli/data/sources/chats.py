@@ -50,6 +50,7 @@ from disttrain_cli.data.sources.samples import (
     media_of,
     unread_of,
 )
+from disttrain_cli.data.sources.turn_forms import TURNS
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
@@ -64,7 +65,6 @@ SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
 # keys of a turn that are read without a template
 SAID = {"from", "role", "value", "content", *OF_TURNS}
-TURNS = ("conversations", "messages")
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
 KEYS = ("id", "__key__", "__url__")  # which sample it is
@@ -395,6 +395,6 @@ def _document(record: dict[str, Any], caption: bool) -> str:
             "a record has a list `conversations` or `messages` with at least one turn, or a `text`"
             + (f"; {form} are not read: write them as turns" if form else "")
         )
-    if not isinstance(record[field], str) or not record[field]:
+    if not isinstance(record[field], str) or not record[field].strip():
         raise ValueError(f"`{field}` must be a text that is not empty")
     return clean(record[field])

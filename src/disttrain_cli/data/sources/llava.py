@@ -55,6 +55,7 @@ from disttrain_cli.data.sources.samples import (
     shown_name,
     text_segment,
 )
+from disttrain_cli.data.sources.turn_forms import with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
@@ -103,7 +104,7 @@ class LlavaShard:
         data = self._file.read(*location)
         if len(data) < location.size:
             raise ValueError("the JSON is cut")
-        return json.loads(data)
+        return with_turns(json.loads(data))
 
 
 def read_llava(
@@ -123,6 +124,7 @@ def read_llava(
             else _lines(file)
         )
         for number, record in enumerate(records):
+            record = record._replace(value=with_turns(record.value))
             name = record.value.get("id") if isinstance(record.value, dict) else None
             place = f"line {record.line}" if record.line else f"record {number}"
             key = str(name) if isinstance(name, str | int) else place

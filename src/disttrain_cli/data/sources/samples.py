@@ -191,6 +191,7 @@ class Shard(NamedTuple):
     images: str = ""  # folder of the images that a LLaVA JSON names
     #: Row groups of Parquet that are read of it, the first and the one behind the last; None = all.
     groups: tuple[int, int] | None = None
+    text: str = ""  # column of texts or turns, where the run file names it
 
 
 class OpenShard(Protocol):

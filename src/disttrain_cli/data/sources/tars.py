@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, NamedTuple
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.chats import (
     KEYS,
-    TURNS,
     conversation,
     has_turns,
     texts_of,
@@ -45,6 +44,7 @@ from disttrain_cli.data.sources.samples import (
     text_segment,
     unread_of,
 )
+from disttrain_cli.data.sources.turn_forms import TURNS, turns_in, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
@@ -79,8 +79,8 @@ class TarShard:
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         data = self._read(record)
-        with contextlib.suppress(ValueError, RecursionError):
-            if has_turns(value := json.loads(data)):
+        with contextlib.suppress(ValueError):
+            if has_turns(value := _record(data)):
                 return texts_of(value, self._chat, files)
         parts = parse_parts(data)
         if isinstance(parts, str):
@@ -234,9 +234,13 @@ def _segments(
         raise ValueError(described.content)
     parts: list[Part] | str
     unread: Iterable[str] = ()
-    if described is group.get("txt"):
-        parts = parse_parts(described.content)
-    elif has_turns(value := _json(described.content)):
+    value: Any = None
+    if described is not group.get("txt"):
+        value = _record(described.content)
+    elif described.content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"[", b"{"):
+        with contextlib.suppress(ValueError):  # as `TarShard.texts` reads it
+            value = _record(described.content)
+    if has_turns(value):
         names = {"image": str, "video": VideoName}
         beside = [names[name](member.name) for name, member in media if name in names]
 
@@ -246,12 +250,16 @@ def _segments(
 
         parts = conversation(value, chat, beside, measure)
         unread = unread_keys(value, chat)
+    elif described is group.get("txt"):
+        parts = parse_parts(described.content)
     else:
         parts = _parse_json(value)
         if isinstance(parts, str):
             check_text(value)
         unread = _unread_of_json(value)
     if isinstance(parts, str):
+        if not parts.strip():
+            raise ValueError("the text is empty")
         if not media:
             raise ValueError(
                 "a caption without its "
@@ -290,7 +298,7 @@ def _described(group: dict[str, Member]) -> Member | None:
     content = json_.content if json_ is not None and text is not None else None
     if isinstance(content, bytes) and any(name in content for name in FORMS):
         with contextlib.suppress(ValueError):
-            if has_turns(value := _json(content)) or (
+            if has_turns(value := _record(content)) or (
                 isinstance(value, dict) and "segments" in value
             ):
                 return json_
@@ -318,6 +326,13 @@ def _json(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {error}") from None
+
+
+def _record(data: bytes) -> Any:
+    """Return the value of a json or txt, its turns as a list; ValueError if it is no JSON."""
+    value = _json(data)
+    turns = turns_in(value) if isinstance(value, list) else None
+    return {TURNS[1]: turns} if turns else with_turns(value)
 
 
 def _parse_json(value: Any) -> list[Part] | str:
