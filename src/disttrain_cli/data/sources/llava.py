@@ -124,7 +124,6 @@ def read_llava(
             else _lines(file)
         )
         for number, record in enumerate(records):
-            record = record._replace(value=with_turns(record.value))
             name = record.value.get("id") if isinstance(record.value, dict) else None
             place = f"line {record.line}" if record.line else f"record {number}"
             key = str(name) if isinstance(name, str | int) else place
@@ -196,6 +195,7 @@ def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sam
     """A record and its images; ValueError with the reason."""
     usual = None if chat else compact(record.value)
     if usual is None:
+        record = record._replace(value=with_turns(record.value))
         return Sample(key, _segments(record, folder, chat), unread_keys(record.value, chat))
     form, texts, names, unread = usual
     files = array(LONG)

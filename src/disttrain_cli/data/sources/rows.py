@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import conversation, has_turns, texts_of, unread_keys
+from disttrain_cli.data.sources.chats import compact, conversation, has_turns, texts_of, unread_keys
 from disttrain_cli.data.sources.columns import (
     LISTS,
     PAIRS,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+EMPTY = "the text is empty"
 JSON = (b"[", b"{")  # begin a text that may be turns
 HEAD_BYTES = 64  # of a text, which mostly tell
 
@@ -77,7 +78,9 @@ def read_rows(
         key = f"row {row}"
         try:
             sample = _sample(key, row, cells, chat)
-            yield sample._replace(unread=(*columns.unread, *sample.unread))
+            if columns.unread:
+                sample = sample._replace(unread=(*columns.unread, *sample.unread))
+            yield sample
         except ValueError as error:
             yield Skipped(label, key, str(error))
 
@@ -176,7 +179,7 @@ def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
         yield [next(files) for _ in range(count or 0)]
 
 
-def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample:
+def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Compact:
     """A conversation; ValueError with the reason."""
     files = given.files
 
@@ -188,6 +191,13 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample:
         return MEDIA[media].read_sizes(partial(_part, file), len(file))
 
     record = given.record | {f"{media}s": [*own] for media, own in files.items() if own}
+    usual = None if chat or given.before else compact(record)
+    if usual is not None:
+        form, texts, names, unread = usual
+        numbers = array(LONG)
+        for name in names:
+            numbers.extend((row, int(name), *numbers_of(name)))
+        return Compact([key], form, texts, array(LONG, (row, 0)), numbers, unread)
     segments = list[Segment]()
     for part in conversation(
         record, chat, measure=lambda names: [numbers_of(name) for name in names]
@@ -203,9 +213,12 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample:
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
     media = [*columns.files, ""]
     for cells in _cells(batch, columns):
-        if missing := _missing(columns, cells):
+        text = cells[-1]
+        if not all(cells) and (missing := _missing(columns, cells)):
             yield missing
-        elif _begins(cells[-1]) in JSON and (said := _conversation(_text(cells[-1]))) is not None:
+        elif not (begin := (bytes(text[:HEAD_BYTES]).lstrip() or bytes(text).lstrip())[:1]):
+            yield EMPTY
+        elif begin in JSON and (said := _conversation(_text(text))) is not None:
             yield _row(columns, said, cells)
         else:
             yield [(name, 0, cell) for name, cell in zip(media, cells, strict=True)]
@@ -232,14 +245,7 @@ def _missing(columns: Columns, cells: Sequence[Any]) -> str:
     """What a row of a pair lacks, as messages say it."""
     names = [*(MEDIA[name].what for name in columns.files), "text"]
     missing = [what for what, cell in zip(names, cells, strict=True) if cell is None]
-    if missing:
-        return f"the {missing[0]} is missing"
-    return "" if _begins(cells[-1]) else "the text is empty"
-
-
-def _begins(text: memoryview) -> bytes:
-    """Return the first byte of a text that is no space, b"" if there is none."""
-    return (bytes(text[:HEAD_BYTES]).lstrip() or bytes(text).lstrip())[:1]
+    return f"the {missing[0]} is missing" if missing else "" if cells[-1] else EMPTY
 
 
 def _conversation(text: str) -> dict[str, Any] | None:
@@ -265,14 +271,14 @@ def _together(
     made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
     for row, cells in enumerate(_cells(batch, columns), first):
         key = f"row {row}"
-        other: Sample | Skipped | None = None
+        other: Sample | Compact | Skipped | None = None
         try:
             if not all(cells) and (missing := _missing(columns, cells)):
                 raise ValueError(missing)
             *values, last = cells
             text = _text(last)
             if text.isspace():
-                raise ValueError("the text is empty")
+                raise ValueError(EMPTY)
             if text.lstrip()[:1] in ("[", "{") and (said := _conversation(text)) is not None:
                 other = _sample(key, row, _row(columns, said, cells), chat)
             files = list[int]()
@@ -320,7 +326,7 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             ]
 
 
-def _sample(key: str, row: int, cells: Any, chat: ChatForm | None) -> Sample:
+def _sample(key: str, row: int, cells: Any, chat: ChatForm | None) -> Sample | Compact:
     """A row; ValueError with the reason, which may stand in place of the cells.
 
     A cell is the name of a type of file ("" of a text), its position, and its bytes.

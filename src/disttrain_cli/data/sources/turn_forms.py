@@ -53,7 +53,7 @@ def _unfolded(record: dict[str, Any], field: str) -> dict[str, Any]:
 def _is_usual(value: Any) -> bool:
     """Return True if a value is a list of turns, or a text that is not JSON."""
     if isinstance(value, list):
-        return bool(value) and isinstance(value[0], Mapping) and PAIR[0] not in value[0]
+        return bool(value) and isinstance(value[0], dict) and PAIR[0] not in value[0]
     return isinstance(value, str) and value.lstrip()[:1] not in ("[", "{")
 
 
