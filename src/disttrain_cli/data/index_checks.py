@@ -35,6 +35,11 @@ RECORDS = (
     'A record is {"text": …}, {"image": …, "text": …}, or {"conversations": [{"from": "human",'
     ' "value": …}, {"from": "gpt", "value": …}]}'
 )
+TABLE = (
+    "A table has a column `text`, alone or with one of images, or a column of turns (`messages`);"
+    " data.sources[].text names another one"
+)
+USABLE = {".json": RECORDS, ".parquet": TABLE, ".arrow": TABLE}
 
 
 class BadSamplesError(DataError):
@@ -164,15 +169,7 @@ def states_of(shards: list[tuple[int, Shard]]) -> list[State]:
 
 def check_same(stored: Stored, now: dict[str, Any]) -> None:
     """MismatchError where an index was made for another model, tokenizer or list of sources."""
-    # an index of before chat templates were applied holds where there is no conversation
-    old = "chat template" not in stored.inputs and not any(
-        indexed.name.lower().endswith((".json", ".jsonl")) for indexed in stored.files
-    )
-    changed = [
-        name
-        for name in now
-        if stored.inputs.get(name) != now[name] and not (old and name == "chat template")
-    ]
+    changed = [name for name in now if stored.inputs.get(name) != now[name]]
     if changed:
         raise MismatchError(
             f"The sample index {stored.path} was made for another run file",
@@ -283,12 +280,12 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     if good and len(skipped) <= limit * (good + len(skipped)):
         return
     if not good:
+        forms = (form for suffix, form in USABLE.items() if any(suffix in s.shard for s in skipped))
         raise BadSamplesError(
             skipped,
             "The dataset has no usable sample",
             named or "its shards are empty",
-            f"{RECORDS if any('.json' in s.shard for s in skipped) else MEMBERS}; "
-            "an example: disttrain init DIR --sample-data",
+            f"{next(forms, MEMBERS)}; an example: disttrain init DIR --sample-data",
         )
     shards = ", ".join(
         f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
@@ -140,6 +141,12 @@ def _find(schema: Schema, text: str) -> Columns:
 def _of_texts(schema: Schema, text: str) -> Columns:
     """Return the columns where texts are no turns, but for single ones."""
     files = _files(schema, {text})
+    named = [name for name in schema.kinds if name.lower().endswith("file_name")]
+    if named and not files and PurePosixPath(schema.label).stem == "metadata":
+        raise schema.refused(
+            f"`{named[0]}` names the pictures of an imagefolder, which are read by metadata.jsonl",
+            "Write the same rows as metadata.jsonl, one JSON a line.",
+        )
     if elsewhere := [] if files else _pictures_elsewhere(schema.kinds):
         raise schema.refused(
             "no column holds image bytes",
