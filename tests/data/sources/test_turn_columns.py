@@ -103,8 +103,6 @@ def nested(value: Any) -> str:
     ],
 )
 def test_every_type_of_turns(tmp_path: Path, name: str, value: Any, type_: Any) -> None:
-    if name == "dialog" and isinstance(value, bytes):
-        pytest.skip("bytes are images where they have no name of texts or turns")
     cells = pa.array([value, None], type_)
     images = hf_images([PICTURES[0], None])
     for table in (

@@ -237,7 +237,7 @@ def _nameless(schema: Schema, files: Mapping[str, str]) -> DataError:
     return schema.refused(
         f"no column holds texts or turns by its name ({usual})",
         (
-            f"If one of {', '.join(found[:8])} holds the texts or turns, {NAME_IT}. Questions and"
+            f"If {' or '.join(found[:8])} holds the texts or turns, {NAME_IT}. Questions and"
             " answers in columns of their own are written as turns of `messages`."
             if found
             else "Images are binary or {bytes, path}, texts are strings; or lists `images` and"

@@ -1,7 +1,8 @@
 """What rows of a Parquet or Arrow file say, of the columns that hold images, sounds and texts
 (`columns`).
 
-The location of a segment is its row in the file and its position in the row.
+The location of a segment is its row in the file and its position in the row; that of a text of a
+conversation the row and how many images stand before the turns (`Row.before`).
 """
 
 from __future__ import annotations
