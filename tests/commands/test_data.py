@@ -84,6 +84,7 @@ def damaged_folder(tmp_path, capsys):
     for n in range(20):
         picture = {3: whole[:-20], 5: damaged(whole)}.get(n, whole)
         files += [(f"{n:02d}.jpg", picture), (f"{n:02d}.txt", b"a picture")]
+    files.append(("00.cls", b"7"))
     write_tar(tmp_path / "data" / "captions" / "0.tar", files)
     text = (tmp_path / "disttrain.yaml").read_text()
     text = "\n".join(line for line in text.splitlines() if "data/interleaved" not in line)
@@ -105,9 +106,11 @@ def test_a_check_lists_every_sample_with_its_reason_and_leaves_it_out(damaged_fo
     assert code == 0 and "data/captions/0.tar/03" in out and "data/captions/0.tar/05" in out
     assert "truncated jpeg file" in out and "premature end of data segment" in out
     assert "18 samples can be used, 2 are left out" in out and "Next: disttrain profile" in err
+    assert "left unread: member `.cls` in 1 records" in out
     code, out, _ = check(capsys, damaged_folder, "--json")
     told = json.loads(out)
     assert (told["samples"], told["decoded"], told["found"]) == (18, 0, 0)
+    assert told["unread_keys"] == [{"member `.cls`": 1}]
     assert [(one["key"], one["shard"]) for one in told["skipped"]] == [
         ("03", "data/captions/0.tar"),
         ("05", "data/captions/0.tar"),

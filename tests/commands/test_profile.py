@@ -98,7 +98,7 @@ def indexed(folder):
     write_dataset(folder / "data")
     write_tar(
         folder / "data" / "mixed" / "00002.tar",
-        [("bad.json", b"{"), interleaved("good", text("fine"))],
+        [("bad.json", b"{"), interleaved("good", text("fine")), ("good.cls", b"7")],
     )
     return folder
 
@@ -113,6 +113,7 @@ def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed
         "and of sample ends trained",
         "skipped data/mixed/00002.tar/bad: not valid JSON",
         "scaled down to the budget of 1,024 pixels",
+        "left unread: member `.cls` in 1 records",
     ):
         assert word in out, word
     write_tar(indexed / "data" / "mixed" / "00003.tar", [interleaved("new", text("new"))])
@@ -126,6 +127,7 @@ def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed
     )
     assert 0 < data["scaled_down"] <= data["images"]
     assert data["skipped_first"][0].startswith("data/mixed/00002.tar/bad: ")
+    assert data["unread_keys"] == [{"member `.cls`": 1}]
     assert 42 < data["label_tokens"] == data["text_tokens"] + data["samples"]
     write_tar(indexed / "data" / "mixed" / "00003.tar", [interleaved("new", text("changed" * 8))])
     before = (indexed / "runs" / "tiny" / "index.parquet").read_bytes()

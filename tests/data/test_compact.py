@@ -41,7 +41,12 @@ TURN = st.one_of(
     ),
     st.fixed_dictionaries(
         {"from": WHO, "value": SAID},
-        optional={"weight": st.sampled_from([0, 1, 2]), "role": WHO, "tool_calls": st.just([1])},
+        optional={
+            "weight": st.sampled_from([0, 1, 2]),
+            "loss": st.booleans(),
+            "role": WHO,
+            "tool_calls": st.just([1]),
+        },
     ),
     st.fixed_dictionaries({"role": WHO, "content": st.lists(st.just({"type": "image"}))}),
     st.sampled_from(["hi", 7, None, [], {}]),
@@ -66,6 +71,11 @@ RECORD = st.one_of(
             "tools": st.just([1]),
             "messages": TURNS,
             "video": st.sampled_from([None, "a.mp4"]),
+            "source": st.sampled_from([None, "", 0, "web"]),
+            "label": st.sampled_from([True, 3, None]),
+            "weight": st.sampled_from([0, 1]),
+            "rejected": st.sampled_from(["", "no", None]),
+            "file_name": NAMES,
         },
     ),
     st.fixed_dictionaries({"messages": TURNS}, optional={"images": st.lists(NAMES, max_size=2)}),
@@ -91,8 +101,8 @@ def described(shard: Shard) -> tuple[list[Any], list[Any]]:
     found = list(read_one_by_one(shard, "shard"))
     rows = []
     for inputs in MODELS:
-        table, skipped, unread = shard_rows(read(shard), "shard", inputs, ByteTokenizer())
-        rows.append((table.to_pydict(), skipped, Counter(unread)))
+        table, skipped, *counts = shard_rows(read(shard), "shard", inputs, ByteTokenizer())
+        rows.append((table.to_pydict(), skipped, *map(Counter, counts)))
     return found, rows
 
 
@@ -145,11 +155,14 @@ CELLS = st.fixed_dictionaries(
 )
 
 
-def one_by_one(batch: Any, columns: Any, first: int, label: str) -> Iterator[Sample | Skipped]:
+def one_by_one(
+    batch: Any, columns: Any, first: int, label: str, chat: Any
+) -> Iterator[Sample | Skipped]:
     """The plain way of `rows._together`."""
     for row, cells in enumerate(room._pairs(batch, columns), first):
         try:
-            yield room._sample(f"row {row}", row, cells)
+            sample = room._sample(f"row {row}", row, cells, chat)
+            yield sample._replace(unread=columns.unread)
         except ValueError as error:
             yield Skipped(label, f"row {row}", str(error))
 
@@ -172,7 +185,7 @@ def test_pairs_of_a_table(folder: Path, rows: list[Any], group: int, form: pa.Da
     pq.write_table(table, path, row_group_size=group)
     shard = Shard("parquet", str(path), path.name)
     found = compared(shard, room, "_together", one_by_one)
-    usable = [row for row in rows if len(row["image"] or b"") > 1 and row["text"] is not None]
+    usable = [row for row in rows if len(row["image"] or b"") > 1 and row["text"]]
     compact = [one for one in found if isinstance(one, Compact)]
     assert sum(len(one.keys) for one in compact) == len(usable)
     assert len(compact) <= 1 + len(rows) - len(usable)
@@ -184,7 +197,7 @@ def test_what_is_left_out_is_in_the_order_of_rows(folder: Path) -> None:
     images = pa.array([PICTURES["a.jpg"]] * len(texts), pa.binary())
     pq.write_table(pa.table({"image": images, "text": texts}), path)
     shard = Shard("parquet", str(path), path.name)
-    table, skipped, _ = shard_rows(read(shard), "shard", INPUTS, ByteTokenizer())
+    table, skipped, *_ = shard_rows(read(shard), "shard", INPUTS, ByteTokenizer())
     rows = range(len(texts))
     assert [one.key for one in skipped] == [f"row {row}" for row in rows if row % 3 < 2]
     assert table.column("key").to_pylist() == [f"row {row}" for row in rows if row % 3 == 2]
@@ -196,5 +209,5 @@ def test_rows_of_empty_lists_are_named(folder: Path) -> None:
     pq.write_table(pa.table(lists), path)
     shard = Shard("parquet", str(path), path.name)
     reading = INPUTS.model_copy(update={"heads": [INPUTS.image]})
-    table, skipped, _ = shard_rows(read(shard), "shard", reading, ByteTokenizer())
+    table, skipped, *_ = shard_rows(read(shard), "shard", reading, ByteTokenizer())
     assert [one.key for one in skipped] == ["row 0"] and len(table) == 1

@@ -196,20 +196,6 @@ def test_an_index_of_another_template_is_not_used(tmp_path: Path) -> None:
     assert build_index(run, WIDE).fingerprint != index.fingerprint
 
 
-def test_an_index_of_before_templates_is_used_where_nothing_is_a_conversation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it was written when templates were not applied."""
-    write_tar(tmp_path / "a" / "a.tar", [("1.jpg", PICTURES[0]), ("1.txt", b"A cat.")])
-    folder = write_folder(tmp_path / "tokens", "headers")
-    run = make_run(tmp_path, [{"path": "a"}], tokenizer=str(folder))
-    with monkeypatch.context() as before:
-        before.setattr("disttrain_cli.data.tokenizer.ChatTemplate", lambda *_: None)
-        index = build_index(run, WIDE)
-    assert read_tokenizer(run).chat is not None
-    assert read_index(run, WIDE).fingerprint == index.fingerprint
-
-
 def test_templates_that_end_no_answer_are_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tokens", "vision")
     run = make_run(tmp_path, [{"path": "chats"}], tokenizer=str(folder))

@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Run:
     """Two forms of tars, one of them with a sample that is broken."""
     write_dataset(tmp_path)
     for number in range(2, SHARDS - 1):
-        samples = [interleaved(f"{number}.{at}", text("word " * at)) for at in range(1, 9)]
+        samples = [interleaved(f"{number}-{at}", text("word " * at)) for at in range(1, 9)]
         write_tar(tmp_path / "mixed" / f"{number:05d}.tar", [*samples, ("broken.json", b"{")])
     return make_run(tmp_path, max_bad_fraction=0.2)
 

@@ -240,6 +240,7 @@ def check(
     from disttrain_cli.data.index import leave_out, open_index
     from disttrain_cli.data.index_checks import BadSamplesError
     from disttrain_cli.data.sources.samples import samples_lost
+    from disttrain_cli.data.unread_keys import described
 
     try:
         with console.progress() as progress:
@@ -259,6 +260,7 @@ def check(
             "samples": samples,
             "decoded": decoded,
             "found": len(broken),
+            "unread_keys": index.unread_keys,
             "path": str(opened.dir.index),
             "lost": samples_lost(skipped),
             "skipped": [one._asdict() for one in skipped],
@@ -271,6 +273,8 @@ def check(
         f"{samples:,} samples can be used, {samples_lost(skipped):,} are left out; "
         f"{decoded:,} with images or clips were decoded now"
     )
+    for line in described(index.unread_keys):
+        console.say(line)
     console.hint(
         next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file)
     )

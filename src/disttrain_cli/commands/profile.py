@@ -147,6 +147,7 @@ def _change_cells(change: Change) -> list[str]:
 
 
 def _render(console: Console, profile: Profile, path: Path) -> None:
+    from disttrain_cli.data.unread_keys import described
     from disttrain_cli.spec.index import TARGET, UNREAD
 
     device, data = profile.device, profile.data
@@ -188,6 +189,8 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
             "; texts that ask for an image are not trained" if UNREAD[TARGET] in data.unread else ""
         )
         console.say(f"         without {left_out}: the model has no module for them{asked}")
+    for line in described(data.unread_keys):
+        console.say(f"         {line}")
     trained = (
         f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
     )

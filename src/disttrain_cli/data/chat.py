@@ -119,6 +119,11 @@ class Chat:
             raise ValueError("the chat template begins with the answer: nothing leads to it")
         return parts
 
+    def reads(self, key: str) -> bool:
+        """Return True if the template may read this key of a turn."""
+        names = {key, *REASONING[:2]} if key in REASONING else {key}
+        return not self._template.words.isdisjoint(names)
+
     def around(self, images: Sequence[Numbers]) -> list[Around]:
         """What the model's processor writes around the parts of images of these sizes."""
         return [ALONE] * len(images) if self._head is None else self._head.written(images)

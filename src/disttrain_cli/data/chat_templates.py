@@ -40,6 +40,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self._source, self._tokens = source, dict(tokens)
         self.marks = MARKS.search(source) is not None  # it says what an assistant writes
+        self.words = frozenset(re.findall(r"\w+", source))
         content = json.dumps([source, sorted(self._tokens.items())])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         # of the rendering under way: what is written, and the places of its marks

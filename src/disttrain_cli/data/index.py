@@ -39,6 +39,7 @@ from disttrain_cli.data.mixtures import Phases, weights_of
 from disttrain_cli.data.parts import counts_of_parts, first_parts
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped
+from disttrain_cli.data.unread_keys import merged
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
@@ -128,6 +129,8 @@ class Index:
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
     unread_files: list[str] = field(default_factory=list)  # beside the shards, and why
+    #: of each source, samples by key of their records that no reader knows
+    unread_keys: list[dict[str, int]] = field(default_factory=list)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that training draws; None = all
     #: [N] whether a sample says what an earlier one says: it is never drawn; None = nobody looked
     repeated: NDArray[np.bool_] | None = None
@@ -342,7 +345,9 @@ def _index(
     Raises:
         DataError: evaluation is asked for, and no sample is held out.
     """
-    header, columns = columns_of(run, inputs, stored, partial(_derive, inputs), progress)
+    header, columns = columns_of(
+        run, inputs, stored, listed.shards, partial(_derive, inputs), progress
+    )
     counts = header["counts"]
     fields: dict[str, Any] = {
         name: columns[name] for name in (*FIELDS, *OPTIONAL_FIELDS) if name in columns
@@ -363,6 +368,10 @@ def _index(
         keys=Keys(columns["keys"], columns["key_start"]),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
+        unread_keys=[
+            merged(indexed.unread_keys for indexed in stored.files if indexed.source == number)
+            for number in range(len(data.sources))
+        ],
         scaled_down=counts["scaled_down"],
         orders=run.dir.orders,
         known={**of_all, **{name: counts[name] for name in COUNTED}},

@@ -37,6 +37,11 @@ RECORDS = (
     'A record is {"text": …}, {"image": …, "text": …}, or {"conversations": [{"from": "human",'
     ' "value": …}, {"from": "gpt", "value": …}]}'
 )
+TABLE = (
+    "A table has a column `text`, alone or with one of images, or a column of turns (`messages`);"
+    " data.sources[].text names another one"
+)
+USABLE = {".json": RECORDS, ".parquet": TABLE, ".arrow": TABLE}
 
 
 class BadSamplesError(DataError):
@@ -146,9 +151,27 @@ def list_shards(run: Run) -> Listed:
     ]
     of_all = list(zip(run.file.data.sources, listings, strict=True))
     return Listed(
-        [(number, shard) for number, listing in enumerate(listings) for shard in listing.shards],
+        [
+            (number, _with_text(shard, number, source.text))
+            for number, (source, listing) in enumerate(of_all)
+            for shard in listing.shards
+        ],
         [f"{shown(source.path)}: {line}" for source, listing in of_all for line in listing.unread],
     )
+
+
+def _with_text(shard: Shard, source: int, text: str | None) -> Shard:
+    """The shard with the column of texts that the run file names; DataError where it has none."""
+    if text is None:
+        return shard
+    if shard.form not in ("parquet", "arrow"):
+        raise DataError(
+            f"{shown(shard.path)} has no columns",
+            f"given by data.sources[{source}].text: {printable(text)}, which names a column of"
+            " Parquet or Arrow files",
+            f"Take data.sources[{source}].text out; {RECORDS[0].lower()}{RECORDS[1:]}.",
+        )
+    return shard._replace(text=text)
 
 
 def shard_label(run: Run, shard: Shard) -> str:
@@ -169,7 +192,7 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
         "model inputs": inputs.model_dump(mode="json"),
         "tokenizer": tokenizer.fingerprint,
         "data.sources": [
-            source.model_dump(include={"path", "images", "weight"})
+            source.model_dump(include={"path", "images", "text", "weight"})
             for source in run.file.data.sources
         ],
     }
@@ -182,15 +205,7 @@ def states_of(shards: list[tuple[int, Shard]]) -> list[State]:
 
 def check_same(stored: Stored, now: dict[str, Any]) -> None:
     """MismatchError where an index was made for another model, tokenizer or list of sources."""
-    # an index of before chat templates were applied holds where there is no conversation
-    old = "chat template" not in stored.inputs and not any(
-        indexed.name.lower().endswith((".json", ".jsonl")) for indexed in stored.files
-    )
-    changed = [
-        name
-        for name in now
-        if stored.inputs.get(name) != now[name] and not (old and name == "chat template")
-    ]
+    changed = [name for name in now if stored.inputs.get(name) != now[name]]
     if changed:
         raise MismatchError(
             f"The sample index {stored.path} was made for another run file",
@@ -204,8 +219,8 @@ def extended(stored: Stored, now: dict[str, Any]) -> dict[str, Any]:
     """`now` (`made_for`) with the sources of an index, if it goes on with these: they may have
     other weights, and others may follow."""
 
-    def places(sources: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
-        return [(source["path"], source["images"]) for source in sources]
+    def places(sources: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(source["path"], source["images"], source.get("text")) for source in sources]
 
     before = stored.inputs["data.sources"]
     same = places(before) == places(now["data.sources"])[: len(before)]
@@ -300,12 +315,12 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     if good and lost <= limit * (good + lost) and (not unknown or limit == 1):
         return
     if not good:
+        forms = (form for suffix, form in USABLE.items() if any(suffix in s.shard for s in skipped))
         raise BadSamplesError(
             skipped,
             "The dataset has no usable sample",
             named or "its shards are empty",
-            f"{RECORDS if any('.json' in s.shard for s in skipped) else MEMBERS}; "
-            "an example: disttrain init DIR --sample-data",
+            f"{next(forms, MEMBERS)}; an example: disttrain init DIR --sample-data",
         )
     if unknown:
         raise BadSamplesError(

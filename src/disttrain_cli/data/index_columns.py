@@ -9,6 +9,7 @@ Parquet.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from disttrain_cli.data.index_file import Stored, read_stored, stored_of
 from disttrain_cli.data.index_rows import counts_of, flat, numbers_of, specials_of
 from disttrain_cli.data.parts import cutting
 from disttrain_cli.data.slots import Ints
+from disttrain_cli.data.sources import Shard
+from disttrain_cli.data.sources.files import is_url
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, KINDS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
@@ -34,7 +37,7 @@ from disttrain_cli.spec.runfile import Run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 2
+VERSION = 3
 NARROW = {  # types of columns whose values are computed with in 64 bits
     "kinds": np.int8,
     "tokens": np.int32,
@@ -66,9 +69,17 @@ def stored_index(run: Run, inputs: ModelInputs) -> Stored:
 
 
 def columns_of(
-    run: Run, inputs: ModelInputs, stored: Stored, derive: Derive, progress: Progress
+    run: Run,
+    inputs: ModelInputs,
+    stored: Stored,
+    shards: list[tuple[int, Shard]],
+    derive: Derive,
+    progress: Progress,
 ) -> tuple[dict[str, Any], Columns]:
     """(what is counted over all samples, the columns by name).
+
+    Args:
+        shards: (source, shard) of every shard of the index, in its order.
 
     Raises:
         SpecError: they cannot be written (missing permission, disk full).
@@ -79,7 +90,7 @@ def columns_of(
     with alone(run.dir.columns / "lock", "the columns of the index", progress):
         if (opened := open_columns(folder)) is None:
             with writing_columns(folder) as writer:
-                _write(run, inputs, stored, derive, writer, progress)
+                _write(run, inputs, stored, shards, derive, writer, progress)
             for other in run.dir.columns.glob("[0-9a-f]*"):
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)
@@ -100,6 +111,7 @@ def _write(
     run: Run,
     inputs: ModelInputs,
     stored: Stored,
+    shards: list[tuple[int, Shard]],
     derive: Derive,
     writer: ColumnWriter,
     progress: Progress,
@@ -108,12 +120,13 @@ def _write(
     counts = Counter[str]()
     again = _repeated(stored) if run.file.data.deduplicate else None
     any_held = any(indexed.held_out for indexed in stored.files)
-    first = 0
+    first, names = 0, first_names(shards)
     for number, (indexed, rows, _) in enumerate(stored.by_shard()):
         progress("columns of the index", number, len(stored.files))
         arrays = arrays_of(inputs, rows, has)
         if fraction:
-            arrays["drawn"] = ~chosen(rows.column("key"), fraction)
+            pieces = arrays["pieces"][:, 0] > 0 if has["pieces"] else np.zeros(len(rows), bool)
+            arrays["drawn"] = ~chosen(rows.column("key"), *names[number], fraction, pieces)
         elif any_held:
             arrays["drawn"] = np.full(len(rows), not indexed.held_out)
         if again is not None:
@@ -135,6 +148,19 @@ def _write(
     progress("columns of the index", len(stored.files), len(stored.files))
     described = {"stored": stored.described(), "sources": _sources(run, stored)}
     writer.close({**described, "counts": counts})
+
+
+def first_names(shards: list[tuple[int, Shard]]) -> list[tuple[int, str]]:
+    """(source, name) of every shard, or those of the first shard that is the same file: a sample
+    that two sources read is held out of both, or of neither."""
+    first: dict[str, tuple[int, str]] = {}
+    files = [
+        shard.path if is_url(shard.path) else os.path.realpath(shard.path) for _, shard in shards
+    ]
+    return [
+        first.setdefault(file, (source, shard.name))
+        for file, (source, shard) in zip(files, shards, strict=True)
+    ]
 
 
 def _sources(run: Run, stored: Stored) -> list[str]:

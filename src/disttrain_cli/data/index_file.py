@@ -32,6 +32,7 @@ class Indexed(NamedTuple):
     rows: int
     digest: str
     unread: dict[str, int]  # by `UNREAD`, what the samples hold that the model has no module for
+    unread_keys: dict[str, int]  # samples by key of their records that no reader knows
     content: str = ""  # of its bytes (`sources.files.content_of`)
     checked: bool = False  # every image and clip of it was decoded
     held_out: bool = False  # it is of a validation split (`Shard.held_out`)

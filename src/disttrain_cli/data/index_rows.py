@@ -23,6 +23,7 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Compact, OpenShard, Sample, Segment, Skipped, printable
 from disttrain_cli.data.sources.samples import ENDED, KIND, LONG, TRAINED
 from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.data.unread_keys import merged
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.index import (
     COLUMNS,
@@ -67,9 +68,9 @@ def shard_rows(
     inputs: ModelInputs,
     tokenizer: Tokenizer,
     opened: OpenShard | None = None,
-) -> tuple[pa.Table, list[Skipped], dict[str, int]]:
+) -> tuple[pa.Table, list[Skipped], dict[str, int], dict[str, int]]:
     """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is
-    left out of samples).
+    left out of samples; samples by key of their records that no reader knows).
 
     Left out are broken samples, those of which this model reads nothing, those longer than a
     sequence, and those with a clip longer than the model hears. A document longer than a sequence,
@@ -81,9 +82,11 @@ def shard_rows(
     import pyarrow as pa
 
     batches, skipped, unread = [], list[Skipped](), Counter[str]()
+    unread_keys = dict[str, int]()
     whole = _taken_whole(inputs) if opened is None else frozenset[int]()
     for chunk in _chunks(read):
         samples, left_out = Samples(), list[Skipped]()
+        unread_keys = merged([unread_keys, _unread_keys(chunk)])
         for one in chunk:
             if isinstance(one, Skipped):
                 left_out.append(one)
@@ -97,7 +100,20 @@ def shard_rows(
         one._replace(key=printable(one.key), reason=printable(one.reason, MOST_REASON))
         for one in skipped
     ]
-    return pa.Table.from_batches(batches, own_schema()), named, dict(unread)
+    return pa.Table.from_batches(batches, own_schema()), named, dict(unread), unread_keys
+
+
+def _unread_keys(chunk: Chunk) -> Counter[str]:
+    """Samples by key of their records that no reader knows."""
+    together = Counter[tuple[str, ...]]()
+    for one in chunk:
+        if not isinstance(one, Skipped) and one.unread:
+            together[one.unread] += len(_keys(one))
+    counts = Counter[str]()
+    for names, count in together.items():
+        for name in names:
+            counts[name] += count
+    return counts
 
 
 def _chunks(read: Iterator[Sample | Compact | Skipped]) -> Iterator[Chunk]:

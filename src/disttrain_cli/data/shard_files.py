@@ -30,6 +30,7 @@ from disttrain_cli.data.sources import (
 )
 from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.data.unread_keys import merged
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.index import INDEX_VERSION
 from disttrain_cli.spec.inputs import ModelInputs
@@ -71,7 +72,12 @@ def joined(parts: Sequence[ShardRows]) -> ShardRows:
         return parts[0]
     rows = pa.concat_tables([part.rows for part in parts])
     unread = sum((Counter(part.indexed.unread) for part in parts), Counter[str]())
-    indexed = parts[0].indexed._replace(rows=len(rows), digest=digest(rows), unread=dict(unread))
+    indexed = parts[0].indexed._replace(
+        rows=len(rows),
+        digest=digest(rows),
+        unread=dict(unread),
+        unread_keys=merged(part.indexed.unread_keys for part in parts),
+    )
     return ShardRows(indexed, rows, [one for part in parts for one in part.skipped])
 
 
@@ -79,12 +85,15 @@ def read_job(run: Run, job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> S
     """Read a shard, or a part of it, from end to end; raises DataError as `read_shard`."""
     chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
     read = read_shard(job.shard, job.label, chat)
-    rows, skipped, unread = shard_rows(read, job.label, inputs, tokenizer, _opened(run, job, chat))
+    rows, skipped, unread, unread_keys = shard_rows(
+        read, job.label, inputs, tokenizer, _opened(run, job, chat)
+    )
     indexed = Indexed(
         *job.state,
         len(rows),
         digest(rows),
         unread,
+        unread_keys,
         content_of(job.shard.path),
         held_out=job.shard.held_out,
     )

@@ -51,6 +51,7 @@ def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
         skipped_entries=len(index.skipped),
         unread=index.unread,
         unread_files=index.unread_files,
+        unread_keys=index.unread_keys if any(index.unread_keys) else [],
         order=order,
         sample=size_sample(packing),
     )

@@ -269,10 +269,14 @@ def _checked_index(run: Run, profile: Profile) -> Index:
 
 def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
     """Samples that indexing left out, and images that training could not decode."""
-    skipped = {f"{entry.shard}/{entry.key}".rstrip("/"): entry.reason for entry in index.skipped}
-    for path in sorted(run.dir.logs.glob("skipped-rank-*.json")):
-        skipped.update(json.loads(path.read_text()))
-    return [{"sample": name, "reason": reason} for name, reason in sorted(skipped.items())]
+    skipped = [(f"{entry.shard}/{entry.key}".rstrip("/"), entry.reason) for entry in index.skipped]
+    # several ranks may name the same sample, and a JSON may have several of one `id`
+    of_ranks = {
+        (name, reason)
+        for path in run.dir.logs.glob("skipped-rank-*.json")
+        for name, reason in json.loads(path.read_text())
+    }
+    return [{"sample": name, "reason": reason} for name, reason in sorted([*skipped, *of_ranks])]
 
 
 def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> Samples | None:

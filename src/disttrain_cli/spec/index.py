@@ -20,7 +20,8 @@ place); the rows of a shard are one row group:
   - offsets, sizes, int64: where the segment lies in the shard, two numbers whose meaning is the
     form's own. Tars: byte offset and length of the member's content (text: of the json / txt).
     Conversations: of the record in the JSON; of an image its number in the record and the length of
-    its file. Parquet and Arrow: row, and position in it.
+    its file. Parquet and Arrow: row, and position in it; of texts of a conversation the number of
+    images that stand before its turns.
   - frames, int32, and rates, int64: of a video, its frames and their rate in billionths per second;
     else 0. Indexes without these columns have no videos. Widths and heights are those of a frame.
   - parts, int32: of an item that is one of several of its file, its number among them, from 0; of a

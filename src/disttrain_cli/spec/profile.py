@@ -498,6 +498,13 @@ class DataProfile(Strict):
         default_factory=dict,
         description="Images and clips of the samples that the model has no module for.",
     )
+    unread_keys: list[dict[str, int]] = Field(
+        default_factory=list,
+        exclude_if=lambda given: not given,
+        description=(
+            "Of each source, the samples by key or column of their records that no reader knows."
+        ),
+    )
     order: int = Field(
         1,
         exclude_if=lambda given: given == 1,  # fingerprints of older profiles stay

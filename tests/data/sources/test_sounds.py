@@ -82,7 +82,7 @@ def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
         ),  # mislabelled
         ([("bad.jpg", sound()), ("bad.txt", b"x")], "bad.jpg: not a JPEG"),
         ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another form: AIFF"),
-        ([interleaved("bad", clip("gone.wav"))], "the clip gone.wav is missing"),
+        ([interleaved("bad", clip("gone.wav"))], "the file gone.wav is missing"),
         ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is no sound"),
         ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
         ([interleaved("bad", {"type": "audio"})], "image or audio or video with `file`"),
@@ -129,9 +129,9 @@ def test_tables_of_clips(tmp_path: Path, write: object) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ("audio text", ({"audio": "audio"}, "text", False)),
-        ("image audio text sentence", ({"image": "image", "audio": "audio"}, "text", False)),
-        ("FLAC transcription speaker", ({"audio": "FLAC"}, "transcription", False)),
+        ("audio text", ({"audio": "audio"}, ("text",), False)),
+        ("image audio text sentence", ({"image": "image", "audio": "audio"}, ("text",), False)),
+        ("FLAC transcription speaker", ({"audio": "FLAC"}, ("transcription",), False)),
     ],
 )
 def test_sound_columns_go_by_their_names(names: str, expected: tuple[object, ...]) -> None:

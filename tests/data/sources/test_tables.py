@@ -41,23 +41,30 @@ def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
 
 
 @pytest.mark.parametrize(
-    ("columns", "image", "text"),
+    ("columns", "image", "texts"),
     [
-        (schema("words", "pixels", "label"), "pixels", "words"),
-        (schema("url TEXT key", "JPG mask"), "JPG", "TEXT"),
-        (schema("url caption sha256", "jpg"), "jpg", "caption"),
+        (schema("words text", "pixels", "label"), "pixels", ("text",)),
+        (schema("url TEXT key", "JPG mask"), "JPG", ("TEXT",)),
+        (schema("url caption sha256", "jpg"), "jpg", ("caption",)),
+        (schema("caption Text", "image"), "image", ("Text", "caption")),
         (
             pa.schema(
                 [("img", pa.struct([("bytes", pa.large_binary())])), ("txt", pa.large_string())]
             ),
             "img",
-            "txt",
+            ("txt",),
         ),
-        (schema("texts", "images"), "images", "texts"),  # no lists: a pair of columns
+        (
+            pa.schema([("text", pa.binary()), ("image", pa.binary())]),
+            "image",
+            ("text",),
+        ),
     ],
 )
-def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: str) -> None:
-    assert find_columns(columns, "x")[:3] == ({"image": image}, text, False)
+def test_columns_by_type_and_usual_name(
+    columns: pa.Schema, image: str, texts: tuple[str, ...]
+) -> None:
+    assert find_columns(columns, "x")[:3] == ({"image": image}, texts, False)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +73,56 @@ def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: st
         (schema("text"), "text"),
         (schema("text id dump url date language", other="token_count"), "text"),  # FineWeb
         (schema("text timestamp url"), "text"),  # C4
-        (schema("story", other="number"), "story"),
         (schema("text", other="image_count"), "text"),
     ],
 )
 def test_a_corpus_of_texts_alone(columns: pa.Schema, text: str) -> None:
-    assert find_columns(columns, "x")[:3] == ({}, text, False)
+    assert find_columns(columns, "x")[:3] == ({}, (text,), False)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        schema("file_name", "image"),
+        schema("source_url", "image"),
+        schema("id", "image"),
+        schema("prompt", "image"),
+        schema("answer", "image"),
+        schema("blip_caption", "image"),
+        schema("question answer", "image"),
+        schema("problem answer solution", "image", "level"),
+        schema("story", other="number"),
+        schema("content path lang"),
+        schema("sentence"),
+        schema("name", "audio"),
+        pa.schema(
+            [("dialog", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])))]
+        ),
+    ],
+)
+def test_no_column_is_taken_for_texts_because_it_is_the_only_one(columns: pa.Schema) -> None:
+    strings = [field.name for field in columns if field.type != pa.binary()]
+    with pytest.raises(DataError, match="no column holds texts or turns by its name") as caught:
+        find_columns(columns, "shard.parquet")
+    assert all(f"{name} (" in str(caught.value) for name in columns.names)
+    assert "data.sources[].text" in caught.value.next_step and strings[0] in caught.value.next_step
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+@pytest.mark.parametrize("name", ["blip_caption", "source_url", "caption"])
+def test_the_run_file_names_the_texts(tmp_path: Path, write: Any, name: str) -> None:
+    path = write(
+        tmp_path / f"a.{'parquet' if write is write_parquet else 'arrow'}",
+        pa.table({"image": PICTURES[:2], "text": ["a", "b"], name: ["one", "two"]}),
+    )
+    shard = Shard(path.suffix[1:], str(path), path.name, text=name)
+    samples = [one for one in read_one_by_one(shard, "x") if isinstance(one, Sample)]
+    opened = open_shard(shard, RowGroups())
+    assert [opened.texts(one.segments[1].location) for one in samples] == [["one"], ["two"]]
+    assert [one.unread for one in samples] == [("`text`",)] * 2
+    corpus = Shard(path.suffix[1:], str(path), path.name, text="images")
+    with pytest.raises(DataError, match="there is no column `images`"):
+        list(read_one_by_one(corpus, "x"))
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
@@ -92,14 +143,14 @@ def test_texts_alone_are_read_and_read_again(tmp_path: Path, write: Any) -> None
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        (
-            schema("text caption", "image"),
-            ["several columns may hold the texts: text, caption", "caption (string)"],
-        ),
-        (schema("a b", "image"), ["several columns may hold the texts: a, b"]),
+        (schema("text Text", "image"), ["several columns may hold `text`: text, Text"]),
+        (schema("text", "image", "caption"), ["`caption` holds no strings", "caption (int64)"]),
+        (schema("txt sentence transcript", "audio"), ["txt, transcript, sentence"]),
+        (schema("caption"), ["no column holds the images of `caption`"]),
         (schema("text", "x y"), ["several columns may hold the image bytes: x, y", "y (binary)"]),
         (schema("text", "image jpg"), ["image, jpg"]),
-        (schema("", "image", "text"), ["no column holds texts", "text (int64)"]),
+        (schema("", "image", "text"), ["`text` holds no strings", "text (int64)"]),
+        (schema("", "image"), ["no column holds texts or turns", "image (binary)"]),
         (
             schema("caption url"),
             ["no column holds image bytes", "`url` seems to name pictures", "img2dataset"],
@@ -153,13 +204,18 @@ def test_documents_of_few_values_and_empty_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["images", "pictures"])
-def test_lists_of_images_are_not_taken_for_names_of_images_or_left_out(name: str) -> None:
-    said = pa.list_(pa.struct([("user", pa.string()), ("assistant", pa.string())]))
-    with pytest.raises(DataError, match=f"`{name}` holds lists of images") as caught:
-        find_columns(
-            pa.schema([(name, pa.list_(pa.binary())), ("texts", said), ("text", pa.string())]), "x"
-        )
-    assert "download" not in caught.value.next_step
+def test_lists_of_images_stand_before_their_text(tmp_path: Path, name: str) -> None:
+    """As in a JSON."""
+    table = pa.table(
+        {
+            name: pa.array([PICTURES[:2], [], None], pa.list_(pa.binary())),
+            "text": ["two", "none", "null"],
+        }
+    )
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
+    assert not skipped
+    kinds = [[segment.kind for segment in one.segments] for one in samples.values()]
+    assert kinds == [[IMAGE, IMAGE, TEXT], [TEXT], [TEXT]]
 
 
 def test_bad_rows_of_lists(tmp_path: Path) -> None:

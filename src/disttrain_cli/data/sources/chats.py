@@ -17,22 +17,40 @@ images.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+from disttrain_cli.data.sources.content_parts import READ, read_part
+from disttrain_cli.data.sources.refusals import (
+    FLAGS,
+    MASK_HISTORY,
+    OF_TURNS,
+    ON_PROMPTS,
+    TOOLS,
+    check_conversation,
+    check_document,
+    check_turn,
+    is_plain,
+    is_trained,
+    prompted,
+)
 from disttrain_cli.data.sources.samples import (
     ENDED,
     KIND,
+    NOTHING,
     TRAINED,
     ChatForm,
     Measure,
     Part,
+    PartFile,
     Turn,
     VideoName,
     clean,
     media_of,
+    unread_of,
 )
+from disttrain_cli.data.sources.turn_forms import TURNS
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
@@ -40,16 +58,18 @@ MARK = "<image>"
 #: Of a video, in a record's texts, and once they are read: no text means it otherwise.
 WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
 MARKS = re.compile(f"{MARK}|{FILM}")
+MARK_OF = {"image": MARK, "video": FILM}
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
 # keys of a turn that are read without a template
-SAID = {"from", "role", "value", "content", "weight"}
-NO_TOOLS = "`tools` and `tool_calls` are not read"
-TURNS = ("conversations", "messages")
+SAID = {"from", "role", "value", "content", *OF_TURNS}
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
+KEYS = ("id", "__key__", "__url__")  # which sample it is
+#: Keys that are read of a record with turns.
+OF_RECORD = {*TURNS, "system", *IMAGES, *VIDEOS, *KEYS, *TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS}
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
@@ -72,34 +92,51 @@ def conversation(
     """
     turns, names = _said(record, beside)
     if not turns:
-        return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
-    if chat is None:
-        form, said = _plain((turn.role, turn.said, turn.trained) for turn in turns)
-        texts, files = iter(said), iter(names)
-        return [
-            Part(IMAGE, next(files))
-            if one & KIND
-            else Part(TEXT, next(texts), bool(one & TRAINED), bool(one & ENDED))
-            for one in form
-        ]
-    if record.get("tools"):
-        raise ValueError(NO_TOOLS)
-    return chat.parts(turns, names, measure)
+        text = _document(record, bool(names))
+        check_document(record)
+        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
+    check_conversation(record, [turn.said for turn in turns])
+    parts = _written(turns, names, chat, measure)
+    if not any(part.trained for part in parts if part.kind == TEXT):
+        raise ValueError("no token of it is trained")
+    return parts
 
 
-def compact(record: Any) -> tuple[bytes, list[str], list[str]] | None:
-    """(form and texts as of `Compact`, names of images) of a conversation that says no more than
-    most do, written without a template; None where it has to be looked at closer, or is wrong.
+def _written(
+    turns: list[Turn], names: list[str], chat: ChatForm | None, measure: Measure
+) -> list[Part]:
+    """Turns with these images and videos as `chat` writes them, or without a template."""
+    if chat is not None:
+        return chat.parts(turns, names, measure)
+    form, said = _plain((turn.role, turn.said, turn.trained) for turn in turns)
+    texts, files = iter(said), iter(names)
+    return [
+        Part(IMAGE, next(files))
+        if one & KIND
+        else Part(TEXT, next(texts), bool(one & TRAINED), bool(one & ENDED))
+        for one in form
+    ]
+
+
+def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] | None:
+    """(form and texts as of `Compact`, names of images, `unread_keys`) of a conversation that says
+    no more than most do, written without a template; None where it has to be looked at closer, or
+    is wrong.
 
     It says the same as `conversation` in less than half the time: each turn has a side and a text,
     the record the images.
     """
-    if not isinstance(record, dict) or record.get("system"):
+    if not isinstance(record, dict):
+        return None
+    others = _others(tuple(record))
+    if others is None or record.get("system"):
         return None
     given, (who, what) = record.get(TURNS[0]), ("from", "value")
     if given is None:
         given, (who, what) = record.get(TURNS[1]), ("role", "content")
-    if not isinstance(given, list) or any(name in record for name in VIDEOS):
+    elif record.get(TURNS[1]) is not None:
+        return None
+    if not isinstance(given, list):
         return None
     turns, marks = list[tuple[str, str, bool]](), 0
     for turn in given:
@@ -115,7 +152,44 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str]] | None:
         names = _listed(record, IMAGES)
     except ValueError:
         return None
-    return (*_plain(turns), names) if turns and marks == len(names) else None
+    form, texts = _plain(turns)
+    if marks != len(names) or not form or not max(form) & TRAINED:
+        return None
+    return (
+        form,
+        texts,
+        names,
+        tuple([shown for key, shown in others if record[key] not in NOTHING] if others else ()),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
+    """Return the keys of a record that `compact` does not read, with how messages name them; None
+    where they may change what it means."""
+    if not is_plain(keys) or any(name in keys for name in VIDEOS):
+        return None
+    others = sorted({*keys} - OF_RECORD)
+    return list(zip(others, unread_of(dict.fromkeys(others, True), ()), strict=True))
+
+
+def unread_keys(record: Mapping[str, Any], chat: ChatForm | None = None) -> tuple[str, ...]:
+    """Return the keys of a valid record, of its turns and of their parts that nothing reads, as
+    messages name them."""
+    field = next((name for name in TURNS if record.get(name) is not None), None)
+    if field is None:
+        caption = record.get("text") is None
+        return tuple(unread_of(record, {"caption" if caption else "text", *IMAGES, *KEYS}))
+    names = unread_of(record, OF_RECORD)
+    for turn in record[field]:
+        if not turn.keys() <= SAID:
+            known = SAID if chat is None else SAID | {key for key in turn if chat.reads(key)}
+            names += unread_of(turn, known, "turn key ")
+        said = turn.get("value") or turn.get("content")
+        for part in said if isinstance(said, list) else ():
+            if isinstance(part, dict):
+                names += unread_of(part, READ, "part key ")
+    return tuple(dict.fromkeys(names))
 
 
 def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
@@ -154,7 +228,8 @@ def texts_of(
     order."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
     beside = [VideoName() if len(numbers) > 2 and numbers[2] else "" for numbers in files]
-    parts = conversation(record, chat, beside or [""] * marks, lambda names: files)
+    turns, names = _said(record, beside or [""] * marks, used=False)
+    parts = _written(turns, names, chat, lambda names: files) if turns else conversation(record)
     return [part.text for part in parts if part.kind == TEXT]
 
 
@@ -169,17 +244,17 @@ def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
     return _said(record, beside)[1]
 
 
-def _said(record: Any, beside: Sequence[str]) -> tuple[list[Turn], list[str]]:
-    """(the turns of a record, `file_names`)."""
+def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[Turn], list[str]]:
+    """(the turns of a record, `file_names`); `used`: every file must be one of a part."""
     if not isinstance(record, dict):
         raise ValueError("a record must be a mapping")
     turns = _turns(record)
-    named = list(chain.from_iterable(turn.images for turn in turns))
-    images = _listed(record, IMAGES) or _only("image", named) or _only("image", beside)
-    videos = [
-        VideoName(name)
-        for name in _listed(record, VIDEOS) or _only("video", named) or _only("video", beside)
-    ]
+    parts = [file for turn in turns for file in turn.files]
+    images, videos = (
+        _files(media, _listed(record, fields), parts, _only(media, beside), used)
+        for media, fields in (("image", IMAGES), ("video", VIDEOS))
+    )
+    videos = [VideoName(name) for name in videos]
     if not turns:
         return [], [*images, *videos]
     turns = _marked(turns, videos)
@@ -187,11 +262,35 @@ def _said(record: Any, beside: Sequence[str]) -> tuple[list[Turn], list[str]]:
     for mark, what, names in ((MARK, "images", images), (FILM, "videos", videos)):
         if (count := marks.count(mark)) != len(names):
             shown = MARK if mark == MARK else WRITTEN_FILM
-            raise ValueError(f"{count} marks {shown} for {len(names)} {what}")
+            raise ValueError(
+                f"{count} marks {shown} for {len(names)} {what}{_unread_parts(record)}"
+            )
     if not videos:
         return turns, list(images)
     each = {MARK: iter(images), FILM: iter(videos)}
     return turns, [next(each[mark]) for mark in marks]
+
+
+def _files(
+    media: str, listed: list[str], parts: list[PartFile], beside: list[str], used: bool
+) -> list[str]:
+    """Return the names of a record's files of one type: those it lists, those its parts have, or
+    those beside it; where its parts have an index, in the order of these."""
+    parts = [part for part in parts if part.media == media]
+    named = [part.name for part in parts if part.name]
+    if listed and named and listed != named:
+        raise ValueError(f"the record and the parts of its turns name different {media}s")
+    names = listed or named or beside
+    indices = [part.place for part in parts if part.place is not None]
+    if not indices:
+        return names
+    if len(indices) < len(parts):
+        raise ValueError(f"some parts have the index of their {media}, others have none")
+    if wrong := [index for index in indices if not 0 <= index < len(names)]:
+        raise ValueError(f"a part has the index {wrong[0]} of {len(names)} {media}s")
+    if used and (unused := sorted({*range(len(names))} - {*indices})):
+        raise ValueError(f"no part has the index {unused[0]} of {len(names)} {media}s")
+    return [names[index] for index in indices]
 
 
 def _marks(text: str) -> list[str]:
@@ -199,15 +298,25 @@ def _marks(text: str) -> list[str]:
     return MARKS.findall(text) if MARK in text or FILM in text else []
 
 
+def _unread_parts(record: dict[str, Any]) -> str:
+    """Return what messages add where parts have other keys, which may name their files."""
+    names = [name for name in unread_keys(record) if name.startswith("part")]
+    return f"; left unread: {', '.join(names)}" if names else ""
+
+
 def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
-    """What the first of these fields names."""
-    field = next((name for name in fields if record.get(name) is not None), None)
-    if field is None:
-        return []
-    names = [record[field]] if isinstance(record[field], str) else record[field]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"`{field}` must be a name or a list of names")
-    return names
+    """What one of these fields names, or all of them."""
+    found: list[str] = []
+    for field in fields:
+        if not (given := record.get(field)):
+            continue
+        names = [given] if isinstance(given, str) else given
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"`{field}` must be a name or a list of names")
+        if found and names != found:
+            raise ValueError(f"`{field}` and another key of the record name different files")
+        found = names
+    return found
 
 
 def _only(media: str, names: Iterable[str]) -> list[str]:
@@ -228,43 +337,35 @@ def _marked(turns: list[Turn], names: Sequence[str]) -> list[Turn]:
 def _turns(record: dict[str, Any]) -> list[Turn]:
     """The turns of a record, none where it has a text instead; ValueError where they have no such
     form."""
-    field = next((name for name in TURNS if record.get(name) is not None), None)
-    if field is None:
+    fields = [name for name in TURNS if record.get(name) is not None]
+    if not fields:
         return []
-    given, system = record[field], record.get("system")
+    field, given, system = fields[0], record[fields[0]], record.get("system")
+    if record[fields[-1]] != given:
+        raise ValueError(f"`{fields[0]}` and `{fields[1]}` differ: keep what is meant")
     if not isinstance(given, list) or not given:
         raise ValueError(f"`{field}` must be a list with at least one turn")
     turns = [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(given)]
+    if record.get(MASK_HISTORY):
+        last = max((at for at, turn in enumerate(turns) if turn.role == "assistant"), default=0)
+        turns = [
+            turn._replace(trained=turn.trained and at == last) for at, turn in enumerate(turns)
+        ]
     return [_turn({"from": "system", "value": system}, "system"), *turns] if system else turns
 
 
 def _turn(turn: Any, where: str) -> Turn:
-    given = turn if isinstance(turn, dict) else {}
+    given = (
+        {key: value for key, value in turn.items() if value is not None}
+        if isinstance(turn, dict)
+        else {}
+    )
     who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
     role = ROLES.get(who, who) if isinstance(who, str) else None
-    images: list[str] = []
-    texts: list[str] = [clean(said)] if isinstance(said, str) else []
-    parts = said if isinstance(said, list) else []
-    for part in parts:
-        match part:
-            case {"type": "text", "text": str(text)} | str(text):
-                texts.append(clean(text))
-            case {"text": str(text)} if len(part) == 1:
-                texts.append(clean(text))
-            case {"type": "image" | "image_url"}:
-                texts.append(MARK)
-                images += _named(part, "image")
-            case {"type": "video" | "video_url"}:
-                texts.append(FILM)
-                images += map(VideoName, _named(part, "video"))
-            case {"type": str(kind)} if kind not in ("text", "image"):
-                raise ValueError(f"{where} has a part of the type {kind!r}, which is not read")
-            case _:
-                texts = []
-                break
-    if given.get("tool_calls"):
-        raise ValueError(NO_TOOLS)
-    if role not in BEFORE or (said != [] and not texts):
+    flagged = not OF_TURNS.isdisjoint(given)
+    if flagged:
+        check_turn(given, where)
+    if role not in BEFORE or not isinstance(said, str | list):
         known = "system, human, gpt, user, assistant"
         if isinstance(who, str) and role not in BEFORE:
             raise ValueError(f"{where} is of {who!r}, which is not read; known: {known}")
@@ -272,35 +373,28 @@ def _turn(turn: Any, where: str) -> Turn:
             f"{where} must have `from` or `role` ({known}), and `value` or `content` (a text, or a"
             " list of texts and images)"
         )
-    weight = given.get("weight", 1)
-    if isinstance(weight, bool) or weight not in (0, 1, None):
-        raise ValueError(f"{where} has the weight {weight!r}; read are 0 and 1")
+    for one, other in (("from", "role"), ("value", "content")):
+        if given.get(one, given.get(other)) != given.get(other, given.get(one)):
+            raise ValueError(f"{where} has a `{one}` and another `{other}`")
+    parts = [said] if isinstance(said, str) else said
+    read = [read_part(part, where) for part in parts]
+    texts = [part if isinstance(part, str) else MARK_OF[part.media] for part in read]
+    files = [part for part in read if not isinstance(part, str)]
     others = {}
     if not given.keys() <= SAID:
-        others = {key: given[key] for key in given.keys() - SAID if given[key] is not None}
-    return Turn(role, texts, images, isinstance(said, list), others, weight != 0)
-
-
-def _named(part: dict[str, Any], media: str) -> list[str]:
-    """The name of an image or video that a part of a turn has, unless the record has it."""
-    url = part.get(f"{media}_url")
-    given = [
-        part.get(media),
-        url.get("url") if isinstance(url, dict) else url,
-        part.get("url"),
-        part.get("path"),
-    ]
-    if isinstance(given[0], list):
-        raise ValueError(f"a {media} given as a list of frames is not read")
-    return [name for name in given if isinstance(name, str)][:1]
+        others = {key: given[key] for key in given.keys() - SAID}
+    trained = not flagged or is_trained(given, role, where)
+    return Turn(role, texts, files, isinstance(said, list), others, trained)
 
 
 def _document(record: dict[str, Any], caption: bool) -> str:
-    field = "caption" if caption and "text" not in record else "text"
-    if field not in record:
+    field = "caption" if caption and record.get("text") is None else "text"
+    if record.get(field) is None and field not in record:
+        form = prompted(record)
         raise ValueError(
             "a record has a list `conversations` or `messages` with at least one turn, or a `text`"
+            + (f"; {form} are not read: write them as turns" if form else "")
         )
-    if not isinstance(record[field], str) or not record[field]:
+    if not isinstance(record[field], str) or not record[field].strip():
         raise ValueError(f"`{field}` must be a text that is not empty")
     return clean(record[field])

@@ -1,46 +1,64 @@
-"""Which columns of a Parquet or Arrow file hold images, sounds and texts (`rows` reads them).
+"""Columns of a Parquet or Arrow file that hold images, sounds, turns and texts (`rows` reads them).
 
-Four forms. Conversations: a column `messages` or `conversations` of lists of turns, where no text
-has a usual name, with the images of a column of them or of lists of them. Pairs: one column of
-images (binary, or Hugging Face's struct {bytes, path}) or of sounds (the same, by its name), or one
-of each, and one of texts; where there are several of a type, the usual names decide. Interleaved
-(OBELICS): lists `images` and `texts` of equal length, at each position exactly one of the two is
-not null. Texts alone: a column of texts where no other is named for images or sounds.
+Three forms. Interleaved (OBELICS): lists `images` and `texts` of equal length, at each position
+exactly one of the two is not null. Pairs: a column of texts, alone or with one of images (binary,
+or Hugging Face's struct {bytes, path}), of sounds (the same, by its name), or both. Records: all
+others, with a column of turns, lists of images, or columns that may change what a text means; a row
+is read as the same record of a JSON (`chats`).
+
+A column of turns or texts has a usual name, or is the one that `data.sources[].text` names; none is
+taken for texts because it is the only one of strings. Turns beat texts, `text` beats `caption`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import TURNS
+from disttrain_cli.data.sources.chats import KEYS, OF_RECORD
+from disttrain_cli.data.sources.refusals import (
+    ANSWERS,
+    CLIPS,
+    PREFERENCES,
+    QUESTIONS,
+    is_plain,
+    prompted,
+)
+from disttrain_cli.data.sources.samples import unread_of
+from disttrain_cli.data.sources.turn_forms import PAIR, SPOKEN, TEXTS, TURNS
 from disttrain_cli.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MEDIA_NAMES = tuple(name for media in MEDIA.values() for name in media.columns)
-TEXT_NAMES = ("text", "caption", "txt")
-SPOKEN_NAMES = (
-    "transcription",
-    "transcript",
-    "sentence",
-    "normalized_text",
-)  # where there is none of the others
+#: Usual names of texts where there is none of `TEXTS`; beside sounds those of what is spoken too.
+OTHER_TEXTS = ("txt",)
+SPOKEN_TEXTS = ("transcription", "transcript", "sentence", "normalized_text")
 LISTS = ("images", "texts")
+#: Usual names of columns of files, by type, and of lists of them.
+OF_MEDIA = {name: (*media.columns, f"{name}s") for name, media in MEDIA.items()}
 # names a column of URLs
 ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)
+#: Kinds of columns: what their types may hold.
+FILE, TEXT, TURN_LIST, PAIRS, OTHER = "image", "text", "turns", "pairs of turns", "other"
+FILES, STRINGS = f"list of {FILE}", f"list of {TEXT}"
+#: Keys that are read of a record with turns, beside these and what stands in columns of files.
+OF_TALKS = {*OF_RECORD} - {*TURNS, *KEYS, "file_name"}
+NAME_IT = "name the column that holds them in the run file: data.sources[].text"
 
 
 class Columns(NamedTuple):
     """Names of the columns that are read."""
 
     files: dict[str, str]  # by type of file (`data.modalities.MEDIA`)
-    text: str  # or turns
-    interleaved: bool
-    conversations: bool = False
-    system: str = ""  # what the system says in conversations
+    texts: tuple[str, ...] = ()  # of which the first that is not null is read; none of records
+    interleaved: bool = False
+    record: Mapping[str, str] = {}  # by key of a record (`chats`) the column of its value
+    unread: tuple[str, ...] = ()  # all others, as messages name them
 
     @property
     def names(self) -> list[str]:
@@ -50,104 +68,253 @@ class Columns(NamedTuple):
     @property
     def of_texts(self) -> list[str]:
         """Those without files."""
-        return [self.text, self.system] if self.system else [self.text]
+        return [*self.texts, *self.record.values()]
 
 
-def find_columns(schema: pa.Schema, label: str) -> Columns:
-    """The columns that hold the samples.
+class Schema(NamedTuple):
+    """Columns of a file as they are looked through."""
+
+    label: str
+    form: pa.Schema
+    kinds: dict[str, str]
+
+    def named(self, *names: str) -> list[str]:
+        """Columns of these names, in their order; capital letters do not matter.
+
+        Raises:
+            DataError: several columns have one of the names.
+        """
+        found = list[str]()
+        for name in names:
+            columns = [column for column in self.kinds if column.lower() == name]
+            if len(columns) > 1:
+                raise self.several(columns, f"`{name}`", "Keep one of them.")
+            found += columns
+        return found
+
+    def refused(self, why: str, next_step: str) -> DataError:
+        """Return the error that these columns cannot be read, with all of them."""
+        columns = ", ".join(f"{field.name} ({field.type})" for field in list(self.form)[:40])
+        return DataError(
+            f"Cannot tell images and texts in {self.label}", f"{why}\ncolumns: {columns}", next_step
+        )
+
+    def several(self, columns: Iterable[str], what: str, next_step: str) -> DataError:
+        """Return the error that several columns may be meant."""
+        return self.refused(f"several columns may hold {what}: {', '.join(columns)}", next_step)
+
+
+def find_columns(form: pa.Schema, label: str, text: str = "") -> Columns:
+    """Return the columns that hold the samples.
+
+    Args:
+        text: the column of texts or turns that the run file names, if it does.
 
     Raises:
         DataError: there are none, or several that might be meant; all columns are named.
     """
-    kinds = {field.name: _kind(field.type) for field in schema}
-    if all(name in kinds for name in LISTS) and kinds["texts"] == "list of text":
-        if kinds["images"] == "list of image":
-            return Columns({"image": LISTS[0]}, LISTS[1], interleaved=True)
-        if kinds["images"] == "list of text":
-            raise _refused(
-                label,
-                schema,
+    schema = Schema(label, form, {field.name: kind_of(field.type) for field in form})
+    columns = _find(schema, text)
+    others = dict.fromkeys(form.names, True)
+    return columns._replace(unread=tuple(unread_of(others, {*columns.names, *KEYS})))
+
+
+def _find(schema: Schema, text: str) -> Columns:
+    kinds = schema.kinds
+    if turns := _turns(schema, text):
+        files = _files(schema, turns.values())
+        if audio := files.pop("audio", ""):
+            turns["audio"] = audio  # whose rows are refused
+        known = {*files.values(), *turns.values()}
+        return Columns(files, record=turns | _others(schema, known, named=bool(text), talks=True))
+    if not text and all(name in kinds for name in LISTS) and kinds[LISTS[1]] == STRINGS:
+        if kinds[LISTS[0]] == FILES:
+            return Columns({"image": LISTS[0]}, (LISTS[1],), interleaved=True)
+        if kinds[LISTS[0]] == STRINGS:
+            raise schema.refused(
                 "`images` holds URLs or paths instead of image bytes",
                 "Download them first, e.g. with img2dataset, and write their bytes into `images`.",
             )
-    lists = [name for name, kind in kinds.items() if kind == "list of image"]
-    usual = any(kind == "text" and name.lower() in TEXT_NAMES for name, kind in kinds.items())
-    turns = [name for name in TURNS if name in kinds and _holds_turns(schema.field(name).type)]
-    if turns and not usual:
-        return _of_conversations(turns[0], kinds, label, schema)
-    if lists and "image" not in kinds.values():
-        raise _refused(
-            label,
-            schema,
-            f"`{lists[0]}` holds lists of images, and there is no list `texts` of strings "
-            "beside a list `images`",
-            "Write texts and images in turn (`images` and `texts`), or conversations as JSON.",
+    return _of_texts(schema, text)
+
+
+def _of_texts(schema: Schema, text: str) -> Columns:
+    """Return the columns where texts are no turns, but for single ones."""
+    files = _files(schema, {text})
+    named = [name for name in schema.kinds if name.lower().endswith("file_name")]
+    if named and not files and PurePosixPath(schema.label).stem == "metadata":
+        raise schema.refused(
+            f"`{named[0]}` names the pictures of an imagefolder, which are read by metadata.jsonl",
+            "Write the same rows as metadata.jsonl, one JSON a line.",
         )
-    binary = {name: kind for name, kind in kinds.items() if kind == "image"}
-    files = {}
-    for name, media in MEDIA.items():  # images are what has no name of another type
-        of_type = {key: kind for key, kind in binary.items() if key.lower() in media.columns}
-        if name != "image" and of_type:
-            files[name] = _one(of_type, "image", media.columns, label, schema)
-            binary = {key: kind for key, kind in binary.items() if key not in of_type}
-    texts_alone = not files and not binary and not _pictures_elsewhere(kinds)
-    if not texts_alone and (binary or not files):
-        others = kinds if not files else binary
-        files = {"image": _one(others, "image", MEDIA["image"].columns, label, schema), **files}
-    spoken = "audio" in files and not usual
-    text = _one(kinds, "text", SPOKEN_NAMES if spoken else TEXT_NAMES, label, schema)
-    return Columns(files, text, interleaved=False)
+    if elsewhere := [] if files else _pictures_elsewhere(schema.kinds):
+        raise schema.refused(
+            "no column holds image bytes",
+            f"`{elsewhere[0]}` seems to name pictures elsewhere: download them first, e.g. with"
+            " img2dataset.",
+        )
+    texts = (text,) if text else _texts(schema, files)
+    lists = [name for name in files.values() if schema.kinds[name] == FILES]
+    others = _others(schema, {*files.values(), *texts}, named=bool(text), talks=bool(text))
+    if "audio" not in files and (lists or others):
+        by_key = {name.lower(): name for name in texts if name.lower() in TEXTS and not text}
+        return Columns(files, record=(by_key or {TEXTS[0]: texts[0]}) | others)
+    if lists:
+        raise schema.refused(f"`{lists[0]}` holds lists", "Write one clip a row.")
+    if others and not text:
+        changed = next(iter(others.values()))
+        raise schema.refused(f"`{changed}` may change what the texts mean", f"Please {NAME_IT}.")
+    return Columns(files, texts)
 
 
-def _of_conversations(turns: str, kinds: dict[str, str], label: str, schema: pa.Schema) -> Columns:
-    kind = "list of image" if "list of image" in kinds.values() else "image"
-    films = {"video", "videos"} | set(MEDIA["video"].columns)
-    videos = {
-        name: "image"
-        for name, of in kinds.items()
-        if name.lower() in films and of.endswith("image")
-    }
-    kinds = {name: of for name, of in kinds.items() if name not in videos}
-    files = {}
-    if kind in kinds.values():
-        files["image"] = _one(kinds, kind, (*MEDIA["image"].columns, "images"), label, schema)
-    if videos:
-        files["video"] = _one(videos, "image", tuple(films), label, schema)
-    system = "system" if kinds.get("system") == "text" else ""
-    return Columns(files, turns, interleaved=False, conversations=True, system=system)
+def _turns(schema: Schema, text: str) -> dict[str, str]:
+    """Return the columns of turns by key of a record, with those of texts that are read where turns
+    are null; nothing if there are no turns."""
+    if not text:
+        usual = [name for name in schema.named(*TURNS) if schema.kinds[name] not in (FILES, OTHER)]
+        turns = {name.lower(): name for name in usual}
+        if not turns and schema.kinds.get(LISTS[1]) == PAIRS:
+            turns = {PAIRS: LISTS[1]}
+        texts = [name for name in schema.named(*TEXTS) if _is_text(schema, name)]
+        return turns and turns | {name.lower(): name for name in texts}
+    kind = schema.kinds.get(text)
+    if kind is None:
+        raise schema.refused(f"there is no column `{text}`", "Correct data.sources[].text.")
+    if kind in (TURN_LIST, STRINGS):
+        return {TURNS[0]: text}
+    if kind in (FILES, OTHER) or _is_struct(schema, text):
+        raise schema.refused(
+            f"`{text}`, which data.sources[].text names, holds neither texts nor turns",
+            "Name a column of strings, or of lists of turns.",
+        )
+    return {PAIRS: text} if kind == PAIRS else {}
 
 
-def _holds_turns(type_: pa.DataType) -> bool:
-    """Whether a column's type is that of lists of turns."""
+def _files(schema: Schema, taken: Collection[str]) -> dict[str, str]:
+    """Return the columns of images, sounds and videos, by type; `taken` columns are others.
+
+    Raises:
+        DataError: there are several of a type.
+    """
+    holds = [name for name, kind in schema.kinds.items() if kind in (FILE, FILES)]
+    holds = [name for name in holds if name not in taken and not _is_text(schema, name)]
+    files = dict[str, str]()
+    for media, usual in reversed(OF_MEDIA.items()):
+        found = [name for name in holds if name.lower() in usual]
+        if media == "image":  # images are what has no name of another type
+            found = found or holds
+        if len(found) > 1:
+            advice = f"Keep one of them, or name one {' or '.join(usual[:3])}."
+            raise schema.several(found, "the image bytes", advice)
+        if found:
+            files[media] = found[0]
+        holds = [name for name in holds if name.lower() not in usual]
+    return {media: files[media] for media in MEDIA if media in files}
+
+
+def _texts(schema: Schema, files: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the columns of texts with usual names, of which the first that is not null is read."""
+    spoken = SPOKEN_TEXTS if "audio" in files else ()
+    texts = schema.named(*TEXTS) or schema.named(*OTHER_TEXTS, *spoken)
+    if wrong := [name for name in texts if not _is_text(schema, name)]:
+        raise schema.refused(f"`{wrong[0]}` holds no strings", f"Write strings, or {NAME_IT}.")
+    if not texts:
+        raise _nameless(schema, files)
+    if len(texts) > 1 and texts[0].lower() not in TEXTS:
+        raise schema.several(texts, "the texts", f"Please {NAME_IT}.")
+    if not files and texts[0].lower() == TEXTS[1]:
+        raise schema.refused(
+            f"no column holds the images of `{texts[0]}`",
+            f"Write the images beside it; if it is a corpus, {NAME_IT}: {texts[0]}.",
+        )
+    return tuple(texts if files else texts[:1])
+
+
+def _nameless(schema: Schema, files: Mapping[str, str]) -> DataError:
+    """Return the error that no column has a usual name of texts."""
+    usual = ", ".join((*TURNS, *TEXTS, *OTHER_TEXTS, *(SPOKEN_TEXTS if "audio" in files else ())))
+    found = [name for name, kind in schema.kinds.items() if kind in (TEXT, TURN_LIST, PAIRS)]
+    return schema.refused(
+        f"no column holds texts or turns by its name ({usual})",
+        (
+            f"If {' or '.join(found[:8])} holds the texts or turns, {NAME_IT}. Questions and"
+            " answers in columns of their own are written as turns of `messages`."
+            if found
+            else "Images are binary or {bytes, path}, texts are strings; or lists `images` and"
+            " `texts` of them."
+        ),
+    )
+
+
+def _others(schema: Schema, known: Collection[str], named: bool, talks: bool) -> dict[str, str]:
+    """Return the columns, but for those that are `known`, that change what a row means, by key of a
+    record.
+
+    Args:
+        named: True if the run file names the texts: then others are none, nor their alternatives.
+        talks: True if the texts may be turns.
+    """
+    keys = {name.lower(): name for name in schema.kinds if name not in known}
+    matter = {key for key in keys if talks and (key in OF_TALKS or not is_plain([key]))}
+    alternatives = {key for key in keys if key.startswith(PREFERENCES)}
+    if prompted(keys):
+        alternatives |= keys.keys() & {*QUESTIONS, *ANSWERS}
+    if not talks:
+        matter |= keys.keys() & CLIPS
+        matter |= {key for key, name in keys.items() if schema.kinds[name] == TURN_LIST}
+    matter = matter - alternatives if named else matter | alternatives
+    return {key: name for key, name in keys.items() if key in matter}
+
+
+def _is_text(schema: Schema, name: str) -> bool:
+    """Return True if a column holds texts: strings, or bytes where its name is one of texts."""
+    named = name.lower() in (*TEXTS, *OTHER_TEXTS, *SPOKEN_TEXTS)
+    kind = schema.kinds[name]
+    return kind == TEXT or (named and kind == FILE and not _is_struct(schema, name))
+
+
+def _is_struct(schema: Schema, name: str) -> bool:
     import pyarrow.types as types
 
-    if not (types.is_list(type_) or types.is_large_list(type_)):
-        return False
-    inside = type_.value_type
-    names = {field.name for field in inside} if types.is_struct(inside) else set()
-    return {"from", "value"} <= names or {"role", "content"} <= names
+    return bool(types.is_struct(schema.form.field(name).type))
 
 
-def _kind(type_: pa.DataType) -> str:
-    """image, text, list of image, list of text, or other."""
+def is_list(type_: pa.DataType) -> bool:
+    """Return True for every type of lists."""
     import pyarrow.types as types
 
-    if types.is_list(type_) or types.is_large_list(type_):
-        inside = _kind(type_.value_type)
-        return f"list of {inside}" if inside in ("image", "text") else "other"
+    of = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(one(type_) for one in (*of, types.is_list_view, types.is_large_list_view))
+
+
+def kind_of(type_: pa.DataType) -> str:
+    """Return what columns of a type may hold, by their names."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    if isinstance(type_, pa.BaseExtensionType):
+        return kind_of(type_.storage_type)
+    if is_list(type_):
+        inside = kind_of(type_.value_type)
+        of_structs = {TURN_LIST: TURN_LIST, PAIRS: PAIRS}
+        return of_structs.get(inside, f"list of {inside}" if inside in (FILE, TEXT) else OTHER)
     if types.is_dictionary(type_):
-        return _kind(type_.value_type)
+        return kind_of(type_.value_type)
     if types.is_struct(type_):
-        named = [field for field in type_ if field.name == "bytes"]
-        return "image" if named and _kind(named[0].type) == "image" else "other"
+        fields = {field.name: field.type for field in type_}
+        if any(name in fields for name in TURNS) or any(set(of) <= fields.keys() for of in SPOKEN):
+            return TURN_LIST
+        if set(PAIR) <= fields.keys():
+            return PAIRS
+        return FILE if "bytes" in fields and kind_of(fields["bytes"]) == FILE else OTHER
     if types.is_binary(type_) or types.is_large_binary(type_) or types.is_binary_view(type_):
-        return "image"
+        return FILE
     if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
-        return "text"
-    return "other"
+        return TEXT
+    return OTHER
 
 
-def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
+def _pictures_elsewhere(kinds: Mapping[str, str]) -> list[str]:
     """Columns that seem to say where images or sounds are: of files, or of URLs beside captions or
     sizes.
 
@@ -157,48 +324,13 @@ def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
         name
         for name, kind in kinds.items()
         if name.lower() in (*MEDIA_NAMES, "images")
-        or (kind in ("text", "list of text") and ELSEWHERE.search(name))
+        or (kind in (TEXT, STRINGS) and ELSEWHERE.search(name))
     ]
     lower = {name.lower() for name in kinds}
     captioned = "caption" in lower or {"width", "height"} <= lower
     urls = (
-        [name for name, kind in kinds.items() if kind == "text" and "url" in name.lower()]
+        [name for name, kind in kinds.items() if kind == TEXT and "url" in name.lower()]
         if captioned
         else []
     )
-    return [*(name for name in media if kinds[name] == "text"), *urls, *media]
-
-
-def _one(
-    kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, schema: pa.Schema
-) -> str:
-    """The only column of a kind, or the only one of them with a usual name."""
-    columns = [name for name, kind_of in kinds.items() if kind_of == kind]
-    usual = [name for name in columns if name.lower() in names]
-    if len(usual) == 1 or len(columns) == 1:
-        return (usual if len(usual) == 1 else columns)[0]
-    what = "image bytes" if kind == "image" else "texts"
-    if not columns:
-        url = next(iter(_pictures_elsewhere(kinds)), None) if kind == "image" else None
-        advice = (
-            f"`{url}` seems to name pictures elsewhere: download them first, e.g. with img2dataset."
-            if url
-            else (
-                "Images are binary or {bytes, path}, texts are strings; or lists `images` and"
-                " `texts` of them."
-            )
-        )
-        raise _refused(label, schema, f"no column holds {what}", advice)
-    raise _refused(
-        label,
-        schema,
-        f"several columns may hold the {what}: {', '.join(usual or columns)}",
-        f"Keep one of them, or name one {' or '.join(names[:3])}.",
-    )
-
-
-def _refused(label: str, schema: pa.Schema, why: str, next_step: str) -> DataError:
-    columns = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:40])
-    return DataError(
-        f"Cannot tell images and texts in {label}", f"{why}\ncolumns: {columns}", next_step
-    )
+    return [*(name for name in media if kinds[name] == TEXT), *urls, *media]

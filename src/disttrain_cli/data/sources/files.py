@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from disttrain_cli.data.sources.samples import printable
+from disttrain_cli.data.sources.samples import is_held, printable, shown_name
 from disttrain_cli.errors import DataError
 
 READ_AHEAD_BYTES = 8 * 1024 * 1024  # of a URL that is read from end to end
@@ -286,6 +286,15 @@ def join(folder: str, name: str) -> str:
 def shown_url(url: str) -> str:
     """A URL without the secrets that it may hold: no user, no signature."""
     return printable(re.sub(r"//[^/@]*@", "//", url.partition("?")[0]))
+
+
+def missing_file(name: str, where: str) -> ValueError:
+    """Return the error that a file named by a record is not there, `where` says in which words."""
+    if is_url(name):
+        return ValueError(f"{shown_url(name)} is a web address: download it, and name the file")
+    if is_held(name):
+        return ValueError(f"{shown_name(name)} is read from JSON only: write it as a file")
+    return ValueError(f"the file {shown_name(name)} {where}")
 
 
 def _unreachable(url: str, error: Exception) -> DataError:

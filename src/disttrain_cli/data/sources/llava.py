@@ -23,7 +23,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import compact, conversation, file_names, texts_of
+from disttrain_cli.data.sources.chats import (
+    compact,
+    conversation,
+    file_names,
+    texts_of,
+    unread_keys,
+)
 from disttrain_cli.data.sources.files import (
     URL,
     File,
@@ -31,10 +37,10 @@ from disttrain_cli.data.sources.files import (
     LocalFile,
     is_url,
     join,
+    missing_file,
     open_file,
 )
 from disttrain_cli.data.sources.samples import (
-    DATA,
     LONG,
     MAX_TEXT_BYTES,
     ChatForm,
@@ -45,10 +51,12 @@ from disttrain_cli.data.sources.samples import (
     Shard,
     Skipped,
     file_segment,
+    is_held,
     media_of,
     shown_name,
     text_segment,
 )
+from disttrain_cli.data.sources.turn_forms import with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
@@ -64,12 +72,13 @@ SPACE = re.compile(f"[{SPACES}]*")
 
 class Record(NamedTuple):
     """A record and the bytes of the JSON that hold it, or why it is none; `cut`: the file ends
-    inside it."""
+    inside it; `line`: its number in the file, from 1, where a record is a line."""
 
     location: Location
     value: Any
     wrong: str = ""
     cut: bool = False
+    line: int = 0
 
 
 class DamagedList(ValueError):
@@ -105,7 +114,7 @@ class LlavaShard:
         data = self._file.read(*location)
         if len(data) < location.size:
             raise ValueError("the JSON is cut")
-        return json.loads(data)
+        return with_turns(json.loads(data))
 
 
 def read_llava(
@@ -124,7 +133,8 @@ def read_llava(
         for number, record in enumerate(records):
             at = sum(record.location)
             name = record.value.get("id") if isinstance(record.value, dict) else None
-            key = str(name) if isinstance(name, str | int) else f"record {number}"
+            place = f"line {record.line}" if record.line else f"record {number}"
+            key = str(name) if isinstance(name, str | int) else place
             try:
                 if record.wrong:
                     raise ValueError(record.wrong)
@@ -138,7 +148,8 @@ def read_llava(
                 # a single mapping in a .json may hold any number of records
                 only = named_so and record.location == (0, file.size)
                 cut = record.cut or only
-                yield Skipped(label, key, str(error), None if cut else 1, cut=cut)
+                reason = str(error) if key == place else f"{place}: {error}"
+                yield Skipped(label, key, reason, None if cut else 1, cut=cut)
     except (OSError, ValueError, RecursionError) as error:
         reason, at = f"not a whole list of records: {error}", getattr(error, "at", at)
         yield Skipped(label, "", reason, None, file.size - at, cut=True)
@@ -146,14 +157,15 @@ def read_llava(
 
 def open_image(folder: str, name: str) -> File:
     """Open an image below `folder`, named from there or as a whole path, or one that its name holds
-    itself (`data:`); ValueError where there is none, or the name leads elsewhere."""
-    if name.startswith(DATA):
+    itself (`data:`, or base64 alone); ValueError where there is none, or the name leads
+    elsewhere."""
+    if is_held(name):
         return HeldFile(_held(name))
     remote = is_url(folder)
     if not remote and name.startswith(("/", "file://")):
         name = name.removeprefix("file://").removeprefix(os.path.join(os.path.abspath(folder), ""))
     if LEADS_OUT.search(name):
-        raise ValueError(f"the file {name} leads out of the folder of images")
+        raise missing_file(name, "leads out of the folder of images")
     path = join(folder, name)
     try:
         if remote:
@@ -167,21 +179,21 @@ def open_image(folder: str, name: str) -> File:
                     raise
                 inside = _below(path, folder)
         if not inside:
-            raise ValueError(f"the file {name} leads out of the folder of images by a link")
+            raise missing_file(name, "leads out of the folder of images by a link")
         return LocalFile(path)
     except OSError as error:
-        raise ValueError(f"the file {name} cannot be opened: {error.strerror or error}") from None
+        raise missing_file(name, f"cannot be opened: {error.strerror or error}") from None
 
 
-def _held(uri: str) -> bytes:
-    """The bytes of an image that a data URI holds."""
-    head, _, content = uri.partition(",")
-    if not head.endswith(";base64"):
+def _held(name: str) -> bytes:
+    """The bytes of an image that its name holds, as a data URI or as base64 alone."""
+    head, _, content = name.rpartition(",")
+    if head and not head.endswith(";base64"):
         raise ValueError("an image in a data URI must be in base64")
     try:
-        return base64.b64decode(content, validate=True)
+        return base64.b64decode("".join(content.split()), validate=True)
     except ValueError:
-        raise ValueError("an image in a data URI is not valid base64") from None
+        raise ValueError(f"{shown_name(name)} is not valid base64") from None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,13 +207,14 @@ def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sam
     """A record and its images; ValueError with the reason."""
     usual = None if chat else compact(record.value)
     if usual is None:
-        return Sample(key, _segments(record, folder, chat))
-    form, texts, names = usual
+        record = record._replace(value=with_turns(record.value))
+        return Sample(key, _segments(record, folder, chat), unread_keys(record.value, chat))
+    form, texts, names, unread = usual
     files = array(LONG)
     for number, name in enumerate(names):
         size, (width, height, *_) = _measured(name, folder)
         files.extend((number, size, width, height))
-    return Compact([key], form, texts, array(LONG, record.location), files)
+    return Compact([key], form, texts, array(LONG, record.location), files, unread)
 
 
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:
@@ -249,9 +262,10 @@ def _is_list(file: File, named_so: bool) -> bool:
 
 
 def _lines(file: File) -> Iterator[Record]:
-    offset = 0
+    offset = number = 0
     with file.stream() as stream:
         while line := stream.readline(MAX_TEXT_BYTES + 1):
+            number += 1
             location = Location(offset, len(line))
             offset += len(line)
             while location.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
@@ -265,9 +279,11 @@ def _lines(file: File) -> Iterator[Record]:
                 except (ValueError, RecursionError) as error:
                     value, wrong = None, f"not valid JSON: {error}"
             if isinstance(value, list) and value:
-                yield from _list(io.BytesIO(line), location.offset)
+                inside = _list(io.BytesIO(line), location.offset)
+                yield from (record._replace(line=number) for record in inside)
             elif line.strip():
-                yield Record(location, value, wrong, bool(wrong) and not line.endswith(b"\n"))
+                cut = bool(wrong) and not line.endswith(b"\n")
+                yield Record(location, value, wrong, cut, number)
 
 
 def _list(stream: BinaryIO, start: int = 0) -> Iterator[Record]:

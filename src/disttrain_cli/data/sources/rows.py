@@ -1,20 +1,27 @@
 """What rows of a Parquet or Arrow file say, of the columns that hold images, sounds and texts
 (`columns`).
 
-The location of a segment is its row in the file and its position in the row.
+The location of a segment is its row in the file and its position in the row; that of a text of a
+conversation the row and how many images stand before the turns (`Row.before`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import conversation, texts_of
-from disttrain_cli.data.sources.columns import LISTS, Columns
+from disttrain_cli.data.sources.chats import compact, conversation, has_turns, texts_of, unread_keys
+from disttrain_cli.data.sources.columns import (
+    LISTS,
+    PAIRS,
+    Columns,
+    is_list,
+)
+from disttrain_cli.data.sources.files import missing_file
 from disttrain_cli.data.sources.samples import (
     LONG,
     MAX_TEXT_BYTES,
@@ -25,11 +32,12 @@ from disttrain_cli.data.sources.samples import (
     Sample,
     Segment,
     Skipped,
+    clean,
     file_segment,
     media_of,
-    shown_name,
     text_segment,
 )
+from disttrain_cli.data.sources.turn_forms import TEXTS, TURNS, turns_in, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
 
@@ -37,24 +45,43 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+EMPTY = "the text is empty"
+JSON = (b"[", b"{")  # begin a text that may be turns
+HEAD_BYTES = 64  # of a text, which mostly tell
+
+
+class Row(NamedTuple):
+    """A row as a JSON has it.
+
+    Attributes:
+        files: images and videos by type and name.
+        before: images that stand before the turns, without marks.
+    """
+
+    record: dict[str, Any]
+    files: Mapping[str, Mapping[str, memoryview]]
+    before: int = 0
+
+
 def read_rows(
     batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
     """Samples of consecutive rows, of which the first is row `first` of the file."""
-    read: Callable[[str, int, Any], Sample] = _sample
-    if columns.conversations:
-        rows, read = _turns(batch, columns), partial(_said, chat)
-    elif columns.interleaved:
-        rows = _interleaved(batch, columns)
-    elif columns.files and "video" not in columns.files:
-        yield from _together(batch, columns, first, label)
+    of_pairs = columns.texts and columns.files and not columns.interleaved
+    if of_pairs and "video" not in columns.files:
+        yield from _together(batch, columns, first, label, chat)
         return
+    if columns.interleaved:
+        rows = _interleaved(batch, columns)
     else:
-        rows = _pairs(batch, columns)
+        rows = _pairs(batch, columns) if columns.texts else _records(batch, columns)
     for row, cells in enumerate(rows, first):
         key = f"row {row}"
         try:
-            yield read(key, row, cells)
+            sample = _sample(key, row, cells, chat)
+            if columns.unread:
+                sample = sample._replace(unread=(*columns.unread, *sample.unread))
+            yield sample
         except ValueError as error:
             yield Skipped(label, key, str(error))
 
@@ -74,29 +101,75 @@ def texts_at(
     cells: list[pa.Array],
     chat: ChatForm | None = None,
     files: Sequence[Numbers] = (),
+    before: int = 0,
 ) -> list[str | tuple[int, ...]]:
-    """All texts of the only row of the columns `of_texts`, whose images have these numbers."""
-    if columns.conversations:
-        return texts_of(_record(columns, [cell[0].as_py() for cell in cells]), chat, files)
-    return [str(text, "utf-8") for text in _views(_flat(cells[0])[0]) if text is not None]
+    """All texts of the only row of the columns `of_texts`, whose images have these numbers; so many
+    of them stand `before` the turns."""
+    if not columns.texts:
+        record = _record(columns, [_values(cell)[0] for cell in cells], before)
+        if has_turns(record):
+            return texts_of(record, chat, files)
+        return [clean(next(record[name] for name in TEXTS if record.get(name) is not None))]
+    if columns.interleaved:
+        return [str(text, "utf-8") for text in _views(_flat(cells[0])[0]) if text is not None]
+    (value,) = _views(_first(cells))
+    if value is None:
+        raise ValueError("there is no text")
+    text = _text(value)
+    said = _conversation(text)
+    return [text] if said is None else texts_of(said, chat, files)
 
 
-def _record(columns: Columns, cells: list[Any]) -> dict[str, Any]:
-    """A conversation as a JSON has it, of the cells of `of_texts`."""
-    return {columns.text: cells[0], "system": cells[1] if columns.system else None}
-
-
-def _turns(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, Any]]:
-    """(record, its files by their type and name) of each row."""
-    texts = zip(*(batch.column(name).to_pylist() for name in columns.of_texts), strict=True)
+def _records(batch: pa.RecordBatch, columns: Columns) -> Iterator[Row | str]:
+    """Each row of a table of conversations, or why it cannot be read."""
+    texts = zip(*(_values(batch.column(name)) for name in columns.record.values()), strict=True)
     of_media = [
         _lists(batch.column(columns.files[name])) if name in columns.files else [[]] * len(batch)
         for name in ("image", "video")
     ]
     for cells, images, videos in zip(texts, *of_media, strict=True):
-        files = {str(at): image for at, image in enumerate(images) if image is not None}
-        films = {str(at): video for at, video in enumerate(videos) if video is not None}
-        yield _record(columns, list(cells)), {"image": files, "video": films}
+        files = {
+            media: {str(at): file for at, file in enumerate(own) if file is not None}
+            for media, own in (("image", images), ("video", videos))
+        }
+        before = len(files["image"]) if PAIRS in columns.record else 0
+        try:
+            yield Row(_record(columns, cells, before), files, before)
+        except ValueError as error:
+            yield str(error)
+
+
+def _record(columns: Columns, cells: Sequence[Any], before: int) -> dict[str, Any]:
+    """Return the record of a row, of the cells of its columns; ValueError where one cannot be read.
+
+    Images of pairs `{user, assistant}` have no marks: they stand before the first question.
+    """
+    if wrong := next((cell for cell in cells if isinstance(cell, ValueError)), None):
+        raise wrong
+    record = dict(zip(columns.record, cells, strict=True))
+    if PAIRS in record:
+        pairs = record.pop(PAIRS)
+        turns = turns_in(pairs) or pairs
+        if before and turns:
+            said = {"type": "text", "text": turns[0].get("content")}
+            turns[0] = {**turns[0], "content": [*[{"type": "image"}] * before, said]}
+        record[TURNS[1]] = turns
+    return with_turns(record)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return the cells of a column as a JSON has them, of what cannot be read the error."""
+    try:
+        return list(column.to_pylist())
+    except ValueError:
+        return [_value(cell) for cell in column]
+
+
+def _value(cell: pa.Scalar) -> Any:
+    try:
+        return cell.as_py()
+    except ValueError as error:
+        return ValueError("text is not UTF-8") if isinstance(error, UnicodeError) else error
 
 
 def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
@@ -107,77 +180,122 @@ def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
         yield [next(files) for _ in range(count or 0)]
 
 
-def _said(chat: ChatForm | None, key: str, row: int, cells: tuple[Any, Any]) -> Sample:
+def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Compact:
     """A conversation; ValueError with the reason."""
-    record, files = cells
+    files = given.files
 
     def numbers_of(name: str) -> Numbers:
         media = media_of(name)
         if name not in files[media]:
-            raise ValueError(
-                f"the {media} {shown_name(name)} is in no column: {media}s are binary or {{bytes,"
-                " path}"
-            )
+            raise missing_file(name, f"is in no column: {media}s are binary or {{bytes, path}}")
         file = files[media][name]
         return MEDIA[media].read_sizes(partial(_part, file), len(file))
 
-    named = {"images": [*files["image"]] or None, "videos": [*files["video"]] or None}
+    record = given.record | {f"{media}s": [*own] for media, own in files.items() if own}
+    usual = None if chat or given.before else compact(record)
+    if usual is not None:
+        form, texts, names, unread = usual
+        numbers = array(LONG)
+        for name in names:
+            numbers.extend((row, int(name), *numbers_of(name)))
+        return Compact([key], form, texts, array(LONG, (row, 0)), numbers, unread)
     segments = list[Segment]()
     for part in conversation(
-        {**record, **named}, chat, measure=lambda names: [numbers_of(name) for name in names]
+        record, chat, measure=lambda names: [numbers_of(name) for name in names]
     ):
         if part.kind == TEXT:
-            segments.append(text_segment(part, Location(row, 0)))
+            segments.append(text_segment(part, Location(row, given.before)))
         else:
             place = Location(row, int(part.value))
             segments.append(file_segment(IMAGE, place, numbers_of(part.value), part.part))
-    return Sample(key, segments)
+    return Sample(key, segments, unread_keys(record, chat))
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
     media = [*columns.files, ""]
-    for cells in zip(*(_views(batch.column(name)) for name in columns.names), strict=True):
-        if missing := _missing(columns, cells):
+    for cells in _cells(batch, columns):
+        text = cells[-1]
+        if not all(cells) and (missing := _missing(columns, cells)):
             yield missing
-        elif len(cells) == 1 and not cells[0]:
-            yield "the text is empty"
+        elif not (begin := (bytes(text[:HEAD_BYTES]).lstrip() or bytes(text).lstrip())[:1]):
+            yield EMPTY
+        elif begin in JSON and (said := _conversation(_text(text))) is not None:
+            yield _row(columns, said, cells)
         else:
             yield [(name, 0, cell) for name, cell in zip(media, cells, strict=True)]
 
 
-def _missing(columns: Columns, cells: Sequence[memoryview | None]) -> str:
+def _cells(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, ...]]:
+    """Files and text of each row."""
+    files = (_views(batch.column(name)) for name in columns.files.values())
+    texts = _views(_first([batch.column(name) for name in columns.texts]))
+    return zip(*files, texts, strict=True)
+
+
+def _first(columns: list[pa.Array]) -> pa.Array:
+    """Return of each row the first text that is not null."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if len(columns) == 1 or not columns[0].null_count:
+        return columns[0]
+    return pc.coalesce(*(_stored(column).cast(pa.large_binary()) for column in columns))
+
+
+def _missing(columns: Columns, cells: Sequence[Any]) -> str:
     """What a row of a pair lacks, as messages say it."""
     names = [*(MEDIA[name].what for name in columns.files), "text"]
     missing = [what for what, cell in zip(names, cells, strict=True) if cell is None]
-    return f"the {missing[0]} is missing" if missing else ""
+    return f"the {missing[0]} is missing" if missing else "" if cells[-1] else EMPTY
+
+
+def _conversation(text: str) -> dict[str, Any] | None:
+    """Return the record of a text that is all turns of a conversation."""
+    record = {TEXTS[0]: text}
+    said = with_turns(record)
+    return None if said is record else said
+
+
+def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
+    """Return the row of a text that is all turns, with the files beside it."""
+    files = {name: {"0": cell} for name, cell in zip(columns.files, cells, strict=False) if cell}
+    clips = {name: "a file" for name in files if name not in ("image", "video")}
+    return Row(said | clips, {name: files.get(name, {}) for name in ("image", "video")})
 
 
 def _together(
-    batch: pa.RecordBatch, columns: Columns, first: int, label: str
-) -> Iterator[Compact | Skipped]:
+    batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None
+) -> Iterator[Sample | Compact | Skipped]:
     """The same as of `_pairs` and `_sample`, where no file is a video."""
     media = [MEDIA[name] for name in columns.files]
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
-    made = Compact([], form, [], array(LONG), array(LONG))
-    views = [_views(batch.column(name)) for name in columns.names]
-    for row, cells in enumerate(zip(*views, strict=True), first):
+    made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
+    for row, cells in enumerate(_cells(batch, columns), first):
         key = f"row {row}"
+        other: Sample | Compact | Skipped | None = None
         try:
             if not all(cells) and (missing := _missing(columns, cells)):
                 raise ValueError(missing)
-            *values, text = cells
+            *values, last = cells
+            text = _text(last)
+            if text.isspace():
+                raise ValueError(EMPTY)
+            if text.lstrip()[:1] in ("[", "{") and (said := _conversation(text)) is not None:
+                other = _sample(key, row, _row(columns, said, cells), chat)
             files = list[int]()
             for one, value in zip(media, values, strict=True):
                 width, height = one.read_sizes(partial(_part, value), len(value))[:2]
                 files += (row, 0, width, height)
-            made.texts.append(_text(text))
         except ValueError as error:
+            other = Skipped(label, key, str(error))
+        if other is not None:
             if made.keys:
                 yield made
-            made = Compact([], form, [], array(LONG), array(LONG))
-            yield Skipped(label, key, str(error))
+            made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
+            yield other
             continue
         made.keys.append(key)
+        made.texts.append(text)
         made.records.extend((row, 0))
         made.files.extend(files)
     if made.keys:
@@ -209,13 +327,15 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             ]
 
 
-def _sample(key: str, row: int, cells: Any) -> Sample:
+def _sample(key: str, row: int, cells: Any, chat: ChatForm | None) -> Sample | Compact:
     """A row; ValueError with the reason, which may stand in place of the cells.
 
     A cell is the name of a type of file ("" of a text), its position, and its bytes.
     """
     if isinstance(cells, str):
         raise ValueError(cells)
+    if isinstance(cells, Row):
+        return _said(chat, key, row, cells)
     segments = list[Segment]()
     for name, at, value in cells:
         place = Location(row, at)
@@ -246,12 +366,21 @@ def _part(data: memoryview, offset: int, size: int) -> bytes:
 def _flat(column: pa.Array) -> tuple[pa.Array, list[int | None]]:
     """Values of a column of lists laid out flat, with the length of each list (null: no list); or
     the column itself."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
-    if isinstance(column, pa.ListArray | pa.LargeListArray):
+    column = _stored(column)
+    if is_list(column.type):
         return column.flatten(), pc.list_value_length(column).to_pylist()
     return column, [1] * len(column)
+
+
+def _stored(values: pa.Array) -> pa.Array:
+    """Return values of a dictionary or an extension as plain ones."""
+    import pyarrow as pa
+
+    if isinstance(values.type, pa.BaseExtensionType):
+        values = values.storage
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
 def _views(values: pa.Array) -> list[memoryview | None]:
@@ -266,8 +395,7 @@ def _views(values: pa.Array) -> list[memoryview | None]:
         values = pc.struct_field(values, "bytes")
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
+    values = _stored(values)
     narrow = isinstance(values, pa.BinaryArray | pa.StringArray)  # offsets of 32 bits
     if not narrow:
         values = values.cast(pa.large_binary())

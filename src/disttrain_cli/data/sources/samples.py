@@ -4,6 +4,7 @@ out, by name."""
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
@@ -14,7 +15,12 @@ from disttrain_cli.spec.index import TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
 DATA = "data:"  # begins a name that holds the image itself
+#: Beginnings of JPEG, PNG and WebP in base64, and how long such a name is at least.
+HELD, LEAST_HELD = ("/9j/", "iVBORw0KGgo", "UklGR"), 64
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOST_SHOWN = 200  # characters of a name in a message
+MOST_KEY = 40  # of a key
+NOTHING: tuple[Any, ...] = (None, "", [], {})  # values by which a key says nothing
 
 
 class Skipped(NamedTuple):
@@ -102,6 +108,7 @@ class Sample(NamedTuple):
 
     key: str
     segments: list[Segment]
+    unread: tuple[str, ...] = ()  # keys of its record that no reader knows, as messages name them
 
 
 LONG = "q"  # type of the numbers of a `Compact`: 64 bits
@@ -123,6 +130,7 @@ class Compact(NamedTuple):
     texts: list[str]
     records: array[int]  # location of all texts of each sample, two numbers
     files: array[int]  # location and two numbers of each, four
+    unread: tuple[str, ...] = ()  # as of each `Sample`
 
     @property
     def samples(self) -> list[Sample]:
@@ -138,7 +146,7 @@ class Compact(NamedTuple):
                 else:
                     flags = bool(one & TRAINED), bool(one & ENDED)
                     segments.append(Segment(TEXT, record, next(texts), 0, 0, *flags))
-            made.append(Sample(key, segments))
+            made.append(Sample(key, segments, self.unread))
         return made
 
 
@@ -160,12 +168,21 @@ class Part(NamedTuple):
         return self.value if self.ids is None else self.ids
 
 
+class PartFile(NamedTuple):
+    """The image or video that a part of a turn stands for: by name, by its number among those of
+    the record, or the next one of these."""
+
+    media: str
+    name: str = ""
+    place: int | None = None
+
+
 class Turn(NamedTuple):
     """What one side of a conversation says."""
 
     role: str  # system, user, assistant
     texts: list[str]  # to be read as one, with a mark for each image
-    images: list[str]  # that the turn itself names; those of videos are `VideoName`
+    files: list[PartFile]  # of its parts
     listed: bool = False  # whether it was given as a list of parts
     others: Mapping[str, Any] = {}  # what else its record says, for a chat template
     trained: bool = True  # an assistant's
@@ -187,6 +204,9 @@ class ChatForm(Protocol):
         """Texts and images (of these names) in order; ValueError with the reason where it cannot
         be written. `measure` is called where their numbers are needed."""
 
+    def reads(self, key: str) -> bool:
+        """Return True if what writes a turn may read this key of it."""
+
 
 class Shard(NamedTuple):
     """One file of a source: a local path or a URL, and its name relative to the source."""
@@ -198,6 +218,7 @@ class Shard(NamedTuple):
     #: Row groups of Parquet that are read of it, the first and the one behind the last; None = all.
     groups: tuple[int, int] | None = None
     held_out: bool = False  # of a validation split: evaluated, never trained on
+    text: str = ""  # column of texts or turns, where the run file names it
 
 
 class OpenShard(Protocol):
@@ -233,9 +254,28 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
+def is_held(name: str) -> bool:
+    """Return True if the name of a file holds the file itself, in base64."""
+    if name.startswith(DATA):
+        return True
+    return name.startswith(HELD) and len(name) >= LEAST_HELD and BASE64.fullmatch(name) is not None
+
+
 def shown_name(name: str) -> str:
     """How messages name an image, which may be in its name itself."""
-    return DATA + "…" if name.startswith(DATA) else name
+    if is_held(name):
+        return DATA + "…" if name.startswith(DATA) else "an image in base64"
+    return printable(name)
+
+
+def unread_of(mapping: Mapping[str, Any], known: Iterable[str], what: str = "") -> list[str]:
+    """Return the keys of a mapping, as messages name them, that hold something and are not
+    `known`."""
+    return [
+        f"{what}`{printable(key, MOST_KEY)}`"
+        for key in sorted(mapping.keys() - known)
+        if mapping[key] not in NOTHING
+    ]
 
 
 def printable(name: str, most: int | float = MOST_SHOWN) -> str:

@@ -66,7 +66,7 @@ class ParquetShard:
     def __init__(self, shard: Shard, cache: RowGroups, chat: ChatForm | None = None) -> None:
         self._path, self._cache, self._chat = shard.path, cache, chat
         self._file = _open_parquet(shard.path)
-        self._columns = find_columns(self._file.schema_arrow, shard.name)
+        self._columns = find_columns(self._file.schema_arrow, shard.name, shard.text)
         self._ends = _ends(self._file.metadata)
         self._lock = threading.Lock()  # a Parquet reader is not for two threads
 
@@ -75,7 +75,7 @@ class ParquetShard:
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]
-        return texts_at(self._columns, cells, self._chat, files)
+        return texts_at(self._columns, cells, self._chat, files, record.size)
 
     def _row(self, column: str | None, row: int) -> pa.Array:
         if column is None:
@@ -107,7 +107,9 @@ class ArrowShard:
                 break
             self._batches.append(batch)
         self._ends = list(accumulate(len(batch) for batch in self._batches))
-        self._columns = find_columns(self._batches[0].schema, shard.name) if self._batches else None
+        self._columns = (
+            find_columns(self._batches[0].schema, shard.name, shard.text) if self._batches else None
+        )
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
         name = self._columns.files.get(media) if self._columns else None
@@ -117,7 +119,7 @@ class ArrowShard:
         if self._columns is None:
             raise ValueError("the shard has no rows")
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]
-        return texts_at(self._columns, cells, self._chat, files)
+        return texts_at(self._columns, cells, self._chat, files, record.size)
 
     def _row(self, name: str | None, row: int) -> pa.Array:
         number = bisect_right(self._ends, row)
@@ -146,7 +148,7 @@ def read_parquet(
         reason = f"not a whole Parquet file: {error}"
         yield Skipped(label, "", reason, None, _bytes_of(shard.path), cut=True)
         return
-    columns, ends = find_columns(file.schema_arrow, label), _ends(file.metadata)
+    columns, ends = find_columns(file.schema_arrow, label, shard.text), _ends(file.metadata)
     names = _without_paths(columns, file.schema_arrow)
     first, last = shard.groups or (0, len(ends))
     runs, row = deque(_runs(file.metadata, first, last)), _start(ends, first)
@@ -186,7 +188,7 @@ def read_arrow(
         if isinstance(batch, Skipped):
             yield batch
             return
-        columns = columns or find_columns(batch.schema, label)
+        columns = columns or find_columns(batch.schema, label, shard.text)
         yield from read_rows(batch, columns, row, label, chat)
         row += len(batch)
 
@@ -195,7 +197,8 @@ def _without_paths(columns: Columns, form: pa.Schema) -> list[str]:
     """What is read of a file: of structs {bytes, path} the bytes."""
     import pyarrow.types as types
 
-    structs = [name for name in columns.names if types.is_struct(form.field(name).type)]
+    files = columns.files.values()
+    structs = [name for name in files if types.is_struct(form.field(name).type)]
     return [f"{name}.bytes" if name in structs else name for name in columns.names]
 
 
@@ -210,7 +213,7 @@ def parts_of(shard: Shard) -> list[tuple[Shard, float]]:
         return whole
     try:
         with _open_parquet(shard.path) as file:
-            work = _work(file.metadata, find_columns(file.schema_arrow, shard.name))
+            work = _work(file.metadata, find_columns(file.schema_arrow, shard.name, shard.text))
     except (pa.ArrowException, OSError, DataError):
         return whole
     parts = list(_gathered(work, 0, PART_BYTES))

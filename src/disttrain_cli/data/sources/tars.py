@@ -14,12 +14,20 @@ from __future__ import annotations
 import contextlib
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
-from disttrain_cli.data.sources.chats import conversation, has_turns, texts_of
-from disttrain_cli.data.sources.files import File, LocalFile, open_file
+from disttrain_cli.data.sources.chats import (
+    KEYS,
+    conversation,
+    has_turns,
+    texts_of,
+    unread_keys,
+)
+from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
+from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -33,11 +41,15 @@ from disttrain_cli.data.sources.samples import (
     clean,
     file_segment,
     media_of,
-    shown_name,
     text_segment,
+    unread_of,
 )
+from disttrain_cli.data.sources.turn_forms import TURNS, turns_in, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
+
+#: Keys of a json by one of which it may be more than a caption.
+FORMS = tuple(f'"{name}"'.encode() for name in (*TURNS, "segments"))
 
 
 class Header(NamedTuple):
@@ -67,8 +79,8 @@ class TarShard:
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         data = self._read(record)
-        with contextlib.suppress(ValueError, RecursionError):
-            if has_turns(value := json.loads(data)):
+        with contextlib.suppress(ValueError):
+            if has_turns(value := _record(data)):
                 return texts_of(value, self._chat, files)
         parts = parse_parts(data)
         if isinstance(parts, str):
@@ -107,7 +119,14 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
             twice.add(key)
         by_key.setdefault(key, {})[suffix] = by_name[member.name] = member
     captions = any("txt" in group for group in by_key.values())
-    if by_name and not captions and not any("json" in group for group in by_key.values()):
+    dotted = list(_dotted(by_key, label))
+    yield from dotted
+    if (
+        by_name
+        and not dotted
+        and not captions
+        and not any("json" in group for group in by_key.values())
+    ):
         example = next(iter(by_name))
         reason = f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
         yield Skipped(label, "", reason, len(by_key))
@@ -117,7 +136,7 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
         try:
             if key in twice:
                 raise ValueError("a file of this sample is in the shard twice")
-            yield Sample(key, _segments(group, by_name, chat))
+            yield Sample(key, *_segments(group, by_name, chat))
         except ValueError as error:
             yield Skipped(label, key, str(error))
     if damage is not None:
@@ -131,7 +150,7 @@ def parse_parts(data: bytes) -> list[Part] | str:
     the reason.
     """
     try:
-        return _parse_json(data)
+        return _parse_json(_json(data))
     except ValueError:  # a caption may be any text, also one that looks like JSON
         try:
             return data.decode("utf-8")
@@ -216,25 +235,30 @@ def _content(file: File, stream: BinaryIO, name: str, location: Location) -> byt
 
 def _segments(
     group: dict[str, Member], by_name: dict[str, Member], chat: ChatForm | None
-) -> list[Segment]:
-    """Segments of one sample: a conversation or interleaved where its json says so, else an image
-    or clip with its caption."""
+) -> tuple[list[Segment], tuple[str, ...]]:
+    """(segments, `Sample.unread`) of one sample: a conversation or interleaved where its json says
+    so, else an image or clip with its caption."""
     media = [
         (name, group[suffix])
         for name, medium in MEDIA.items()
         for suffix in medium.suffixes
         if suffix in group
     ]
-    described = group.get("txt") or group.get("json")
+    described = _described(group)
     if described is None:
         what = MEDIA[media[0][0] if media else "image"].what
         raise ValueError(f"{_a(what)} without a caption (KEY.txt or KEY.json)")
     if not isinstance(described.content, bytes):
         raise ValueError(described.content)
     parts: list[Part] | str
-    if "txt" in group:
-        parts = parse_parts(described.content)
-    elif has_turns(value := _json(described.content)):
+    unread: Iterable[str] = ()
+    value: Any = None
+    if described is not group.get("txt"):
+        value = _record(described.content)
+    elif described.content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"[", b"{"):
+        with contextlib.suppress(ValueError):  # as `TarShard.texts` reads it
+            value = _record(described.content)
+    if has_turns(value):
         names = {"image": str, "video": VideoName}
         beside = [names[name](member.name) for name, member in media if name in names]
 
@@ -243,9 +267,17 @@ def _segments(
             return [_header(member, media_of(name)).sizes for member, name in named]
 
         parts = conversation(value, chat, beside, measure)
+        unread = unread_keys(value, chat)
+    elif described is group.get("txt"):
+        parts = parse_parts(described.content)
     else:
-        parts = _parse_json(described.content)
+        parts = _parse_json(value)
+        if isinstance(parts, str):
+            check_text(value)
+        unread = _unread_of_json(value)
     if isinstance(parts, str):
+        if not parts.strip():
+            raise ValueError("the text is empty")
         if not media:
             raise ValueError(
                 "a caption without its "
@@ -255,20 +287,56 @@ def _segments(
                 )
             )
         first = dict(reversed(media))
-        return [
+        segments = [
             *(_file(KINDS[MEDIA[name].item], name, first[name]) for name in MEDIA if name in first),
             Segment(TEXT, described.location, parts, trained=True),
         ]
-    return [
-        (
-            text_segment(part, described.location)
-            if part.kind == TEXT
-            else _file(
-                part.kind, _media(part), _find(part, described.name, by_name), part=part.part
+        used = list(first.values())
+    else:
+        segments = [
+            (
+                text_segment(part, described.location)
+                if part.kind == TEXT
+                else _file(
+                    part.kind, _media(part), _find(part, described.name, by_name), part=part.part
+                )
             )
-        )
-        for part in parts
-    ]
+            for part in parts
+        ]
+        # its pictures may be those of another sample
+        used = [one for one in group.values() if isinstance(one.content, Header)]
+    used_names = {described.name, *(one.name for one in used)}
+    members = {f".{suffix}": one for suffix, one in group.items() if one.name not in used_names}
+    return segments, (*unread, *unread_of(members, set(), "member "))
+
+
+def _described(group: dict[str, Member]) -> Member | None:
+    """Return the text or json that says what a sample is: turns and segments beat a caption."""
+    text, json_ = group.get("txt"), group.get("json")
+    content = json_.content if json_ is not None and text is not None else None
+    if isinstance(content, bytes) and any(name in content for name in FORMS):
+        with contextlib.suppress(ValueError):
+            if has_turns(value := _record(content)) or (
+                isinstance(value, dict) and "segments" in value
+            ):
+                return json_
+    return text or json_
+
+
+def _dotted(by_key: dict[str, dict[str, Member]], label: str) -> Iterator[Skipped]:
+    """Descriptions whose names have a dot before that of their suffix, so that their samples have
+    none."""
+    for group in by_key.values():
+        if "json" in group or "txt" in group:
+            continue
+        for member in group.values():
+            name, _, suffix = member.name.rpartition(".")
+            if suffix.lower() in ("json", "txt"):
+                reason = (
+                    f"no KEY.json or KEY.txt, but {member.name}; a key ends at the first dot"
+                    " (WebDataset): write other characters for its other dots"
+                )
+                yield Skipped(label, name, reason)
 
 
 def _json(data: bytes) -> Any:
@@ -278,8 +346,14 @@ def _json(data: bytes) -> Any:
         raise ValueError(f"not valid JSON: {error}") from None
 
 
-def _parse_json(data: bytes) -> list[Part] | str:
+def _record(data: bytes) -> Any:
+    """Return the value of a json or txt, its turns as a list; ValueError if it is no JSON."""
     value = _json(data)
+    turns = turns_in(value) if isinstance(value, list) else None
+    return {TURNS[1]: turns} if turns else with_turns(value)
+
+
+def _parse_json(value: Any) -> list[Part] | str:
     if isinstance(value, dict) and "segments" in value:
         return _parts(value["segments"])
     caption = value.get("caption") if isinstance(value, dict) else None
@@ -289,6 +363,16 @@ def _parse_json(data: bytes) -> list[Part] | str:
             " `caption` text"
         )
     return clean(caption)
+
+
+def _unread_of_json(value: dict[str, Any]) -> list[str]:
+    """Return the keys of a valid json without turns that nothing reads."""
+    if "segments" not in value:
+        return unread_of(value, {"caption", *KEYS})
+    keys = {"type", "value", "file", "loss", "generate"}
+    of_segments = (unread_of(one, keys, "segment key ") for one in value["segments"])
+    names = dict.fromkeys(chain.from_iterable(of_segments))
+    return [*unread_of(value, {"segments", *KEYS}), *names]
 
 
 def _parts(segments: Any) -> list[Part]:
@@ -327,9 +411,7 @@ def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
     folder, slash, _ = beside.rpartition("/")
     member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
     if member is None:
-        raise ValueError(
-            f"the {MEDIA[_media(part)].what} {shown_name(part.value)} is missing from the shard"
-        )
+        raise missing_file(part.value, "is missing from the shard")
     return member
 
 

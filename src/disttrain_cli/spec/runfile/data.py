@@ -25,6 +25,15 @@ class SourceSpec(Strict):
             "Folder of the images that a LLaVA JSON names; the JSON's own folder if not given."
         ),
     )
+    text: str | None = Field(
+        None,
+        min_length=1,
+        exclude_if=lambda text: text is None,
+        description=(
+            "Column of its Parquet or Arrow files that holds the texts, or the turns of"
+            " conversations, where it has no usual name."
+        ),
+    )
     weight: float = Field(
         1.0,
         gt=0,
@@ -172,8 +181,9 @@ class DataSpec(Strict):
         ge=0,
         lt=1,
         description=(
-            "Share of the samples that are never trained on, for train.evaluation; chosen by "
-            "their keys. At 0 evaluation uses the validation splits of the folders in sources."
+            "Share of the samples that are never trained on, for train.evaluation; chosen by a"
+            " hash of source, shard and key. At 0 evaluation uses the validation splits of the"
+            " folders in sources."
         ),
     )
     max_bad_fraction: float = Field(

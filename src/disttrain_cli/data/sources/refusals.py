@@ -1,0 +1,166 @@
+"""Keys that change what a record means: those that are read as flags, and those whose record is
+left out by name, as reading it without them would give it another meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+#: Of a record or a turn.
+TOOLS = ("tools", "tool_calls", "functions", "function_call", "function_calls")
+#: Keys of a turn by which 0 or false leave it untrained: of OpenAI (`weight`), ms-swift and ChatGLM
+#: (`loss`), axolotl (`train`, `training`), LLaMA-Factory (`loss_weight`), verl (`loss_mask`).
+FLAGS = ("weight", "loss", "train", "training", "loss_weight", "loss_mask", "loss_scale")
+MASKED = "masked"  # torchtune's: true leaves a turn untrained
+#: Spans of a turn that are trained (axolotl).
+DETAILS = ("train_detail", "training_detail")
+#: True of a record: only its last answer is trained (LLaMA-Factory).
+MASK_HISTORY = "mask_history"
+#: True of a record: the user's turns are trained too (LLaMA-Factory, axolotl, torchtune).
+ON_PROMPTS = ("train_on_prompt", "train_on_prompts", "train_on_input", "train_on_inputs")
+#: Beginnings of keys of preferences: `rejected_response`, `chosen_messages`, …
+PREFERENCES = ("chosen", "rejected", "preferred_", "non_preferred_")
+#: True or false: whether an answer is a good one (KTO).
+DESIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen", "rejected")
+CLIPS = ("audio", "audios", "sound", "sounds")
+MEDIA_OF_TURNS = ("image", "images", "video", "videos", *CLIPS)
+#: Marks in texts for which ms-swift writes what `objects` holds.
+OBJECTS, OBJECT_MARKS = "objects", ("<ref-object>", "<bbox>")
+OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
+#: Keys by which other programs know a question and its answer.
+QUESTIONS = ("prompt", "instruction", "query", "question", "problem")
+ANSWERS = ("completion", "output", "response", "answer", "solution")
+
+#: Values, of JSON in strings too, in which nothing stands.
+EMPTY: tuple[Any, ...] = ("", b"", [], "[]", "{}", "null")
+
+#: All keys by which a record with turns needs a closer look, but those of `PREFERENCES`.
+OF_RECORDS = frozenset(
+    (*TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS, *DESIRED, *CLIPS, OBJECTS, *OF_TEMPLATE)
+)
+#: Keys of a turn that are read, or whose turn is refused.
+OF_TURNS = frozenset((*TOOLS, *FLAGS, MASKED, *DETAILS, *MEDIA_OF_TURNS))
+
+
+def is_plain(keys: Iterable[str]) -> bool:
+    """Return True if no key of a record with turns changes what it means."""
+    return OF_RECORDS.isdisjoint(keys) and not any(key.startswith(PREFERENCES) for key in keys)
+
+
+def says(value: Any) -> bool:
+    """Return True if a value is a text, list or mapping with something in it."""
+    if isinstance(value, Mapping):
+        return any(map(says, value.values()))
+    return isinstance(value, str | bytes | list) and value not in EMPTY
+
+
+def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
+    """Raise ValueError if a record with turns, which say `texts`, has another meaning with its
+    other keys."""
+    if is_plain(record):
+        return
+    _check_tools(record)
+    _check_preferences(record)
+    _check_clips(record)
+    for key in DESIRED:
+        if isinstance(value := record.get(key), bool) or str(value).lower() in ("true", "false"):
+            raise ValueError(
+                f"`{key}: {str(value).lower()}` rates the answer (KTO): preference data are not"
+                " read"
+            )
+    for key in (*FLAGS, *ON_PROMPTS):
+        value = record.get(key)
+        if value is not None and value != (key in FLAGS):
+            raise ValueError(f"`{key}` of a whole record is not read: set it in the turns")
+    if record.get(MASK_HISTORY) not in (None, 0, 1):
+        raise ValueError(f"`{MASK_HISTORY}` must be true or false")
+    if says(record.get(OBJECTS)):
+        for mark in OBJECT_MARKS:
+            if any(mark in text for text in texts):
+                raise ValueError(f"`{OBJECTS}` is not read, and {mark} in a text stands for it")
+    for key in OF_TEMPLATE:
+        if says(record.get(key)):
+            raise ValueError(f"`{key}` of a record is not read")
+
+
+def check_document(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if the text and the images of a record without turns are not all that it
+    means."""
+    _check_clips(record)
+    check_text(record)
+
+
+def check_text(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record says more than its text does."""
+    _check_preferences(record)
+    if form := prompted(key for key in record if says(record[key])):
+        raise ValueError(f"a text beside {form}: keep what is meant")
+    for key, value in record.items():
+        if _holds_turns(value):
+            raise ValueError(f"`{key}` has turns: they are read from `messages`")
+
+
+def prompted(keys: Iterable[str]) -> str:
+    """Return how messages name a question and its answer among these keys; "" if there are
+    none."""
+    known = set(keys)
+    question, answer = (
+        next((key for key in of if key in known), "") for of in (QUESTIONS, ANSWERS)
+    )
+    return f"`{question}` and `{answer}`" if question and answer else ""
+
+
+def check_turn(turn: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a turn has another meaning with its other keys."""
+    _check_tools(turn)
+    for key in MEDIA_OF_TURNS:
+        if says(turn.get(key)):
+            raise ValueError(f"{where} has `{key}`: it is read beside the turns, not in them")
+    for key in DETAILS:
+        if says(turn.get(key)):
+            raise ValueError(f"{where} has `{key}`: a turn is trained as a whole or not at all")
+
+
+def is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
+    """Return False if a flag of a turn leaves it untrained; ValueError if flags are unclear."""
+    flags = {key: turn[key] for key in (*FLAGS, MASKED) if turn.get(key) is not None}
+    for key, value in flags.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(f"{where} has the {key} {value!r}; read are 0 and 1")
+    trained = {bool(value) != (key == MASKED) for key, value in flags.items()}
+    if len(trained) > 1:
+        named = " and ".join(f"`{key}: {value}`" for key, value in flags.items())
+        raise ValueError(f"{where} has {named}, which contradict each other")
+    if True in trained and role != "assistant":
+        raise ValueError(
+            f"{where} has `{next(iter(flags))}: true`, but only turns of the assistant are trained"
+        )
+    return False not in trained
+
+
+def _check_tools(mapping: Mapping[str, Any]) -> None:
+    for key in TOOLS:
+        if says(mapping.get(key)):
+            raise ValueError(f"`{key}`: tool calls are not read")
+
+
+def _check_clips(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record names clips."""
+    for key in CLIPS:
+        if says(record.get(key)):
+            raise ValueError(f"`{key}`: audio is not read from records")
+
+
+def _check_preferences(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record says which of two answers is the better one."""
+    for key, value in record.items():
+        if key.startswith(PREFERENCES) and says(value):
+            raise ValueError(f"`{key}`: preference data are not read")
+
+
+def _holds_turns(value: Any) -> bool:
+    """Return True if a value is a list of turns."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and (
+        {"role", "content"} <= first.keys() or {"from", "value"} <= first.keys()
+    )

@@ -1,0 +1,346 @@
+"""Turns in columns of tables: in whatever type they are, a row means what the same record of a JSON
+means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from disttrain_cli.data.sources import RowGroups, Shard, Skipped, open_shard
+from disttrain_cli.data.sources.columns import find_columns
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.index import IMAGE, TEXT
+from tests.data.sources.forms import (
+    PICTURES,
+    hf_images,
+    read_one_by_one,
+    write_arrow,
+    write_parquet,
+)
+
+LLAVA = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cät."}]
+OPENAI = [
+    {"role": "user", "content": "<image>\nWhat is it?"},
+    {"role": "assistant", "content": "A cät."},
+]
+#: What both say of one image.
+SAID = [("USER: ", False), "image", ("\nWhat is it? ASSISTANT:", False), (" A cät.", True)]
+TURN = pa.struct([("role", pa.string()), ("content", pa.string())])
+JSONS = [json.dumps(turn) for turn in OPENAI]
+BY_KEY = {key: [turn[key] for turn in LLAVA] for key in ("from", "value")}
+#: Both, as `datasets` joins them: every turn has all keys.
+PADDED = [
+    *({"from": None, "value": None, **turn, "tool_calls": None, "loss": None} for turn in OPENAI),
+]
+IN_PARTS = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "text": None}, {"type": "text", "text": "What?"}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "A cät."}]},
+]
+
+
+def read(path: Path, text: str = "") -> tuple[list[list[Any]], dict[str, str]]:
+    """(what each sample says, and says again when it is read again; why others are left out)."""
+    form = "llava" if path.suffix.startswith(".json") else path.suffix[1:]
+    shard = Shard(form, str(path), path.name, str(path.parent), text=text)
+    found = list(read_one_by_one(shard, path.name))
+    opened, said = open_shard(shard, RowGroups()), []
+    for one in found:
+        if isinstance(one, Skipped):
+            continue
+        texts = [segment for segment in one.segments if segment.kind == TEXT]
+        assert opened.texts(texts[0].location) == [segment.text for segment in texts]
+        files = [segment for segment in one.segments if segment.kind == IMAGE]
+        assert [opened.file("image", one.location, texts[0].location) for one in files] == [
+            PICTURES[number] for number in range(len(files))
+        ]
+        said.append(
+            [
+                (segment.text, segment.trained) if segment.kind == TEXT else "image"
+                for segment in one.segments
+            ]
+        )
+    return said, {one.key: one.reason for one in found if isinstance(one, Skipped)}
+
+
+def written(folder: Path, table: pa.Table) -> Iterator[Path]:
+    yield write_parquet(folder / "a.parquet", table)
+    yield write_arrow(folder / "a.arrow", table)
+
+
+def nested(value: Any) -> str:
+    return json.dumps({"messages": value, "lang": "en"})
+
+
+@pytest.mark.parametrize("name", ["conversations", "messages", "Messages", "dialog"])
+@pytest.mark.parametrize(
+    ("value", "type_"),
+    [
+        (LLAVA, None),
+        (OPENAI, None),
+        (OPENAI, pa.large_list(TURN)),
+        (OPENAI, pa.list_(TURN, 2)),
+        (OPENAI, pa.list_(pa.struct([*TURN, ("name", pa.string()), ("weight", pa.float64())]))),
+        (PADDED, None),
+        (json.dumps(LLAVA), pa.string()),
+        (json.dumps(OPENAI, indent=1), pa.large_string()),
+        ("\n " + json.dumps(OPENAI), pa.dictionary(pa.int32(), pa.string())),
+        (json.dumps(OPENAI).encode(), pa.binary()),
+        (nested(OPENAI), pa.string()),
+        (nested(json.dumps(LLAVA)), pa.string()),
+        (JSONS, pa.list_(pa.string())),
+        (json.dumps(JSONS), pa.string()),
+        (BY_KEY, None),
+        (json.dumps(BY_KEY), pa.string()),
+        ({"messages": OPENAI}, None),
+    ],
+)
+def test_every_type_of_turns(tmp_path: Path, name: str, value: Any, type_: Any) -> None:
+    cells = pa.array([value, None], type_)
+    images = hf_images([PICTURES[0], None])
+    for table in (
+        pa.table({"id": [1, 2], "image": images, name: cells}),
+        pa.table({name: cells, "images": [images[:1], []]}),
+        pa.table({"image": pa.array([PICTURES[0], None], pa.binary()), name: cells}),
+        pa.table({name: cells, "images": pa.array([PICTURES[:1], None], pa.list_(pa.binary()))}),
+        pa.table({name: cells, "image": images, "text": ["the rendered text", None]}),
+    ):
+        for path in written(tmp_path, table):
+            said, skipped = read(path, name if name == "dialog" else "")
+            assert said == [SAID] and list(skipped) == ["row 1"]
+
+
+def test_string_views(tmp_path: Path) -> None:
+    cells = pa.array([json.dumps(OPENAI), "[]"], pa.string_view())
+    images = pa.array([PICTURES[0], None], pa.binary_view())
+    said, skipped = read(
+        write_arrow(tmp_path / "a.arrow", pa.table({"messages": cells, "image": images}))
+    )
+    assert said == [SAID] and list(skipped) == ["row 1"]
+
+
+def test_parts_of_turns(tmp_path: Path) -> None:
+    table = pa.table({"messages": [IN_PARTS], "images": [hf_images(PICTURES[:1])]})
+    for path in written(tmp_path, table):
+        parts = [("USER: ", False), "image", ("What? ASSISTANT:", False), (" A cät.", True)]
+        assert read(path) == ([parts], {})
+
+
+def test_pairs_of_the_cauldron(tmp_path: Path) -> None:
+    """`images` without marks stand before the first question."""
+    pairs = [
+        {"user": "What?", "assistant": "A cat.", "source": "x"},
+        {"user": "Sure?", "assistant": "Yes."},
+    ]
+    table = pa.table(
+        {
+            "images": [hf_images(PICTURES[:2]), [], hf_images(PICTURES[:1]), []],
+            "texts": [pairs, pairs[:1], [{"user": "<image> a", "assistant": "b"}], []],
+            "source": ["x"] * 4,
+        }
+    )
+    for path in written(tmp_path, table):
+        said, skipped = read(path)
+        assert said == [
+            [
+                ("USER: ", False),
+                *["image"] * 2,
+                ("What? ASSISTANT:", False),
+                (" A cat.", True),
+                ("USER: Sure? ASSISTANT:", False),
+                (" Yes.", True),
+            ],
+            [("USER: What? ASSISTANT:", False), (" A cat.", True)],
+        ]
+        assert skipped == {
+            "row 2": "2 marks <image> for 1 images",
+            "row 3": "`messages` must be a list with at least one turn",
+        }
+
+
+#: Records of all kinds: what they mean as JSON they mean as rows.
+RECORDS: list[dict[str, Any]] = [
+    {"messages": OPENAI[1:], "text": "rendered"},
+    {"conversations": LLAVA[1:], "messages": OPENAI[1:]},
+    {"conversations": LLAVA[1:], "messages": [{"role": "assistant", "content": "Another."}]},
+    {"text": "a document"},
+    {"text": json.dumps(OPENAI[1:])},
+    {"text": nested(OPENAI[1:])},
+    {"text": '{"messages": 3}'},
+    {"text": "[1, 2]"},
+    {"caption": "alone"},
+    {"messages": OPENAI[1:], "system": "Be brief."},
+    {"messages": json.dumps(OPENAI[1:]), "system": "Be brief."},
+    {"messages": "no turns"},
+    {"messages": "[]"},
+    {"messages": OPENAI[1:], "tools": '[{"name": "f"}]'},
+    {"messages": json.dumps({"messages": OPENAI[1:], "tools": [{"name": "f"}]})},
+    {"messages": OPENAI[1:], "rejected": "no"},
+    {"messages": OPENAI[1:], "label": False},
+    {"messages": OPENAI[1:], "label": None},
+    {"messages": OPENAI[1:], "audios": ["a.wav"]},
+    {"messages": OPENAI[1:], "images": ["missing.jpg"]},
+    {"text": "a document", "rejected": "no"},
+    {"text": "a document", "question": "q", "answer": "a"},
+    {"text": "a document", "question": "q", "answer": None},
+    {"text": "a document", "dialog": OPENAI},
+    {"text": ""},
+    {"text": None, "caption": None},
+    {"messages": [{"role": "assistant", "content": "A.", "loss": False}]},
+    {"messages": [*OPENAI[1:], {"role": "assistant", "content": "B.", "train": False}]},
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=range(len(RECORDS)))
+def test_a_row_means_what_the_record_means(tmp_path: Path, record: dict[str, Any]) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(json.dumps(record))
+    said, skipped = read(lines)
+    for path in written(tmp_path, pa.Table.from_pylist([record])):
+        try:
+            of_row, left_out = read(path)
+        except DataError as error:  # of its columns
+            of_row, left_out = [], {"": error.what}
+        assert of_row == said and len(left_out) == len(skipped)
+        own = ("missing.jpg", "caption", '""', "null")  # texts of a table alone, or of its columns
+        if not any(word in lines.read_text() for word in own):
+            assert list(left_out.values()) == list(skipped.values())
+
+
+def test_rows_with_and_without_turns(tmp_path: Path) -> None:
+    """As datasets are joined: what a record lacks is null."""
+    table = pa.table(
+        {
+            "messages": pa.array([OPENAI, None, None, None], pa.list_(TURN)),
+            "text": [None, "a document", None, ""],
+            "caption": [None, "never", "a caption", None],
+            "image": hf_images([PICTURES[0], None, PICTURES[0], None]),
+            "tools": pa.array([None] * 4, pa.string()),
+        }
+    )
+    for path in written(tmp_path, table):
+        said, skipped = read(path)
+        assert said == [SAID, [("a document", True)], ["image", ("a caption", True)]]
+        assert list(skipped) == ["row 3"]
+
+
+def test_texts_and_captions_of_pairs(tmp_path: Path) -> None:
+    """`text` is read, and the caption where it is null; texts that are turns are turns."""
+    said = json.dumps(OPENAI)
+    table = pa.table(
+        {
+            "caption": ["one", "two", "three", "four", "five", "six"],
+            "image": hf_images([PICTURES[0]] * 6),
+            "text": pa.array(["a", None, "", " \n\t", said, "[image]"]).dictionary_encode(),
+        }
+    )
+    for path in written(tmp_path, table):
+        samples, skipped = read(path)
+        texts = ["a", "two", "[image]"]
+        captions = [["image", (text, True)] for text in texts]
+        assert samples == [*captions[:2], SAID, captions[2]]
+        assert skipped == dict.fromkeys(["row 2", "row 3"], "the text is empty")
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_columns_that_change_what_a_text_means(tmp_path: Path, images: bool) -> None:
+    columns: dict[str, Any] = {
+        "text": ["a", "b", "c", "d"],
+        "rejected": [None, "worse", "", None],
+        "Prompt": [None, None, "what?", "what?"],
+        "response": [None, None, "that", None],
+        "label": [1, 2, 3, 4],
+        "tools": ["x"] * 4,
+    }
+    if images:
+        columns["image"] = hf_images([PICTURES[0]] * 4)
+    for path in written(tmp_path, pa.table(columns)):
+        said, skipped = read(path)
+        assert [one[-1] for one in said] == [("a", True), ("d", True)]
+        assert list(skipped) == ["row 1", "row 2"]
+        assert "`rejected`" in skipped["row 1"]
+        assert "a text beside `prompt` and `response`" in skipped["row 2"]
+        assert read(path, "text")[1] == {}  # the run file says that it is meant
+
+
+def test_columns_of_files_beside_turns() -> None:
+    def files(**kinds: pa.DataType) -> dict[str, str]:
+        return find_columns(pa.schema([("messages", pa.list_(TURN)), *kinds.items()]), "x").files
+
+    file = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    assert files(picture=file) == {"image": "picture"}
+    assert files(mask=file, image=file) == {"image": "image"}
+    assert files(videos=pa.list_(file), images=pa.list_(file)) == {
+        "image": "images",
+        "video": "videos",
+    }
+    assert files(audio=file) == {}  # refused by row
+    for kinds in ({"image": file, "images": pa.list_(file)}, {"mask": file, "picture": file}):
+        with pytest.raises(DataError, match=f"several .*: {', '.join(kinds)}"):
+            files(**kinds)
+
+
+def test_clips_and_named_images_beside_turns_are_refused(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "messages": [OPENAI[1:]] * 3,
+            "audio": [None, {"bytes": b"RIFF", "path": None}, None],
+            "image": ["a.jpg", None, None],
+        }
+    )
+    for path in written(tmp_path, table):
+        said, skipped = read(path)
+        assert len(said) == 1 and "`audio`" in skipped["row 1"]
+        assert "marks" in skipped["row 0"]
+
+
+FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"file_name": pa.string(), "text": pa.string()}, "metadata.jsonl"),
+        ({"audio": FILE, "text": pa.string(), "rejected": pa.string()}, "`rejected` may change"),
+        ({"audios": pa.list_(FILE), "text": pa.string()}, "`audios` holds lists"),
+        ({"messages": pa.int64(), "id": pa.string()}, "no column holds texts or turns"),
+        ({"Messages": pa.string(), "messages": pa.string()}, "several columns may hold `messages`"),
+    ],
+)
+def test_columns_that_are_refused(columns: dict[str, pa.DataType], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        find_columns(pa.schema(columns.items()), "data/metadata.parquet")
+
+
+def test_texts_that_are_no_utf8_beside_turns(tmp_path: Path) -> None:
+    texts = pa.array([json.dumps(OPENAI[1:]).encode(), b'["\xff"]'], pa.binary()).view(pa.string())
+    table = pa.table({"messages": texts})
+    said, skipped = read(write_arrow(tmp_path / "a.arrow", table))
+    assert len(said) == 1 and skipped == {"row 1": "text is not UTF-8"}
+
+
+def test_named_columns() -> None:
+    form = pa.schema(
+        [
+            ("dialog", pa.list_(TURN)),
+            ("caption", pa.string()),
+            ("image", pa.struct([("bytes", pa.binary())])),
+            ("number", pa.int64()),
+            ("messages", pa.string()),
+        ]
+    )
+    assert find_columns(form, "x", "dialog").record == {"conversations": "dialog"}
+    assert find_columns(form, "x", "caption")[:2] == ({"image": "image"}, ("caption",))
+    assert find_columns(form, "x", "messages")[:2] == ({"image": "image"}, ("messages",))
+    for name in ("number", "image"):
+        with pytest.raises(
+            DataError, match=f"`{name}`, which data.sources.. text names|holds neither"
+        ):
+            find_columns(form, "x", name)
