@@ -131,11 +131,11 @@ def _decoded(
             f"decoded to {pixels.shape[1]}x{pixels.shape[0]} pixels, not"
             f" {expected[1]}x{expected[0]}"
         )
-    return _upright(pixels, header.orientation)
+    return upright(pixels, header.orientation)
 
 
-def _upright(pixels: Bytes, orientation: int) -> Bytes:
-    """[H, W, C] of an image that is stored turned or mirrored (EXIF 2.3, tag 0x0112)."""
+def upright(pixels: Bytes, orientation: int) -> Bytes:
+    """[H, W, C] of an image or frame that is stored turned or mirrored (EXIF 2.3, tag 0x0112)."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
