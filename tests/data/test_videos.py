@@ -143,7 +143,7 @@ def test_turns_of_every_form(form: str, degrees: int) -> None:
 @pytest.mark.parametrize("degrees", [30, 45, 88, 272])
 def test_other_turns_are_named(degrees: int) -> None:
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    with pytest.raises(ValueError, match="a video turned by -?[0-9]+ degrees"):
+    with pytest.raises(ValueError, match=r"a video turned by -?[0-9]+ degrees"):
         header_of(turned(film(4), cos, sin, -sin, cos))
 
 

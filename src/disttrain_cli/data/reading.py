@@ -100,12 +100,8 @@ class ShardReader:
         if self._index.numbers is None:
             return []
         first, last = self._index.segment_start[sample : sample + 2].tolist()
-        files = first + np.flatnonzero(self._index.files[first:last])
-        kinds, numbers = self._index.kinds[files].tolist(), self._index.numbers[files].tolist()
-        return [
-            (kind, tuple(one if any(one[2:]) else one[:2]))
-            for kind, one in zip(kinds, numbers, strict=True)
-        ]
+        files = (first + np.flatnonzero(self._index.files[first:last])).tolist()
+        return [(int(self._index.kinds[at]), self._index.numbers_of(at)) for at in files]
 
     def _texts_of(self, sample: int) -> list[int]:
         """Text segments of a sample that its shard has."""

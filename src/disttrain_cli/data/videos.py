@@ -154,8 +154,8 @@ def _orientation(frame: Any) -> int:
         turn = math.degrees(math.atan2(b, a))
         raise ValueError(f"a video turned by {turn:.0f} degrees; read are turns by quarters")
     if straight >= crossed:
-        return {(False, False): 1, (True, False): 2, (True, True): 3, (False, True): 4}[a < 0, d < 0]
-    return {(False, False): 5, (False, True): 6, (True, True): 7, (True, False): 8}[b < 0, c < 0]
+        return {(0, 0): 1, (1, 0): 2, (1, 1): 3, (0, 1): 4}[a < 0, d < 0]
+    return {(0, 0): 5, (0, 1): 6, (1, 1): 7, (1, 0): 8}[b < 0, c < 0]
 
 
 def _stream(container: Any) -> Any:

@@ -220,7 +220,7 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
             continue
         image += part.part == 0
         size, numbers = measured(part.value)
-        segments.append(file_segment(IMAGE, Location(image, size), numbers, part.part))
+        segments.append(file_segment(IMAGE, Location(image, size), numbers, part))
     return segments
 
 

@@ -128,7 +128,7 @@ def _said(chat: ChatForm | None, key: str, row: int, cells: tuple[Any, Any]) -> 
             segments.append(text_segment(part, Location(row, 0)))
         else:
             place = Location(row, int(part.value))
-            segments.append(file_segment(IMAGE, place, numbers_of(part.value), part.part))
+            segments.append(file_segment(IMAGE, place, numbers_of(part.value), part))
     return Sample(key, segments, unread_keys({**record, **named}, chat))
 
 
