@@ -131,12 +131,18 @@ def _header(read: Read) -> tuple[ImageHeader, IsWhole]:
             raise ValueError(f"{what}not a JPEG, PNG or WebP image")
     except struct.error:
         raise ValueError("image header cut short") from None
-    if header.width_px < 1 or header.height_px < 1:
-        raise ValueError(f"image of {header.width_px}x{header.height_px} pixels")
-    if header.width_px * header.height_px > MAX_PIXELS:
-        size = f"{header.width_px}x{header.height_px}"
-        raise ValueError(f"oversized image: {size} pixels, at most {MAX_PIXELS} are read")
     return header, is_whole
+
+
+def _stored(
+    format_: Literal["jpeg", "png", "webp"], width: int, height: int, progressive: bool = False
+) -> ImageHeader:
+    """Return the header of an image that is stored so; ValueError where none can be."""
+    if width < 1 or height < 1:
+        raise ValueError(f"image of {width}x{height} pixels")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"oversized image: {width}x{height} pixels, at most {MAX_PIXELS} are read")
+    return ImageHeader(format_, width, height, progressive)
 
 
 def _upright(header: ImageHeader, exif: bytes, xmp: bytes) -> ImageHeader:
@@ -230,7 +236,7 @@ def _jpeg(read: Read) -> tuple[ImageHeader, IsWhole]:
                 xmp = data
         elif code in FRAMES and stored is None:
             height, width = struct.unpack(">HH", read(scan + 5, 4))
-            stored = ImageHeader("jpeg", width, height, code in (0xC2, 0xC6, 0xCA, 0xCE))
+            stored = _stored("jpeg", width, height, code in (0xC2, 0xC6, 0xCA, 0xCE))
     if stored is None:
         raise ValueError("JPEG without a frame header")
     return _upright(stored, exif, xmp), partial(_jpeg_ends, read, scan)
@@ -252,7 +258,7 @@ def _jpeg_ends(read: Read, scan: int, size: int) -> bool:
 def _png(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
     """Of the chunks up to the last one (PNG specification, section 5); a decoder may set aside
     whatever length a damaged one claims."""
-    stored = ImageHeader("png", *struct.unpack(">II", head[16:24]))
+    stored = _stored("png", *struct.unpack(">II", head[16:24]))
     exif, xmp, at, end = b"", b"", 8, None
     while end is None and len(chunk := read(at, 8)) == 8:
         length, kind = struct.unpack(">I4s", chunk)
@@ -309,14 +315,14 @@ def _webp(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
     kind = head[12:16]
     if kind == b"VP8X":
         width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
-        stored = ImageHeader("webp", width, height)
+        stored = _stored("webp", width, height)
         return _upright(stored, *_webp_metadata(read, head[20:21], end)), is_whole
     if kind == b"VP8L":
         (bits,) = struct.unpack("<I", head[21:25])
-        return ImageHeader("webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1), is_whole
+        return _stored("webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1), is_whole
     if kind == b"VP8 ":
         width, height = struct.unpack("<HH", head[26:30])
-        return ImageHeader("webp", width & 0x3FFF, height & 0x3FFF), is_whole
+        return _stored("webp", width & 0x3FFF, height & 0x3FFF), is_whole
     raise ValueError("unknown kind of WebP")
 
 

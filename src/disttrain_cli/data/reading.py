@@ -40,17 +40,27 @@ class ShardReader:
         Raises:
             DataError: the shard is gone, cut, or not the one that was indexed.
         """
-        texts = self._texts_of(sample)
-        record = self._location(texts[0]) if texts else NO_RECORD
         try:
-            shard = self._shard(sample)
-            media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
-            media = "video" if self._index.frames[segment] else media
-            return shard.file(media, self._location(segment), record)
+            return self._shard(sample).file(*self._place(sample, segment))
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
         except OSError as error:
             raise self._unreadable(sample, error) from None
+
+    def file_name(self, sample: int, segment: int) -> str:
+        """Name of that file for messages, "" where its shard does not say."""
+        try:
+            return printable(self._shard(sample).file_name(*self._place(sample, segment)))
+        except (ValueError, LookupError, OSError, DataError):
+            return ""
+
+    def _place(self, sample: int, segment: int) -> tuple[str, Location, Location]:
+        """(type of a segment's file, its location, location of the sample's first text)."""
+        texts = self._texts_of(sample)
+        record = self._location(texts[0]) if texts else NO_RECORD
+        media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
+        media = "video" if self._index.frames[segment] else media
+        return media, self._location(segment), record
 
     def texts(self, sample: int) -> list[list[int]]:
         """Token ids of every text segment of a sample, those around the parts of files with them.

@@ -3,14 +3,12 @@ conversations."""
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -26,7 +24,7 @@ from disttrain_cli.spec.image_processor import ImageProcessor, PixelBudget
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.tiling import NearestRatio
 from tests.data.dataset import PROPERTY, make_run, write_tar
-from tests.data.sources.forms import write_arrow, write_parquet
+from tests.data.sources.talks import FORMS, write
 
 BUDGET = ImageProcessor(resize="budget", min_pixels=1024, max_pixels=4096)
 #: Of a token 16 x 16 pixels; an image has at most 16 tokens, of the processor 4 at least.
@@ -46,7 +44,6 @@ def png() -> bytes:
 
 
 PNG = png()
-URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 #: Height and width of an image of 40 x 48 pixels by what its part states.
 SIZES: list[tuple[dict[str, Any], tuple[int, int]]] = [
     ({}, (32, 48)),
@@ -82,53 +79,6 @@ BAD = {
 }
 
 
-def talk(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"role": "user", "content": [*parts, {"type": "text", "text": "Q"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "A"}]},
-    ]
-
-
-def write(folder: Path, form: str, of_talks: list[list[dict[str, Any]]]) -> None:
-    """Conversations about one image, with parts that state this of it."""
-    folder.mkdir()
-    names = {"uri": URI, "tables": None, "record": None, "beside": None}
-    name = names.get(form.split()[0], "p.png")
-    part: dict[str, Any] = {"type": "image"} if name is None else {"type": "image", "image": name}
-    if form == "image_url":
-        part = {"type": "image_url", "image_url": {"url": "p.png"}}
-    talks = [talk(*({**part, **one} for one in keys)) for keys in of_talks]
-    if form == "inside image_url":
-        talks = [
-            talk(*({"type": "image_url", "image_url": {"url": "p.png", **one}} for one in keys))
-            for keys in of_talks
-        ]
-    (folder / "p.png").write_bytes(PNG)
-    records = [{"messages": one} for one in talks]
-    images = [[PNG] * len(keys) for keys in of_talks]
-    if form == "record images":
-        for record, of in zip(records, images, strict=True):
-            record["images"] = ["p.png"] * len(of)
-    if form in ("tar", "beside"):
-        files = [(f"{at}.json", json.dumps(one).encode()) for at, one in enumerate(records)]
-        beside = [(f"{at}.png", PNG) for at in range(len(records))]
-        write_tar(folder / "0.tar", files + (beside if form == "beside" else [("p.png", PNG)]))
-    elif form.startswith("tables"):
-        table = pa.table({"messages": talks, "images": pa.array(images, pa.list_(pa.binary()))})
-        writer = write_parquet if form == "tables parquet" else write_arrow
-        writer(folder / f"0.{form.split()[1]}", table)
-    elif form == "list":
-        (folder / "a.json").write_text(json.dumps(records))
-    else:
-        (folder / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-
-
-FORMS = [
-    *("lines", "list", "image_url", "inside image_url", "uri", "record images"),
-    *("tar", "beside", "tables parquet", "tables arrow"),
-]
-
-
 def indexed(folder: Path, head: ImageInput = HEAD, **data: Any) -> tuple[Index, ShardReader]:
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, heads=[head])
     run = make_run(folder, [{"path": "data"}], max_bad_fraction=1.0, **data)
@@ -140,7 +90,7 @@ def indexed(folder: Path, head: ImageInput = HEAD, **data: Any) -> tuple[Index, 
 def test_images_have_the_size_that_their_part_states(tmp_path: Path, form: str) -> None:
     """Two images of each conversation: the order of the statements is that of the images."""
     many = [[{}, keys] for keys, _ in SIZES] if form != "beside" else [[keys] for keys, _ in SIZES]
-    write(tmp_path / "data", form, many)
+    write(tmp_path / "data", form, many, PNG)
     index, reader = indexed(tmp_path)
     assert not index.skipped
     for row, (_, size) in enumerate(SIZES):
@@ -162,7 +112,7 @@ def test_images_have_the_size_that_their_part_states(tmp_path: Path, form: str) 
 
 @pytest.mark.parametrize("form", ["lines", "tar", "inside image_url"])
 def test_what_is_no_size_is_skipped_by_name(tmp_path: Path, form: str) -> None:
-    write(tmp_path / "data", form, [*([one] for one in BAD.values()), [{}]])
+    write(tmp_path / "data", form, [*([one] for one in BAD.values()), [{}]], PNG)
     index, _ = indexed(tmp_path)
     assert len(index) == 1
     for skipped, reason in zip(index.skipped, BAD, strict=True):
@@ -171,7 +121,7 @@ def test_what_is_no_size_is_skipped_by_name(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("rule", OTHERS)
 def test_models_without_a_budget_refuse_one_by_name(tmp_path: Path, rule: str) -> None:
-    write(tmp_path / "data", "lines", [[{"max_pixels": 512}], [{}]])
+    write(tmp_path / "data", "lines", [[{"max_pixels": 512}], [{}]], PNG)
     index, _ = indexed(tmp_path, HEAD.model_copy(update={"processor": OTHERS[rule]}))
     (skipped,) = index.skipped
     assert skipped.reason == (
@@ -181,7 +131,7 @@ def test_models_without_a_budget_refuse_one_by_name(tmp_path: Path, rule: str) -
 
 
 def test_towers_without_a_published_processor_have_one_too(tmp_path: Path) -> None:
-    write(tmp_path / "data", "lines", [[keys] for keys, _ in SIZES[1:]])
+    write(tmp_path / "data", "lines", [[keys] for keys, _ in SIZES[1:]], PNG)
     index, _ = indexed(tmp_path, HEAD.model_copy(update={"processor": None}))
     assert not index.skipped
     got = (index.grids[index.kinds > 0] * 8).tolist()
@@ -207,7 +157,7 @@ def test_segments_of_tars_state_them_too(tmp_path: Path) -> None:
 
 def test_equal_conversations_about_an_image_of_two_sizes_are_no_duplicates(tmp_path: Path) -> None:
     many: list[list[dict[str, Any]]] = [[{}], [{"max_pixels": 256}], [{"max_pixels": 300}], [{}]]
-    write(tmp_path / "data", "lines", many)
+    write(tmp_path / "data", "lines", many, PNG)
     index, _ = indexed(tmp_path, deduplicate=True)
     assert index.repeated is not None
     assert index.repeated.tolist() == [False, False, True, True]

@@ -85,7 +85,7 @@ class LlavaShard:
         self._file, self._folder, self._chat = open_file(shard.path), shard.images, chat
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
-        name = file_names(self._record(record))[location.offset]
+        name = self._name(location, record)
         file = open_image(self._folder, name)
         if file.size != location.size:
             raise ValueError(
@@ -95,6 +95,12 @@ class LlavaShard:
         if len(data) < location.size:
             raise ValueError(f"{shown_name(name)} is cut")
         return data
+
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        return shown_name(self._name(location, record))
+
+    def _name(self, location: Location, record: Location) -> str:
+        return file_names(self._record(record))[location.offset]
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         return texts_of(self._record(record), self._chat, files)

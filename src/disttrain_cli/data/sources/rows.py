@@ -70,6 +70,11 @@ def file_at(column: pa.Array, location: Location) -> bytes:
     return bytes(data)
 
 
+def file_name(columns: Columns, media: str, location: Location) -> str:
+    """Name of the file at a location of a table, for messages."""
+    return f"{columns.files.get(media, media)}[{location.size}]"
+
+
 def texts_at(
     columns: Columns,
     cells: list[pa.Array],
@@ -117,7 +122,10 @@ def _said(chat: ChatForm | None, key: str, row: int, cells: tuple[Any, Any]) -> 
         if name not in files[media]:
             raise missing_file(name, f"is in no column: {media}s are binary or {{bytes, path}}")
         file = files[media][name]
-        return MEDIA[media].read_sizes(partial(_part, file), len(file))
+        try:
+            return MEDIA[media].read_sizes(partial(_part, file), len(file))
+        except ValueError as error:
+            raise ValueError(f"{media} {name}: {error}") from None
 
     named = {"images": [*files["image"]] or None, "videos": [*files["video"]] or None}
     segments = list[Segment]()

@@ -224,6 +224,9 @@ class OpenShard(Protocol):
     def file(self, media: str, location: Location, record: Location) -> bytes:
         """The file at `location`, of a type (`data.modalities.Media`)."""
 
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        """Name of that file, for messages."""
+
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         """All texts of a sample, in order; of a chat template their tokens, those around the parts
         of its `files` with them, of which the numbers are given."""

@@ -80,6 +80,13 @@ class TarShard:
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return self._read(location)
 
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        header = self._file.read(location.offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
+        try:
+            return tarfile.TarInfo.frombuf(header, "utf-8", "replace").name
+        except tarfile.TarError as error:
+            raise ValueError(f"no member there: {error}") from None
+
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         data = self._read(record)
         with contextlib.suppress(ValueError, RecursionError):
@@ -256,12 +263,14 @@ def _segments(
         unread = _unread_of_json(value)
     if isinstance(parts, str):
         if not media:
+            others = [f"; {one.content}" for one in group.values() if isinstance(one.content, str)]
             raise ValueError(
                 "a caption without its "
                 + " or ".join(
                     f"{one.what} (KEY.{', .'.join(one.suffixes[:-1])} or .{one.suffixes[-1]})"
                     for one in MEDIA.values()
                 )
+                + "".join(others)
             )
         first = dict(reversed(media))
         segments = [
