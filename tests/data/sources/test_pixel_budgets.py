@@ -138,6 +138,23 @@ def test_towers_without_a_published_processor_have_one_too(tmp_path: Path) -> No
     assert got == [list(size) for _, size in SIZES[1:]][:7] + [[32, 48]] * 2
 
 
+@pytest.mark.parametrize("size", [(1, 201), (700, 3), (1, 200)])
+def test_sides_too_unlike_are_refused_where_the_processor_refuses(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", size).save(file, "PNG")
+    write(tmp_path / "data", "lines", [[{}]], file.getvalue())
+    write_tar(tmp_path / "data2" / "0.tar", [("b.png", PNG), ("b.txt", b"words")])
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, heads=[HEAD])
+    sources = [{"path": "data"}, {"path": "data2"}]
+    skipped = build_index(make_run(tmp_path, sources, max_bad_fraction=1.0), inputs).skipped
+    expected = (
+        f"an image of {size[0]} × {size[1]} pixels: one side is more than 200 times the other"
+    )
+    assert [one.reason for one in skipped] == [expected] * (max(size) > 200)
+
+
 def test_segments_of_tars_state_them_too(tmp_path: Path) -> None:
     segments = [
         {"type": "image", "file": "p.png", "max_pixels": 256},
