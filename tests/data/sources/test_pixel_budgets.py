@@ -102,6 +102,7 @@ def test_images_have_the_size_that_their_part_states(tmp_path: Path, form: str) 
         assert [(index.grids[at] * 8).tolist() for at in images[:-1]] == [[32, 48]] * (
             len(images) - 1
         )
+        assert (HEAD.grids([index.numbers_of(images[-1])])[0] * 8).tolist() == list(size)
         out = np.zeros((3, *size), np.uint8)
         grid = tuple(index.grids[images[-1]].tolist())
         Images().decode(reader.file(row, images[-1]), HEAD, grid, out)
