@@ -24,7 +24,7 @@ from disttrain_cli.spec.image_processor import ImageProcessor, PixelBudget
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.tiling import NearestRatio
 from tests.data.dataset import PROPERTY, make_run, write_tar
-from tests.data.sources.talks import FORMS, write
+from tests.data.sources.talks import FORMS, talk, write
 
 BUDGET = ImageProcessor(resize="budget", min_pixels=1024, max_pixels=4096)
 #: Of a token 16 x 16 pixels; an image has at most 16 tokens, of the processor 4 at least.
@@ -120,6 +120,29 @@ def test_what_is_no_size_is_skipped_by_name(tmp_path: Path, form: str) -> None:
         assert reason in skipped.reason
 
 
+def test_statements_go_with_the_mark_of_their_part(tmp_path: Path) -> None:
+    """Among marks in texts, and parts that have the index of their image."""
+    small, tall = {"max_pixels": 256}, {"resized_height": 64, "resized_width": 16}
+    marked = [{"type": "text", "text": "<image> and <image>"}, {"type": "image", **small}]
+    indexed_ = [{"type": "image", "index": 1, **tall}, {"type": "image", "index": 0}]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "p.png").write_bytes(PNG)
+    records = [
+        {"images": ["p.png"] * 3, "messages": talk(*marked)},
+        {"images": ["p.png"] * 2, "messages": talk(*indexed_)},
+    ]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    index, _ = indexed(tmp_path)
+    assert index.tokens[index.kinds > 0].tolist() == [6, 6, 1, 4, 6]
+
+
+def test_stated_sizes_are_not_left_unread(tmp_path: Path) -> None:
+    write(tmp_path / "data", "lines", [[{**SIZES[1][0], "other": 3}]], PNG)
+    index, _ = indexed(tmp_path)
+    assert index.unread_keys == [{"part key `other`": 1}]
+
+
 @pytest.mark.parametrize("rule", OTHERS)
 def test_models_without_a_budget_refuse_one_by_name(tmp_path: Path, rule: str) -> None:
     write(tmp_path / "data", "lines", [[{"max_pixels": 512}], [{}]], PNG)
@@ -162,15 +185,20 @@ def test_segments_of_tars_state_them_too(tmp_path: Path) -> None:
         {"type": "text", "value": "A"},
     ]
     drawn = [{**segments[0], "generate": True}, segments[1]]
-    files = [("a.json", {"segments": segments}), ("b.json", {"segments": drawn})]
+    filmed = [{**segments[0], "type": "video"}, segments[1]]
+    files = [
+        (f"{key}.json", {"segments": one})
+        for key, one in (("a", segments), ("b", drawn), ("c", filmed))
+    ]
     members = [(name, json.dumps(value).encode()) for name, value in files]
     write_tar(tmp_path / "data" / "0.tar", [*members, ("p.png", PNG)])
     target = TargetInput(module="g", size_px=16, context_tokens=4, latent_pixels=4)
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, heads=[HEAD, target])
     index = build_index(make_run(tmp_path, [{"path": "data"}], max_bad_fraction=1.0), inputs)
     assert [index.keys[0], index.tokens[0]] == ["a", 1]
-    (skipped,) = index.skipped
-    assert "images to generate have no pixel budget of their own" in skipped.reason
+    assert [one.key for one in index.skipped] == ["b", "c"]
+    assert "images to generate have no pixel budget of their own" in index.skipped[0].reason
+    assert index.skipped[1].reason == "segments[0] has a pixel budget, which images alone have"
 
 
 def test_equal_conversations_about_an_image_of_two_sizes_are_no_duplicates(tmp_path: Path) -> None:
