@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -31,13 +32,16 @@ def film(
     codec: str = "libx264",
     form: str = "mp4",
     every: int = 12,
+    degrees: int = 0,
 ) -> bytes:
-    """A video file with a keyframe at least every so many frames."""
+    """A video file with a keyframe at least every so many frames, to be turned counterclockwise."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=form) as container:
         stream = container.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.codec_context.gop_size = every
+        if degrees:
+            stream.set_display_rotation(degrees)
         for picture in pictures(frames, width, height):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
@@ -61,6 +65,26 @@ def trimmed(data: bytes, frames: int) -> bytes:
             packet.pts, packet.dts, packet.stream = packet.pts - cut, packet.dts - cut, stream
             made.mux(packet)
     return buffer.getvalue()
+
+
+#: Of the display matrix a, b, c and d by how frames are stored, in EXIF's numbers.
+MATRICES = {
+    1: (1, 0, 0, 1),
+    2: (-1, 0, 0, 1),
+    3: (-1, 0, 0, -1),
+    4: (1, 0, 0, -1),
+    5: (0, 1, 1, 0),
+    6: (0, 1, -1, 0),
+    7: (0, -1, -1, 0),
+    8: (0, -1, 1, 0),
+}
+
+
+def turned(data: bytes, a: float, b: float, c: float, d: float) -> bytes:
+    """An MP4 or QuickTime file with another display matrix (ISO 14496-12, 8.3.2)."""
+    place = data.index(b"tkhd") + 44
+    numbers = [round(65536 * one) for one in (a, b, 0, c, d, 0, 0, 0)]
+    return data[:place] + struct.pack(">9i", *numbers, 1 << 30) + data[place + 36 :]
 
 
 def sound_only() -> bytes:

@@ -13,7 +13,7 @@ import torch
 
 from disttrain_cli.data.checking import find_broken
 from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.films import resized
+from disttrain_cli.data.films import decode_patches, film_of, resized
 from disttrain_cli.data.index import build_index, read_index
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
@@ -31,7 +31,7 @@ from disttrain_cli.runtime.outputs.trained import Trained
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import make_layout, unit, write_tar
-from tests.data.films import all_frames, film, sound_only
+from tests.data.films import MATRICES, all_frames, film, sound_only, turned
 from tests.video_models import RULES, VIDEO, Film, Talk, write_folder
 from tests.whole_models import run_of
 
@@ -127,6 +127,35 @@ def test_a_template_that_writes_images_before_videos_is_not_taken_for_another(
     tokenizer.chat.written([Turn("user", [f"{MARK}{FILM}What?"], []), answer])
     with pytest.raises(ValueError, match="images and videos in another order"):
         tokenizer.chat.written([Turn("user", [f"{FILM}{MARK}What?"], []), answer])
+
+
+@pytest.mark.parametrize("orientation", [3, 5, 6])
+def test_turned_films_are_upright_in_index_and_items(tmp_path: Path, orientation: int) -> None:
+    write_folder(tmp_path / "given", "qwen2_5_vl")
+    run, data = video_run(tmp_path, "qwen2_5_vl"), turned(FILMS["b.mp4"], *MATRICES[orientation])
+    (tmp_path / "data" / "a.mp4").write_bytes(data)
+    index = build_index(run, describe(run))
+    head = index.inputs.image
+    assert head is not None and index.numbers is not None and index.part is not None
+    first, last = index.segment_start[:2].tolist()
+    items = [at for at in range(first, last) if index.kinds[at]]
+    width, height = (40, 72) if orientation == 3 else (72, 40)
+    assert index.numbers[items[0], :2].tolist() == [width, height]
+    rows, columns = index.grids[items[0]].tolist()
+    assert (rows > columns) == (height > width)
+    upright = {3: (2, False), 5: (0, True), 6: (-1, False)}
+    quarters, crossed = upright[orientation]
+    stored = [frame.transpose(1, 0, 2) if crossed else frame for frame in all_frames(data)]
+    assert head.video is not None
+    numbers = head.video.numbers(film_of(data))
+    size = rows * head.patch_px, columns * head.patch_px
+    outs = [(part, np.zeros((6, *size), np.uint8)) for part in range(len(items))]
+    decode_patches(data, head, len(items), outs)
+    for part, out in outs:
+        for place, number in enumerate(numbers[2 * part : 2 * part + 2]):
+            frame = np.ascontiguousarray(np.rot90(stored[number], quarters))
+            expected = resized(frame, *size, head.video.resample)
+            assert np.array_equal(out[3 * place : 3 * place + 3].transpose(1, 2, 0), expected)
 
 
 @pytest.mark.parametrize("family", RULES)

@@ -4,16 +4,22 @@ no whole video refused with its reason."""
 from __future__ import annotations
 
 import io
+import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from disttrain_cli.data import videos
-from disttrain_cli.data.videos import VideoHeader, decode_frames, read_video_header
-from tests.data.films import all_frames, film, sound_only, trimmed
+from disttrain_cli.data.videos import (
+    VideoHeader,
+    decode_frames,
+    read_video_header,
+    stored_header,
+)
+from tests.data.films import MATRICES, all_frames, av, film, sound_only, trimmed, turned
 
 FORMS = {
     "h264": ("libx264", "mp4"),
@@ -79,6 +85,66 @@ def test_a_trimmed_film_has_the_frames_that_are_shown() -> None:
     assert header_of(data).frames == len(expected) == 33
     for number, pixels in decode_frames(data, [0, 5, 32]):
         assert (pixels == expected[number]).all()
+
+
+#: What makes frames [H, W, C] upright that are stored so.
+UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda pixels: pixels,
+    2: np.fliplr,
+    3: lambda pixels: np.rot90(pixels, 2),
+    4: np.flipud,
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: np.rot90(pixels.transpose(1, 0, 2), 2),
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("scale", [1, 2, 0.9999])
+@pytest.mark.parametrize("orientation", MATRICES)
+@pytest.mark.parametrize("form", ["mp4", "mov"])
+def test_frames_are_upright_as_the_display_matrix_says(
+    form: str, orientation: int, scale: float
+) -> None:
+    plain = film(12, codec="mpeg4", form=form)
+    data = turned(plain, *(scale * number for number in MATRICES[orientation]))
+    expected = [UPRIGHT[orientation](pixels) for pixels in all_frames(plain)]
+    height, width = expected[0].shape[:2]
+    assert (height, width) == ((64, 48) if orientation >= 5 else (48, 64))
+    assert header_of(data) == (width, height, 12, 30.0)
+    assert stored_header(data) == (64, 48, 12, 30.0)
+    for number, pixels in decode_frames(data, [0, 5, 11]):
+        assert np.array_equal(pixels, expected[number])
+
+
+def test_turns_are_those_that_ffmpeg_finds() -> None:
+    for orientation, quarters in {3: 2, 6: -1, 8: 1}.items():
+        data = turned(film(4), *MATRICES[orientation])
+        with av.open(io.BytesIO(data)) as container:
+            frame = next(container.decode(video=0))
+        assert frame.rotation % 360 == 90 * quarters % 360
+        assert np.array_equal(
+            next(pixels for _, pixels in decode_frames(data, [0])),
+            np.rot90(frame.to_ndarray(format="rgb24"), quarters),
+        )
+
+
+@pytest.mark.skipif(not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV before 18")
+@pytest.mark.parametrize("form", ["mp4", "mov", "matroska"])
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_turns_of_every_form(form: str, degrees: int) -> None:
+    plain, data = (film(4, codec="mpeg4", form=form, degrees=turn) for turn in (0, degrees))
+    expected = [np.rot90(pixels, degrees // 90) for pixels in all_frames(plain)]
+    assert header_of(data)[:2] == expected[0].shape[1::-1]
+    for number, pixels in decode_frames(data, range(4)):
+        assert np.array_equal(pixels, expected[number])
+
+
+@pytest.mark.parametrize("degrees", [30, 45, 88, 272])
+def test_other_turns_are_named(degrees: int) -> None:
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    with pytest.raises(ValueError, match=r"a video turned by -?[0-9]+ degrees"):
+        header_of(turned(film(4), cos, sin, -sin, cos))
 
 
 def test_what_is_cut_off_or_no_video_is_named() -> None:

@@ -33,6 +33,10 @@ class Files(Protocol):
         """The bytes of a segment; ValueError where it is known that they cannot be decoded."""
         ...
 
+    def file_name(self, sample: int, segment: int) -> str:
+        """Name of that file for messages, "" where it is not known."""
+        ...
+
 
 class Broken(NamedTuple):
     """An image or clip that could not be decoded. Its whole sample is left out of the losses: no
@@ -58,9 +62,9 @@ def try_decoding(
     except ValueError as error:
         shard = shard_label(run, index.shards[int(index.shard[sample])])
         position = segment - int(index.segment_start[sample])
-        return [
-            Broken(segment, Skipped(shard, index.keys[sample], f"segments[{position}]: {error}"))
-        ]
+        name = files.file_name(sample, segment)
+        reason = f"segments[{position}]{f', {name}' if name else ''}: {error}"
+        return [Broken(segment, Skipped(shard, index.keys[sample], reason))]
     return []
 
 

@@ -6,8 +6,8 @@ over; PNG and WebP through OpenCV. Which it is, the content says. What is seen:
 - 8 bits of sRGB: deeper PNGs are rounded to 8 bits, CMYK converted without a profile, colour
   profiles ignored.
 - Transparent pixels over white, as on most pages. The first picture of an animation.
-- Upright: the EXIF orientation of a JPEG is applied, to the header's width and height too, from
-  which the index made the patches.
+- Upright: the orientation that a file's metadata state is applied, to the header's width and height
+  too, from which the index made the patches (`headers`).
 
 An image of a published model with a processor of its own is decoded at its full size and resized by
 that processor's rule (`processing`).
@@ -131,11 +131,11 @@ def _decoded(
             f"decoded to {pixels.shape[1]}x{pixels.shape[0]} pixels, not"
             f" {expected[1]}x{expected[0]}"
         )
-    return _upright(pixels, header.orientation)
+    return upright(pixels, header.orientation)
 
 
-def _upright(pixels: Bytes, orientation: int) -> Bytes:
-    """[H, W, C] of an image that is stored turned or mirrored (EXIF 2.3, tag 0x0112)."""
+def upright(pixels: Bytes, orientation: int) -> Bytes:
+    """[H, W, C] of an image or frame that is stored turned or mirrored (EXIF 2.3, tag 0x0112)."""
     if orientation == 1:
         return pixels
     if orientation >= 5:

@@ -38,7 +38,8 @@ def contents_of(sample: Sample, opened: OpenShard) -> list[int]:
         if file not in known:
             media = "video" if one.frames else MODALITIES[ITEMS[one.kind]].media.name
             known[file] = _hash(opened.file(media, one.location, record))
-        contents.append(known[file])
+        size = f"{one.numbers}" if one.width_px < 0 else ""  # of a pixel budget
+        contents.append(known[file] ^ _hash(size.encode()) if size else known[file])
     return contents
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.videos import decode_frames, video_header
+from disttrain_cli.data.videos import VideoHeader, decode_frames, stored_header, video_header
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.video_processor import NHZ, TEMPORAL, Film
 
@@ -22,7 +22,10 @@ Bytes = NDArray[np.uint8]
 
 def film_of(data: bytes) -> Film:
     """What a video file's header says."""
-    header = video_header(data)
+    return _film(video_header(data))
+
+
+def _film(header: VideoHeader) -> Film:
     return Film(*header[:3], round(header.fps * NHZ))
 
 
@@ -32,7 +35,7 @@ def decode_patches(
     """Some of the `parts` [2 · C, H, W] of a video by their numbers, into `outs`, once nothing can
     fail any more."""
     assert image.video is not None
-    numbers = image.video.numbers(film_of(data))
+    numbers = image.video.numbers(_film(stored_header(data)))
     if len(numbers) != parts * TEMPORAL:
         raise ValueError(f"{len(numbers)} frames are seen, not {parts * TEMPORAL}")
     wanted = {part: numbers[part * TEMPORAL : (part + 1) * TEMPORAL] for part, _ in outs}
@@ -50,7 +53,7 @@ def decode_patches(
 def check_patches(data: bytes, image: ImageInput) -> None:
     """Decode all frames that are seen, for the errors alone."""
     assert image.video is not None
-    numbers = image.video.numbers(film_of(data))
+    numbers = image.video.numbers(_film(stored_header(data)))
     for _ in decode_frames(data, sorted(set(numbers))):
         pass
 

@@ -1,44 +1,63 @@
-"""Image files (JPEG, PNG, WebP) without decoding a pixel: sizes from header bytes, and whether the
-end is there."""
+"""Image files (JPEG, PNG, WebP) without decoding a pixel: sizes from header bytes, how they are
+turned, and whether the end is there.
+
+Pictures are upright as `PIL.ImageOps.exif_transpose` makes them, which transformers and datasets
+read images by: the orientation is that of the EXIF metadata, else of the XMP metadata.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple
 
 #: Larger images are refused before anything is decoded (a few bytes can claim gigabytes of pixels).
 MAX_PIXELS = 100_000_000
+MAX_METADATA_BYTES = 16 * 2**20  # of EXIF or XMP
+MAX_UNPACKED_BYTES = 2**20  # of compressed metadata, as PIL
 
 ORIENTATION, SHORT = 0x0112, 3  # a tag of EXIF, and the type of its value
-MOST_TAGS = 256  # of EXIF that are looked at
+EXIF_MARK = b"Exif\0\0"  # stands before EXIF in a JPEG, sometimes elsewhere
+XMP_MARK = b"http://ns.adobe.com/xap/1.0/\0"  # before XMP in a JPEG
+XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+RAW_EXIF, XMP_TEXT = b"Raw profile type exif", b"XML:com.adobe.xmp"  # texts of a PNG
 
 MARKER = struct.Struct(">BBH")  # 0xFF, code and length of a segment of a JPEG
 FRAME = struct.Struct(">BBHxHH")  # of a frame header also height and width
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # codes of frame headers
-EXIF, SCAN = 0xE1, 0xDA
+APP1, SCAN = 0xE1, 0xDA
 ALONE = frozenset((0xD9, 0xFF))  # codes of markers that end a JPEG, and fill
 WALKED_BYTES = 4096  # of a JPEG in which all segments up to the first scan mostly lie
 END = b"\xff\xd9"  # of a JPEG
 TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
 PIECE_BYTES = 2**20  # read at once, where it does not
 
+WEBP_EXIF, WEBP_XMP = 0x08, 0x04  # flags of VP8X
+
 #: How what is often found in place of an image begins.
 OTHERS = {
     rb"\Z": "an empty file",
+    rb"version https://git-lfs": "a Git LFS pointer (git lfs pull brings the file)",
     rb"\s*<": "a web page or SVG",
     rb"GIF8": "a GIF",
     rb"BM": "a BMP",
     rb"II\*\0|MM\0\*": "a TIFF",
     rb"....ftypavi[fs]": "an AVIF",
     rb"....ftyp(hei|hev|mif1|msf1)": "a HEIC",
+    rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51": "a JPEG 2000",
+    rb"\0\0\0\x0cJXL |\xff\x0a": "a JPEG XL",
+    rb"\0\0\x01\0": "an icon (ICO)",
+    rb"%PDF": "a PDF",
 }
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
-#: (code, place) of segments of a JPEG.
-Segments = Iterator[tuple[int, int]]
+#: True if a file of so many bytes ends as its format says.
+IsWhole = Callable[[int], bool]
 
 
 class ImageHeader(NamedTuple):
@@ -48,7 +67,7 @@ class ImageHeader(NamedTuple):
     width_px: int
     height_px: int
     progressive: bool = False
-    orientation: int = 1  # how a JPEG is stored (EXIF 2.3, tag 0x0112), 1 to 8; 1 = upright
+    orientation: int = 1  # how it is stored (EXIF 2.3, tag 0x0112), 1 to 8; 1 = upright
 
     @property
     def stored_px(self) -> tuple[int, int]:
@@ -60,7 +79,7 @@ class ImageHeader(NamedTuple):
 def read_header(read: Read) -> ImageHeader:
     """Format and size of an image file; ValueError with the reason where it is none or too
     large."""
-    return _header(read, _jpeg_segments(read))
+    return _header(read)[0]
 
 
 def read_whole(read: Read, size: int) -> ImageHeader:
@@ -69,9 +88,8 @@ def read_whole(read: Read, size: int) -> ImageHeader:
 
     Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures.
     """
-    segments = _jpeg_segments(read)  # walked once
-    header = _header(read, segments)
-    if not _is_whole(read, size, header.format, segments):
+    header, is_whole = _header(read)
+    if not is_whole(size):
         raise ValueError(f"truncated {header.format} file")
     return header
 
@@ -85,7 +103,7 @@ def usual_jpeg(head: bytes, read: Read, size: int) -> tuple[int, int] | None:
     at, sides, last = 2, (0, 0), len(head) - FRAME.size
     while at <= last:
         marker, code, length, height, width = FRAME.unpack_from(head, at)
-        if marker != 0xFF or code == EXIF or code in ALONE:
+        if marker != 0xFF or code == APP1 or code in ALONE:
             return None
         if code == SCAN:
             ends = at <= size - len(END) and read(size - len(END), len(END)) == END
@@ -96,15 +114,15 @@ def usual_jpeg(head: bytes, read: Read, size: int) -> tuple[int, int] | None:
     return None
 
 
-def _header(read: Read, segments: Segments) -> ImageHeader:
+def _header(read: Read) -> tuple[ImageHeader, IsWhole]:
     head = read(0, 32)
     try:
         if head.startswith(b"\xff\xd8"):
-            header = _jpeg(read, segments)
+            header, is_whole = _jpeg(read)
         elif head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR":
-            header = ImageHeader("png", *struct.unpack(">II", head[16:24]))
+            header, is_whole = _png(read, head)
         elif head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-            header = _webp(head)
+            header, is_whole = _webp(read, head)
         else:
             what = next(
                 (f"{name}, " for magic, name in OTHERS.items() if re.match(magic, head, re.DOTALL)),
@@ -113,27 +131,81 @@ def _header(read: Read, segments: Segments) -> ImageHeader:
             raise ValueError(f"{what}not a JPEG, PNG or WebP image")
     except struct.error:
         raise ValueError("image header cut short") from None
-    if header.width_px < 1 or header.height_px < 1:
-        raise ValueError(f"image of {header.width_px}x{header.height_px} pixels")
-    if header.width_px * header.height_px > MAX_PIXELS:
-        size = f"{header.width_px}x{header.height_px}"
-        raise ValueError(f"oversized image: {size} pixels, at most {MAX_PIXELS} are read")
-    return header
+    return header, is_whole
 
 
-def _is_whole(read: Read, size: int, format_: str, segments: Segments) -> bool:
+def _stored(
+    format_: Literal["jpeg", "png", "webp"], width: int, height: int, progressive: bool = False
+) -> ImageHeader:
+    """Return the header of an image that is stored so; ValueError where none can be."""
+    if width < 1 or height < 1:
+        raise ValueError(f"image of {width}x{height} pixels")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"oversized image: {width}x{height} pixels, at most {MAX_PIXELS} are read")
+    return ImageHeader(format_, width, height, progressive)
+
+
+def _upright(header: ImageHeader, exif: bytes, xmp: bytes) -> ImageHeader:
+    """Return the header of a file as it is stored with its orientation applied."""
+    orientation = _exif_orientation(exif) if exif else None
+    if orientation is None and (match := XMP_ORIENTATION.search(xmp)):
+        orientation = int(match[1])
+    if orientation is None or not 2 <= orientation <= 8:
+        return header
+    turned = header._replace(orientation=orientation)
+    height, width = turned.stored_px  # swapped, or as they are
+    return turned._replace(width_px=width, height_px=height)
+
+
+def _exif_orientation(exif: bytes) -> int | None:
+    """Return the value of the orientation tag, 0 where it is no number; None without one.
+
+    PIL decides what is not the usual form of a whole directory, which takes it ten times as long.
+    """
+    plain = exif.removeprefix(EXIF_MARK).removeprefix(EXIF_MARK)
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(plain[:4], "")
     try:
-        if format_ == "jpeg":
-            return _jpeg_ends(read, size, segments)
-        if format_ == "png":
-            return _png_ends(read, size)
+        (tags,) = struct.unpack_from(f"{order}I", plain, 4)
+        (count,) = struct.unpack_from(f"{order}H", plain, tags)
+        directory = plain[tags + 2 : tags + 2 + 12 * count]
+        if order and len(directory) == 12 * count:
+            for tag, kind, values, value in struct.iter_unpack(f"{order}HHIH2x", directory):
+                if tag == ORIENTATION:
+                    if (kind, values) == (SHORT, 1):
+                        return int(value)
+                    break
+            else:
+                return None
     except struct.error:
-        return False
-    return size >= 8 and size >= int.from_bytes(read(4, 4), "little") + 8
+        pass
+    return _exif_orientation_by_pil(exif)
 
 
-def _jpeg_segments(read: Read) -> Segments:
-    """(code, place) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises
+def _exif_orientation_by_pil(exif: bytes) -> int | None:
+    """Return the same as PIL finds it; None in what it does not read at all."""
+    from PIL import Image
+
+    given = Image.Exif()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            given.load(exif)
+            value = given.get(ORIENTATION)
+    except Exception:  # of PIL's parser: SyntaxError, struct.error and others
+        return None
+    if value is None:
+        return None
+    return next((number for number in range(2, 9) if value == number), 0)
+
+
+def _metadata(read: Read, at: int, length: int) -> bytes:
+    """Read EXIF, XMP or a text."""
+    if length > MAX_METADATA_BYTES:
+        raise ValueError(f"metadata of {length} bytes, at most {MAX_METADATA_BYTES} are read")
+    return read(at, length)
+
+
+def _jpeg_segments(read: Read) -> Iterator[tuple[int, int, int]]:
+    """(code, place, length) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises
     struct.error, ValueError.
     """
     head, at = read(0, WALKED_BYTES), 2
@@ -147,47 +219,32 @@ def _jpeg_segments(read: Read) -> Segments:
         if code == 0xFF:  # fill byte
             at += 1
             continue
-        yield code, at
-        if code in (0xD9, 0xDA):
+        yield code, at, length
+        if code in (0xD9, SCAN):
             return
         at += 2 + length
 
 
-def _jpeg(read: Read, segments: Segments) -> ImageHeader:
-    orientation = 1
-    for code, at in segments:
-        if code == EXIF and orientation == 1:
-            orientation = _orientation(read, at + 4)
-        if code in FRAMES:
-            height, width = struct.unpack(">HH", read(at + 5, 4))
-            width, height = (height, width) if orientation >= 5 else (width, height)
-            progressive = code in (0xC2, 0xC6, 0xCA, 0xCE)
-            return ImageHeader("jpeg", width, height, progressive, orientation)
-    raise ValueError("JPEG without a frame header")
+def _jpeg(read: Read) -> tuple[ImageHeader, IsWhole]:
+    exif, xmp, stored, scan = b"", b"", None, 0
+    for code, scan, length in _jpeg_segments(read):
+        if code == APP1:
+            data = _metadata(read, scan + 4, max(0, length - 2))
+            if data.startswith(EXIF_MARK):  # one may go on in the next segment
+                exif = exif + data.removeprefix(EXIF_MARK) if exif else data
+            elif data.startswith(XMP_MARK):
+                xmp = data
+        elif code in FRAMES and stored is None:
+            height, width = struct.unpack(">HH", read(scan + 5, 4))
+            stored = _stored("jpeg", width, height, code in (0xC2, 0xC6, 0xCA, 0xCE))
+    if stored is None:
+        raise ValueError("JPEG without a frame header")
+    return _upright(stored, exif, xmp), partial(_jpeg_ends, read, scan)
 
 
-def _orientation(read: Read, at: int) -> int:
-    """The orientation that EXIF in an APP1 segment at `at` gives; 1 where it gives none."""
-    head = read(at, 14)
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(head[6:10])
-    if order is None or not head.startswith(b"Exif\0\0"):
-        return 1
-    try:
-        tags = at + 6 + struct.unpack(f"{order}I", head[10:])[0]
-        (count,) = struct.unpack(f"{order}H", read(tags, 2))
-        for first in range(tags + 2, tags + 2 + 12 * min(count, MOST_TAGS), 12):
-            tag, kind, values, value = struct.unpack(f"{order}HHIH", read(first, 10))
-            if tag == ORIENTATION:
-                return value if (kind, values) == (SHORT, 1) and 1 <= value <= 8 else 1
-    except struct.error:  # as PIL, which then sees no orientation either
-        pass
-    return 1
-
-
-def _jpeg_ends(read: Read, size: int, segments: Segments) -> bool:
-    """Whether an end marker follows the first scan, which the segments that are left lead to:
-    looked for at the end of the file, then everywhere."""
-    *_, (_, scan) = segments
+def _jpeg_ends(read: Read, scan: int, size: int) -> bool:
+    """Whether an end marker follows the first scan: looked for at the end of the file, then
+    everywhere."""
     if size - len(END) >= scan and read(size - len(END), len(END)) == END:
         return True
     end = max(scan, size - TAIL_BYTES)
@@ -198,28 +255,87 @@ def _jpeg_ends(read: Read, size: int, segments: Segments) -> bool:
     return any(END in read(first, last + 1 - first) for first, last in pieces)
 
 
-def _png_ends(read: Read, size: int) -> bool:
-    """Whether the chunks lead to the last one; a decoder may set aside whatever length a damaged
-    one claims."""
-    at = 8
-    while at + 12 <= size:
-        length, kind = struct.unpack(">I4s", read(at, 8))
-        if kind == b"IEND":
-            return True
+def _png(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
+    """Of the chunks up to the last one (PNG specification, section 5); a decoder may set aside
+    whatever length a damaged one claims."""
+    stored = _stored("png", *struct.unpack(">II", head[16:24]))
+    exif, xmp, at, end = b"", b"", 8, None
+    while end is None and len(chunk := read(at, 8)) == 8:
+        length, kind = struct.unpack(">I4s", chunk)
+        if kind == b"eXIf":
+            exif = _metadata(read, at + 8, length)
+        elif kind in (b"tEXt", b"zTXt", b"iTXt"):
+            keyword, text = _png_text(kind, _metadata(read, at + 8, length))
+            if keyword == RAW_EXIF:
+                exif = exif or _unhexed(text)
+            elif keyword == XMP_TEXT:
+                xmp = text
         at += 12 + length
-    return False
+        if kind == b"IEND":
+            end = at
+    return _upright(stored, exif, xmp), lambda size: end is not None and end <= size
 
 
-def _webp(head: bytes) -> ImageHeader:
-    """Sizes of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
-    chunk = head[12:16]
-    if chunk == b"VP8X":
+def _png_text(kind: bytes, chunk: bytes) -> tuple[bytes, bytes]:
+    """(keyword, content) of a text chunk (PNG specification, section 11.3.3); no content where it
+    is damaged."""
+    keyword, _, text = chunk.partition(b"\0")
+    packed = kind == b"zTXt"
+    if kind == b"iTXt":
+        packed, (*_, text) = text[:1] != b"\0", text[2:].split(b"\0", 2)
+    elif packed:
+        text = text[1:]
+    if packed and keyword in (RAW_EXIF, XMP_TEXT):
+        unpacker = zlib.decompressobj()
+        try:
+            text = unpacker.decompress(text, MAX_UNPACKED_BYTES)
+        except zlib.error:
+            return keyword, b""
+        if unpacker.unconsumed_tail:
+            raise ValueError(f"metadata of more than {MAX_UNPACKED_BYTES} bytes, unpacked")
+    return keyword, text
+
+
+def _unhexed(profile: bytes) -> bytes:
+    """EXIF as ImageMagick writes it into texts: behind a name and a length, in lines of hexadecimal
+    digits."""
+    try:
+        return bytes.fromhex(b"".join(profile.split(b"\n")[3:]).decode("ascii"))
+    except ValueError:
+        return b""
+
+
+def _webp(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
+    """Of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
+    end = int.from_bytes(head[4:8], "little") + 8
+
+    def is_whole(size: int) -> bool:
+        return size >= 8 and end <= size
+
+    kind = head[12:16]
+    if kind == b"VP8X":
         width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
-        return ImageHeader("webp", width, height)
-    if chunk == b"VP8L":
+        stored = _stored("webp", width, height)
+        return _upright(stored, *_webp_metadata(read, head[20:21], end)), is_whole
+    if kind == b"VP8L":
         (bits,) = struct.unpack("<I", head[21:25])
-        return ImageHeader("webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
-    if chunk == b"VP8 ":
+        return _stored("webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1), is_whole
+    if kind == b"VP8 ":
         width, height = struct.unpack("<HH", head[26:30])
-        return ImageHeader("webp", width & 0x3FFF, height & 0x3FFF)
+        return _stored("webp", width & 0x3FFF, height & 0x3FFF), is_whole
     raise ValueError("unknown kind of WebP")
+
+
+def _webp_metadata(read: Read, flags: bytes, end: int) -> tuple[bytes, bytes]:
+    """(EXIF, XMP) of the first chunks of that name, where the file's flags say that there are
+    any, as libwebp reads them."""
+    wanted = {b"EXIF": WEBP_EXIF, b"XMP ": WEBP_XMP}
+    left = {name for name, flag in wanted.items() if flags and flags[0] & flag}
+    got, at = dict.fromkeys(wanted, b""), 12
+    while left and at + 8 <= end and len(chunk := read(at, 8)) == 8:
+        kind, length = struct.unpack("<4sI", chunk)
+        if kind in left:
+            left.remove(kind)
+            got[kind] = _metadata(read, at + 8, length)
+        at += 8 + length + length % 2
+    return got[b"EXIF"], got[b"XMP "]

@@ -41,6 +41,7 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped
 from disttrain_cli.data.unread_keys import merged
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
@@ -245,6 +246,16 @@ class Index:
         if self.numbers is None or self.numbers.shape[1] < 4:
             return np.broadcast_to(np.int64(0), len(self.kinds))
         return np.where(self.kinds == TEXT, 0, self.numbers[:, 2])
+
+    def numbers_of(self, segment: int) -> Numbers:
+        """Numbers of an item's file; of an image without `numbers` the size that it is resized to,
+        as if its record stated it."""
+        if self.numbers is not None:
+            numbers: list[int] = self.numbers[segment].tolist()
+            return tuple(numbers if any(numbers[2:]) else numbers[:2])
+        assert self.inputs.image is not None
+        rows, columns = (self.grids[segment] * self.inputs.image.patch_px).tolist()
+        return -columns, -rows
 
     @derived
     def label_tokens(self) -> Ints:

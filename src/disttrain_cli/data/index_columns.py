@@ -245,11 +245,12 @@ def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
 
 
 def _scaled_down(inputs: ModelInputs, rows: pa.Table) -> int:
-    """Images read, not of videos, that have more pixels than the model's budget."""
+    """Images read, not of videos, that have more pixels than the model's budget, and none of their
+    own."""
     names = ("kinds", "parts", "frames", "widths", "heights")
     kinds, parts, frames, widths, heights = (flat(rows, name) for name in names)
     budget = inputs.image.max_pixels if inputs.image else 0
-    images = (kinds == IMAGE) & (parts == 0) & (frames == 0)
+    images = (kinds == IMAGE) & (parts == 0) & (frames == 0) & (widths > 0)
     return int((images & (widths * heights > budget)).sum())
 
 

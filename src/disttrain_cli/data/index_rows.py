@@ -213,7 +213,7 @@ def _batch(
         for sample in samples
     ]
     samples, of_texts = _in_pieces(
-        _cut(samples, label, inputs, skipped),
+        _cut(_budgeted(samples, label, inputs, skipped), label, inputs, skipped),
         inputs.sequence_length - SAMPLE_SPECIALS,
         tokenizer,
     )
@@ -289,7 +289,7 @@ def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
         columns[name][at] = values
 
     if others:
-        kinds, locations, _, widths, heights, trained, ended, _, parts, frames, rates = zip(
+        kinds, locations, _, widths, heights, trained, ended, _, parts, frames, rates, _ = zip(
             *others, strict=True
         )
         offsets, sizes = zip(*locations, strict=True)
@@ -335,6 +335,28 @@ def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segme
             for one, asking in zip(segments, asks, strict=True)
         ]
     return [one for one in segments if one.kind in present and (films or not one.frames)]
+
+
+def _budgeted(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skipped]) -> Samples:
+    """The samples with images whose records state their size at that size."""
+    made, heads = Samples(), _heads(inputs)
+    for sample in samples:
+        if isinstance(sample, Sample) and any(one.budget for one in sample.segments):
+            try:
+                segments = [_with_budget(one, heads) for one in sample.segments]
+            except ValueError as error:
+                skipped.append(Skipped(label, sample.key, str(error)))
+                continue
+            sample = sample._replace(segments=segments)
+        made.append(sample)
+    return made
+
+
+def _with_budget(one: Segment, heads: Mapping[int, Head]) -> Segment:
+    if one.budget is None:
+        return one
+    width, height = heads[one.kind].budgeted(one.numbers, one.budget)
+    return one._replace(width_px=width, height_px=height, budget=None)
 
 
 def _cut(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skipped]) -> Samples:

@@ -31,6 +31,9 @@ class LatentReader:
         self._images, self._first = images_of(index)
         self._map = lru_cache(OPEN_FILES)(self._open)
 
+    def file_name(self, sample: int, segment: int) -> str:
+        return ""
+
     def file(self, sample: int, segment: int) -> Any:
         """The moments of a segment's image, as bytes.
 

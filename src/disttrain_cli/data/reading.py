@@ -40,17 +40,27 @@ class ShardReader:
         Raises:
             DataError: the shard is gone, cut, or not the one that was indexed.
         """
-        texts = self._texts_of(sample)
-        record = self._location(texts[0]) if texts else NO_RECORD
         try:
-            shard = self._shard(sample)
-            media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
-            media = "video" if self._index.frames[segment] else media
-            return shard.file(media, self._location(segment), record)
+            return self._shard(sample).file(*self._place(sample, segment))
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
         except OSError as error:
             raise self._unreadable(sample, error) from None
+
+    def file_name(self, sample: int, segment: int) -> str:
+        """Name of that file for messages, "" where its shard does not say."""
+        try:
+            return printable(self._shard(sample).file_name(*self._place(sample, segment)))
+        except (ValueError, LookupError, OSError, DataError):
+            return ""
+
+    def _place(self, sample: int, segment: int) -> tuple[str, Location, Location]:
+        """(type of a segment's file, its location, location of the sample's first text)."""
+        texts = self._texts_of(sample)
+        record = self._location(texts[0]) if texts else NO_RECORD
+        media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
+        media = "video" if self._index.frames[segment] else media
+        return media, self._location(segment), record
 
     def texts(self, sample: int) -> list[list[int]]:
         """Token ids of every text segment of a sample, those around the parts of files with them.
@@ -100,12 +110,8 @@ class ShardReader:
         if self._index.numbers is None:
             return []
         first, last = self._index.segment_start[sample : sample + 2].tolist()
-        files = first + np.flatnonzero(self._index.files[first:last])
-        kinds, numbers = self._index.kinds[files].tolist(), self._index.numbers[files].tolist()
-        return [
-            (kind, tuple(one if any(one[2:]) else one[:2]))
-            for kind, one in zip(kinds, numbers, strict=True)
-        ]
+        files = (first + np.flatnonzero(self._index.files[first:last])).tolist()
+        return [(int(self._index.kinds[at]), self._index.numbers_of(at)) for at in files]
 
     def _texts_of(self, sample: int) -> list[int]:
         """Text segments of a sample that its shard has."""

@@ -6,7 +6,8 @@ begins at the keyframe before a frame that is wanted, and of the frames between 
 decoded that others need. What is seen:
 
 - 8 bits of RGB, as `av` converts to them; the first video of a file that has several.
-- Frames as they are stored: a rotation that the file asks for is not applied.
+- Upright: the display matrix of a file, which says how it was filmed, is applied as `ffmpeg` and
+  torchcodec (from 0.11 on) apply it.
 
 Every function raises ValueError with the reason where the bytes are no whole video within the
 limits below, and DataError where the package is missing. A call holds the packets of the file once
@@ -18,15 +19,17 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.data.decoding import upright
 from disttrain_cli.data.headers import Read
 from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.data.streams import ReadStream
@@ -39,10 +42,12 @@ MOST_PIXELS, MOST_FRAMES, MOST_FPS = 8192 * 4320, 2_000_000, 1_000
 #: FFmpeg's names of the forms that are read, by how their files begin: none of them opens others.
 FORMS = {b"ftyp": "mov", b"\x1aE\xdf\xa3": "matroska", b"RIFF": "avi"}
 READ_BYTES = 1 << 16  # at once from a shard
+#: Degrees by which a turn may miss a quarter, as in ffmpeg.
+MOST_OFF = 1.0
 
 
 class VideoHeader(NamedTuple):
-    """Size of a video file."""
+    """Size of a video file; width and height are those of an upright frame."""
 
     width_px: int
     height_px: int
@@ -82,28 +87,36 @@ def video_header(data: bytes) -> VideoHeader:
     return read_video_header(_of(data), len(data))
 
 
+def stored_header(data: bytes) -> VideoHeader:
+    """The same with width and height as they are stored, for which no frame is decoded."""
+    with _opened(_form(_of(data)), io.BytesIO(data)) as container:
+        return _header(container)
+
+
 def read_video_header(read: Read, file_bytes: int) -> VideoHeader:
     """Size of a video file of so many bytes, of which only headers (of Matroska, WebM and MP4 in
-    fragments those of all packets) are read."""
+    fragments those of all packets) and the first frame are read."""
     form = _form(read)
     if form == "mov":
         _check_boxes(read, file_bytes)
     if form == "avi" and file_bytes < (claimed := int.from_bytes(read(4, 4), "little") + 8):
         raise ValueError(f"truncated AVI file: {file_bytes} bytes of {claimed}")
     with _opened(form, io.BufferedReader(ReadStream(read, file_bytes), READ_BYTES)) as container:
-        return _header(container)
+        header = _header(container)
+        container.seek(0)
+        if _orientation(_first_frame(container)) < 5:
+            return header
+        return header._replace(width_px=header.height_px, height_px=header.width_px)
 
 
 def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[tuple[int, Bytes]]:
-    """(number, pixels [H, W, RGB]) of the frames of these numbers, in their order.
+    """(number, pixels [H, W, RGB]) of the frames of these numbers, upright, in their order.
 
     Args:
         numbers: ascending, none twice.
     """
     with _opened(_form(_of(data)), io.BytesIO(data)) as container:
-        stream = _video(container)
-        stream.codec_context.thread_count = 1
-        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
+        stream = _stream(container)
         packets = [packet for packet in container.demux(stream) if packet.size]
         at_hand = _found(stream.codec_context, packets, numbers, _timed(container))
         from av.video.reformatter import VideoReformatter
@@ -112,7 +125,45 @@ def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[tuple[int, By
         for number, frame in at_hand:
             if frame.is_corrupt:
                 raise ValueError(f"frame {number} is damaged")
-            yield number, convert(frame, format="rgb24", threads=1).to_ndarray()
+            pixels = convert(frame, format="rgb24", threads=1).to_ndarray()
+            yield number, upright(pixels, _orientation(frame))
+
+
+def _first_frame(container: Any) -> Any:
+    """Decode the first frame that can be decoded."""
+    stream = _stream(container)
+    for packet in container.demux(stream):
+        with suppress(_av().FFmpegError):
+            for frame in packet.decode():
+                return frame
+    raise ValueError("no frame of the video can be decoded")
+
+
+def _orientation(frame: Any) -> int:
+    """Return how a frame is stored, in EXIF's numbers; ValueError where no turn by quarters and no
+    mirroring make it upright.
+
+    The matrix [a b u; c d v; x y w] brings the point (p, q) to (a p + c q + x, b p + d q + y).
+    """
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return 1
+    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
+    straight, crossed = math.hypot(a, d), math.hypot(b, c)
+    if math.degrees(math.atan2(min(straight, crossed), max(straight, crossed))) > MOST_OFF:
+        turn = math.degrees(math.atan2(b, a))
+        raise ValueError(f"a video turned by {turn:.0f} degrees; read are turns by quarters")
+    if straight >= crossed:
+        return {(0, 0): 1, (1, 0): 2, (1, 1): 3, (0, 1): 4}[a < 0, d < 0]
+    return {(0, 0): 5, (0, 1): 6, (1, 1): 7, (1, 0): 8}[b < 0, c < 0]
+
+
+def _stream(container: Any) -> Any:
+    """The video, to be decoded by one thread."""
+    stream = _video(container)
+    stream.codec_context.thread_count = 1
+    stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
+    return stream
 
 
 def _timed(container: Any) -> bool:

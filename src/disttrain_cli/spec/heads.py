@@ -15,7 +15,7 @@ from disttrain_cli.spec import joined_tiles
 from disttrain_cli.spec.buckets import Buckets
 from disttrain_cli.spec.cutting import ALONE, Cut, Written
 from disttrain_cli.spec.files import Strict
-from disttrain_cli.spec.image_processor import ImageProcessor
+from disttrain_cli.spec.image_processor import ImageProcessor, PixelBudget
 from disttrain_cli.spec.joined_tiles import JoinedTiles
 from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.video_processor import TEMPORAL, Film, VideoProcessor
@@ -34,7 +34,8 @@ LARGE_IMAGE_PX = 1 << 18
 Grid = tuple[int, int]
 
 #: What a file's header says: width and height in pixels, or duration in ms and samples per second;
-#: of a video four (`spec.video_processor.Film`).
+#: of a video four (`spec.video_processor.Film`). Of an image whose record has a pixel budget minus
+#: the width and height that it is resized to (`Head.budgeted`).
 Numbers = tuple[int, ...]
 
 #: Of each channel, the scale and shift of a byte x: x · scale - shift.
@@ -103,6 +104,11 @@ class Head(Strict):
     def misfit(self, width: int, height: int) -> str | None:
         """Why an item with these numbers in its header is not read, if it is not."""
         return None
+
+    def budgeted(self, numbers: Numbers, budget: PixelBudget) -> Numbers:
+        """Return the numbers of a file whose record has a pixel budget; ValueError with the reason
+        where items have none, or not this one."""
+        raise ValueError(f"{budget.stated}: {self.what} have no pixel budget of their own")
 
     def tokens_of(self, sizes: Any, part: Any, parts: Any) -> Any:
         """Tokens [N] in the LLM of items that are part number `part` [N] of the `parts` [N] of a
@@ -309,7 +315,21 @@ class ImageInput(Head):
         """Sides too unlike for the processor; a video of too few frames."""
         if film and self.video is not None:
             return self.video.misfit(Film(width, height, *film), self.patch_px * self.merge)
+        if width < 0:  # of a budget
+            return None
         return None if self.processor is None else self.processor.misfit(width, height)
+
+    def budgeted(self, numbers: Numbers, budget: PixelBudget) -> Numbers:
+        try:
+            if len(numbers) > 2:
+                raise ValueError("a video has no pixel budget of its own")
+            rule = self.processor or ImageProcessor(resize="budget", max_pixels=self.max_pixels)
+            width, height = rule.budgeted(
+                (numbers[0], numbers[1]), budget, self.patch_px * self.merge, self.max_pixels
+            )
+        except ValueError as error:
+            raise ValueError(f"an image with {budget.stated}: {error}") from None
+        return -width, -height
 
     def grid(self, width_px: int, height_px: int) -> tuple[int, int]:
         """Patches (rows, columns) of an image after resizing: whole merge blocks, within the pixel
@@ -329,9 +349,14 @@ class ImageInput(Head):
         sizes_px = np.asarray(sizes_px, dtype=np.int64)
         if sizes_px.shape[1:] == (4,):
             return self._grids_with_films(sizes_px)
+        budgeted = sizes_px[:, 0] < 0
+        if budgeted.any():
+            grids = self.grids(np.abs(sizes_px))
+            grids[budgeted] = -sizes_px[budgeted, ::-1] // self.patch_px
+            return grids
         if self.processor is not None:
             return self.processor.grids(sizes_px, self.patch_px, self.merge, self.max_pixels)
-        width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
+        width, height = sizes_px.T
         block_px = self.patch_px * self.merge
         scale = np.minimum(1.0, np.sqrt(self.max_pixels / (width * height)))
         rows, columns = (

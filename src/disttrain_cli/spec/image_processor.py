@@ -3,7 +3,7 @@ numbers say."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,25 @@ Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 
 #: Largest ratio of an image's sides under a pixel budget (transformers' smart_resize).
 MOST_RATIO = 200
+
+
+class PixelBudget(NamedTuple):
+    """Size that a content part asks of its image, by the keys of qwen-vl-utils; None = not stated.
+
+    `resized_height` and `resized_width` are the size itself, and go before the bounds.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+    @property
+    def stated(self) -> str:
+        """The keys that have a value, as messages name them."""
+        return ", ".join(
+            f"`{key}` {value}" for key, value in self._asdict().items() if value is not None
+        )
 
 
 class ImageProcessor(Strict):
@@ -122,6 +141,47 @@ class ImageProcessor(Strict):
 
         both = np.stack([within(height, rows), within(width, columns)], axis=1)
         return both.astype(np.int64) * merge
+
+    def budgeted(
+        self, size: tuple[int, int], budget: PixelBudget, block_px: int, max_pixels: int
+    ) -> tuple[int, int]:
+        """Width and height, whole blocks, of an image of this width and height by a budget of its
+        own, as qwen-vl-utils' `fetch_image`. A bound that it does not state is the processor's, and
+        gives way to the one that it states.
+
+        Raises:
+            ValueError: the budget is none, or not within `max_pixels`.
+        """
+        if self.resize != "budget":
+            raise ValueError("the model's image processor resizes all images by one rule")
+        least, most, height, width = budget
+        if (height is None) != (width is None):
+            raise ValueError("`resized_height` and `resized_width` go together")
+        if height is not None and width is not None:
+            size = (width, height)
+            made = [max(1, round(side / block_px)) * block_px for side in size]
+            least = made[0] * made[1]
+        else:
+            if most is not None and most < block_px**2:
+                raise ValueError(f"a token of the image stands for {block_px**2} pixels")
+            if most is not None and least is not None and least > most:
+                raise ValueError("`min_pixels` must not be more than `max_pixels`")
+            most = min(most or max_pixels, max_pixels)
+            made = self._within(size, least or min(self.min_pixels, most), most, block_px)
+        if reason := self.misfit(*size):
+            raise ValueError(reason)
+        if least is not None and least > max_pixels:
+            raise ValueError(
+                f"an image has at most {max_pixels} pixels here (data.max_image_pixels, and the"
+                " model's processor)"
+            )
+        return made[0], made[1]
+
+    def _within(self, size: tuple[int, int], least: int, most: int, block_px: int) -> list[int]:
+        """Width and height of an image between these bounds."""
+        bounds = self.model_copy(update={"min_pixels": least})
+        rows, columns = bounds.grids([size], block_px, 1, most)[0].tolist()
+        return [columns * block_px, rows * block_px]
 
     def cut(
         self, width_px: int, height_px: int, wanted_px: tuple[int, int]

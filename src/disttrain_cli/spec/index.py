@@ -13,8 +13,9 @@ place); the rows of a shard are one row group:
   - tokens, int32: LLM tokens it takes (text, image tokens, context tokens, audio tokens).
   - trained: a text whose tokens are labels.
   - ended: a text that EOS follows inside the sample, one of its `tokens`.
-  - widths, int32: pixels from the image's header; duration of a clip in ms, rounded up; of a text
-    0, or the character at which it begins where it is a piece of a document (`data.documents`).
+  - widths, int32: pixels of the upright image from its header, or below 0 those that it is resized
+    to, where its record says so; duration of a clip in ms, rounded up; of a text 0, or the
+    character at which it begins where it is a piece of a document (`data.documents`).
   - heights, int32: the same; samples per second of a clip; characters of a piece; -1 of a text that
     a chat template wrote: its sample has no BOS and EOS but the template's.
   - offsets, sizes, int64: where the segment lies in the shard, two numbers whose meaning is the

@@ -41,6 +41,7 @@ from disttrain_cli.data.sources.samples import (
     NOTHING,
     TRAINED,
     ChatForm,
+    ImageName,
     Measure,
     Part,
     PartFile,
@@ -52,6 +53,7 @@ from disttrain_cli.data.sources.samples import (
 )
 from disttrain_cli.data.sources.turn_forms import TURNS
 from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.image_processor import PixelBudget
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 MARK = "<image>"
@@ -265,6 +267,7 @@ def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[T
             raise ValueError(
                 f"{count} marks {shown} for {len(names)} {what}{_unread_parts(record)}"
             )
+    images = _with_budgets(turns, images)
     if not videos:
         return turns, list(images)
     each = {MARK: iter(images), FILM: iter(videos)}
@@ -291,6 +294,14 @@ def _files(
     if used and (unused := sorted({*range(len(names))} - {*indices})):
         raise ValueError(f"no part has the index {unused[0]} of {len(names)} {media}s")
     return [names[index] for index in indices]
+
+
+def _with_budgets(turns: list[Turn], images: list[str]) -> list[str]:
+    """The names of images, one for each mark, with the sizes that parts of the turns state."""
+    if not any(turn.budgets for turn in turns):
+        return images
+    budgets = (turn.budgets.get(at) for turn in turns for at in range(turn.said.count(MARK)))
+    return [ImageName.of(*one) for one in zip(images, budgets, strict=True)]
 
 
 def _marks(text: str) -> list[str]:
@@ -384,7 +395,20 @@ def _turn(turn: Any, where: str) -> Turn:
     if not given.keys() <= SAID:
         others = {key: given[key] for key in given.keys() - SAID}
     trained = not flagged or is_trained(given, role, where)
-    return Turn(role, texts, files, isinstance(said, list), others, trained)
+    return Turn(role, texts, files, isinstance(said, list), others, trained, _budgets(read))
+
+
+def _budgets(parts: list[str | PartFile]) -> dict[int, PixelBudget]:
+    """Return the budgets that image parts of a turn state, by the number of their mark in it."""
+    budgets, marks = dict[int, PixelBudget](), 0
+    for part in parts:
+        if isinstance(part, str):
+            marks += part.count(MARK)
+        elif part.media == "image":
+            if part.budget is not None:
+                budgets[marks] = part.budget
+            marks += 1
+    return budgets
 
 
 def _document(record: dict[str, Any], caption: bool) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
+from disttrain_cli.data.sources.pixel_budgets import budget_of
 from disttrain_cli.data.sources.samples import DATA, PartFile, clean
 
 #: Types of parts by the type of the file they stand for.
@@ -20,7 +22,7 @@ TYPES = ("text", *MEDIA_OF)
 #: Keys that name a part's file, beside that of its type.
 NAMES = ("url", "path", "base64", "source")
 #: Keys of a part that are read.
-READ = frozenset(("type", "index", *TYPES, *NAMES))
+READ = frozenset(("type", "index", *TYPES, *NAMES)) | BUDGET_KEYS
 #: Keys of a video that choose its frames or their size (qwen-vl-utils).
 OF_FRAMES = (
     *("fps", "sample_fps", "raw_fps", "nframes", "num_frames", "min_frames", "max_frames"),
@@ -57,7 +59,8 @@ def read_part(part: Any, where: str) -> str | PartFile:
         raise ValueError(f"{where} has a part with `{type_}` and `{other}`: write two parts")
     if media == "video" and (chosen := next((key for key in OF_FRAMES if key in given), None)):
         raise ValueError(f"{where} has a video with `{chosen}`, which is not read (data.video is)")
-    return _file(given, media, where)
+    file = _file(given, media, where)
+    return file._replace(budget=budget_of(given, where)) if media == "image" else file
 
 
 def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:

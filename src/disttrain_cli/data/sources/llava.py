@@ -96,7 +96,7 @@ class LlavaShard:
         self._file, self._folder, self._chat = open_file(shard.path), shard.images, chat
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
-        name = file_names(self._record(record))[location.offset]
+        name = self._name(location, record)
         file = open_image(self._folder, name)
         if file.size != location.size:
             raise ValueError(
@@ -106,6 +106,12 @@ class LlavaShard:
         if len(data) < location.size:
             raise ValueError(f"{shown_name(name)} is cut")
         return data
+
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        return shown_name(self._name(location, record))
+
+    def _name(self, location: Location, record: Location) -> str:
+        return file_names(self._record(record))[location.offset]
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         return texts_of(self._record(record), self._chat, files)
@@ -234,7 +240,7 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
             continue
         image += part.part == 0
         size, numbers = measured(part.value)
-        segments.append(file_segment(IMAGE, Location(image, size), numbers, part.part))
+        segments.append(file_segment(IMAGE, Location(image, size), numbers, part))
     return segments
 
 

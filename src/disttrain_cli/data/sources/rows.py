@@ -96,6 +96,11 @@ def file_at(column: pa.Array, location: Location) -> bytes:
     return bytes(data)
 
 
+def file_name(columns: Columns, media: str, location: Location) -> str:
+    """Name of the file at a location of a table, for messages."""
+    return f"{columns.files.get(media, media)}[{location.size}]"
+
+
 def texts_at(
     columns: Columns,
     cells: list[pa.Array],
@@ -189,7 +194,10 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         if name not in files[media]:
             raise missing_file(name, f"is in no column: {media}s are binary or {{bytes, path}}")
         file = files[media][name]
-        return MEDIA[media].read_sizes(partial(_part, file), len(file))
+        try:
+            return MEDIA[media].read_sizes(partial(_part, file), len(file))
+        except ValueError as error:
+            raise ValueError(f"{media} {name}: {error}") from None
 
     record = given.record | {f"{media}s": [*own] for media, own in files.items() if own}
     usual = None if chat or given.before else compact(record)
@@ -207,7 +215,7 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
             segments.append(text_segment(part, Location(row, given.before)))
         else:
             place = Location(row, int(part.value))
-            segments.append(file_segment(IMAGE, place, numbers_of(part.value), part.part))
+            segments.append(file_segment(IMAGE, place, numbers_of(part.value), part))
     return Sample(key, segments, unread_keys(record, chat))
 
 

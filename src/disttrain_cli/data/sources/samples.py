@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from disttrain_cli.spec.heads import Numbers
+from disttrain_cli.spec.image_processor import PixelBudget
 from disttrain_cli.spec.index import TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
@@ -68,6 +69,21 @@ class VideoName(str):
     """The name of a video file, among those of images."""
 
 
+class ImageName(str):
+    """The name of an image file of which a content part states the size."""
+
+    budget: PixelBudget
+
+    @classmethod
+    def of(cls, name: str, budget: PixelBudget | None) -> str:
+        """Return a name with its budget, if it has one."""
+        if budget is None:
+            return name
+        made = cls(name)
+        made.budget = budget
+        return made
+
+
 def media_of(name: str) -> str:
     """The type of file (`data.modalities.Media`) that a name is of."""
     return "video" if isinstance(name, VideoName) else "image"
@@ -81,7 +97,7 @@ class Segment(NamedTuple):
     of width and height; a video its `frames` and their rate (`spec.video_processor.Film`) beside
     those of a frame; a piece of a document (`data.documents`) its first character, and how many it
     has; a text of a chat template `TEMPLATED` in that of the height, and its tokens. `part`: as in
-    the index's column `parts`.
+    the index's column `parts`. `budget`: of an image whose record states its size.
     """
 
     kind: int
@@ -95,6 +111,7 @@ class Segment(NamedTuple):
     part: int = 0
     frames: int = 0
     rate_nhz: int = 0
+    budget: PixelBudget | None = None
 
     @property
     def numbers(self) -> Numbers:
@@ -152,8 +169,8 @@ class Compact(NamedTuple):
 
 class Part(NamedTuple):
     """A segment as a sample's json says it: a text, its tokens (`ids`) where a chat template wrote
-    it, or the name of a file, with the number of its `part` where the template's processor writes
-    it in parts."""
+    it, or the name of a file (`VideoName`, `ImageName`), with the number of its `part` where the
+    template's processor writes it in parts."""
 
     kind: int
     value: str
@@ -175,6 +192,7 @@ class PartFile(NamedTuple):
     media: str
     name: str = ""
     place: int | None = None
+    budget: PixelBudget | None = None
 
 
 class Turn(NamedTuple):
@@ -186,6 +204,8 @@ class Turn(NamedTuple):
     listed: bool = False  # whether it was given as a list of parts
     others: Mapping[str, Any] = {}  # what else its record says, for a chat template
     trained: bool = True  # an assistant's
+    #: of images whose parts state their size, by the number of their mark in the turn
+    budgets: Mapping[int, PixelBudget] = {}
 
     @property
     def said(self) -> str:
@@ -232,15 +252,24 @@ class OpenShard(Protocol):
     def file(self, media: str, location: Location, record: Location) -> bytes:
         """The file at `location`, of a type (`data.modalities.Media`)."""
 
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        """Name of that file, for messages."""
+
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         """All texts of a sample, in order; of a chat template their tokens, those around the parts
         of its `files` with them, of which the numbers are given."""
 
 
-def file_segment(kind: int, location: Location, numbers: Numbers, part: int = 0) -> Segment:
-    """The segment of a file, or of a part of it."""
+def file_segment(
+    kind: int, location: Location, numbers: Numbers, part: Part | None = None
+) -> Segment:
+    """The segment of a file, or of the part of it that is named so."""
     width, height, *film = numbers
-    return Segment(kind, location, "", width, height, False, False, None, part, *film)
+    frames, rate = film or (0, 0)
+    number, name = (part.part, part.value) if part else (0, "")
+    budget = name.budget if isinstance(name, ImageName) else None
+    whole = (False, False, None, number, frames, rate, budget)
+    return Segment(kind, location, "", width, height, *whole)
 
 
 def text_segment(part: Part, location: Location) -> Segment:

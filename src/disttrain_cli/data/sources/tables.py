@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.data.sources.columns import Columns, find_columns
 from disttrain_cli.data.sources.files import is_url, open_file
-from disttrain_cli.data.sources.rows import file_at, read_rows, texts_at
+from disttrain_cli.data.sources.rows import file_at, file_name, read_rows, texts_at
 from disttrain_cli.data.sources.samples import ChatForm, Compact, Location, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.heads import Numbers
@@ -73,6 +73,9 @@ class ParquetShard:
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return file_at(self._row(self._columns.files.get(media), location.offset), location)
 
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        return file_name(self._columns, media, location)
+
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         cells = [self._row(name, record.offset) for name in self._columns.of_texts]
         return texts_at(self._columns, cells, self._chat, files, record.size)
@@ -114,6 +117,9 @@ class ArrowShard:
     def file(self, media: str, location: Location, record: Location) -> bytes:
         name = self._columns.files.get(media) if self._columns else None
         return file_at(self._row(name, location.offset), location)
+
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        return file_name(self._columns, media, location) if self._columns else ""
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         if self._columns is None:

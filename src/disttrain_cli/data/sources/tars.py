@@ -27,10 +27,13 @@ from disttrain_cli.data.sources.chats import (
     unread_keys,
 )
 from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
+from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
+from disttrain_cli.data.sources.pixel_budgets import budget_of
 from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
+    ImageName,
     Location,
     Part,
     Sample,
@@ -76,6 +79,13 @@ class TarShard:
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return self._read(location)
+
+    def file_name(self, media: str, location: Location, record: Location) -> str:
+        header = self._file.read(location.offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
+        try:
+            return tarfile.TarInfo.frombuf(header, "utf-8", "replace").name
+        except tarfile.TarError as error:
+            raise ValueError(f"no member there: {error}") from None
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
         data = self._read(record)
@@ -279,12 +289,14 @@ def _segments(
         if not parts.strip():
             raise ValueError("the text is empty")
         if not media:
+            others = [f"; {one.content}" for one in group.values() if isinstance(one.content, str)]
             raise ValueError(
                 "a caption without its "
                 + " or ".join(
                     f"{one.what} (KEY.{', .'.join(one.suffixes[:-1])} or .{one.suffixes[-1]})"
                     for one in MEDIA.values()
                 )
+                + "".join(others)
             )
         first = dict(reversed(media))
         segments = [
@@ -297,9 +309,7 @@ def _segments(
             (
                 text_segment(part, described.location)
                 if part.kind == TEXT
-                else _file(
-                    part.kind, _media(part), _find(part, described.name, by_name), part=part.part
-                )
+                else _file(part.kind, _media(part), _find(part, described.name, by_name), part)
             )
             for part in parts
         ]
@@ -369,7 +379,7 @@ def _unread_of_json(value: dict[str, Any]) -> list[str]:
     """Return the keys of a valid json without turns that nothing reads."""
     if "segments" not in value:
         return unread_of(value, {"caption", *KEYS})
-    keys = {"type", "value", "file", "loss", "generate"}
+    keys = {"type", "value", "file", "loss", "generate", *BUDGET_KEYS}
     of_segments = (unread_of(one, keys, "segment key ") for one in value["segments"])
     names = dict.fromkeys(chain.from_iterable(of_segments))
     return [*unread_of(value, {"segments", *KEYS}), *names]
@@ -389,7 +399,10 @@ def _parts(segments: Any) -> list[Part]:
             )
         elif kind == "image" and isinstance(value := segment.get("file"), str):
             generated = "generate" in segment and _flag(segment, index, "generate")
-            parts.append(Part(TARGET if generated else IMAGE, value))
+            name = ImageName.of(value, budget_of(segment, f"segments[{index}]"))
+            parts.append(Part(TARGET if generated else IMAGE, name))
+        elif kind in MEDIA and budget_of(segment, f"segments[{index}]"):
+            raise ValueError(f"segments[{index}] has a pixel budget, which images alone have")
         elif kind in MEDIA and isinstance(value := segment.get("file"), str):
             named = VideoName(value) if kind == "video" else value
             parts.append(Part(KINDS[MEDIA[kind].item], named))
@@ -428,7 +441,7 @@ def _media_of(name: str) -> Media:
     return next((media for media in MEDIA.values() if suffix in media.suffixes), MEDIA["image"])
 
 
-def _file(kind: int, media: str, member: Member, part: int = 0) -> Segment:
+def _file(kind: int, media: str, member: Member, part: Part | None = None) -> Segment:
     """The segment of a file, which has to be of that type, or of a part of it."""
     return file_segment(kind, member.location, _header(member, media).sizes, part)
 

@@ -69,11 +69,13 @@ def _question(index: Index, reader: ShardReader, tokenizer: Tokenizer, row: int)
     said = [at for at in range(since, answer) if own[at]]
     asked = [id_ for at in said for id_ in ids[at]]
     files = (kinds == IMAGE) & index.files[first:last]
-    images = [reader.file(row, first + at) for at in np.flatnonzero(files[:answer])]
+    seen = (first + np.flatnonzero(files[:answer])).tolist()
     return Question(
         key=f"{row:06d}",
         prompt=Prompt(
-            images=tuple(images), ids=tuple(begin + [id_ for own in ids[:answer] for id_ in own])
+            images=tuple(reader.file(row, segment) for segment in seen),
+            ids=tuple(begin + [id_ for own in ids[:answer] for id_ in own]),
+            sizes=tuple(index.numbers_of(segment) for segment in seen),
         ),
         asked=tokenizer.decode(asked).strip(),
         recorded=tokenizer.decode(ids[answer]).strip(),

@@ -24,7 +24,7 @@ class Picture:
     """An image or video of a prompt."""
 
     file: bytes
-    numbers: Numbers  # width, height; of a video also its frames and their rate
+    numbers: Numbers  # as in the index
     around: Written  # the texts around its parts
 
     @property
@@ -73,10 +73,12 @@ class Picture:
         return [out for _, out in outs]
 
 
-def pictures_of(files: Sequence[bytes], head: ImageInput) -> list[Picture]:
-    """The images and videos of one prompt; ValueError where one is none, or the model does not read
-    it."""
-    sizes = [_numbers(file, head) for file in files]
+def pictures_of(
+    files: Sequence[bytes], head: ImageInput, sizes: Sequence[Numbers] | None = None
+) -> list[Picture]:
+    """The images and videos of one prompt, of these numbers or those of their headers; ValueError
+    where one is none, or the model does not read it."""
+    sizes = sizes or [_numbers(file, head) for file in files]
     for size in sizes:
         if reason := head.misfit(*size):
             raise ValueError(reason)

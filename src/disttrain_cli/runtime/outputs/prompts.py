@@ -23,7 +23,7 @@ from disttrain_cli.models.layer import Batch, Items
 from disttrain_cli.runtime.feeding import in_tokens, normalised
 from disttrain_cli.runtime.outputs.pictures import Picture, in_order, pictures_of
 from disttrain_cli.runtime.outputs.trained import Trained
-from disttrain_cli.spec.heads import ImageInput
+from disttrain_cli.spec.heads import ImageInput, Numbers
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.places import Places, together
 
@@ -37,6 +37,8 @@ class Prompt:
     #: what it is in tokens, `IMAGE_ROW` for each of the images, or each of their parts; None: the
     #: images, then the text, as a user's turn where the tokenizer has a chat template
     ids: tuple[int, ...] | None = None
+    #: numbers of the images, where their sizes are not those of their headers (`Head.budgeted`)
+    sizes: tuple[Numbers, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Row:
 def _written(model: Trained, tokenizer: Tokenizer, prompt: Prompt, draws: bool) -> Row:
     """A prompt with the placeholders of its images; without them where the model reads none."""
     head = model.inputs.image
-    pictures = pictures_of(prompt.images, head) if head is not None else []
+    pictures = pictures_of(prompt.images, head, prompt.sizes) if head is not None else []
     parts, begins = in_order(pictures), list[int]()
     row = Row()
     for token in _ids(tokenizer, prompt, pictures, draws):
