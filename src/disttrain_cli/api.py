@@ -134,6 +134,9 @@ def profile(
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
 
+    stated = opened.file.cluster.device
+    if device != "auto" and stated not in ("auto", device):
+        note(f"cluster.device is {stated}; this profile, and plans from it, are of {device}.")
     adapters = check_adapters(opened, opened.file.model.order)
     for sentence in starting_weights(opened) + adapters + doubtful_template(opened):
         note(sentence)
@@ -201,13 +204,14 @@ def plan(
     profile_path = profile or opened.dir.profile
     not_over(out, opened.path, profile_path, opened.dir.index)
     costs = read_profile(profile_path)
+    if profile is None:  # who names a profile means its device
+        check_device(opened.file, costs)
+    costs = _resized(opened, costs, profile_path, note)
     if opened.file.cluster.hostfile is not None:
         read_hostfile(opened.resolve(opened.file.cluster.hostfile))
     if len(costs.data.phases) > 1:
         first = costs.data.priced_step
         note(f"Priced are the data from step {first:,} on, the phase with the most steps to go.")
-    if profile is None:  # who names a profile means its device
-        check_device(opened.file, costs)
     cluster = cluster_of(opened.file, costs, gpus)
     best = solve(opened.file, costs, gpus=gpus, strategy=strategy, top=top)
     previous = out if out is not None and is_own_file(out) else opened.dir.plan
@@ -244,6 +248,35 @@ def plan(
         not_run=refused,
         gpus=cluster.gpus,
     )
+
+
+def _resized(run: Run, profiled: Profile, path: Path, note: Note) -> Profile:
+    """The profile for the cluster that the run file has now; the run's own, at `path`, is replaced.
+
+    Raises:
+        MismatchError, SpecError: as `plan`.
+    """
+    from disttrain_cli.planning.check import names_device
+    from disttrain_cli.planning.resize import resized
+    from disttrain_cli.spec.whole import write_whole
+
+    wanted, before = run.file.cluster, profiled.cluster
+    costs = resized(run.file, profiled)
+    if costs is not profiled and path == run.dir.profile:
+        write_whole(path, costs.model_dump_json(indent=2) + "\n")
+    if (before.nodes, before.gpus_per_node) != (wanted.nodes, wanted.gpus_per_node):
+        note(
+            f"Profiled for {before.nodes} × {before.gpus_per_node} devices, planned for "
+            f"{wanted.nodes} × {wanted.gpus_per_node}; layers cost the same on both."
+        )
+    if wanted.gpus_per_node > before.gpus_per_node:
+        note("Larger TP sizes than were profiled are not tried: disttrain profile adds them.")
+    if not names_device(wanted.device, costs.device):
+        note(
+            f"Planned for {costs.device.name}, the device of the profile; "
+            f"cluster.device: {wanted.device}."
+        )
+    return costs
 
 
 def _plan_before(path: Path, note: Note) -> Plan | None:

@@ -101,6 +101,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             data=data.profile.fingerprint,
             cluster=file.cluster_fingerprint(),
         ),
+        cluster=file.cluster,
         provenance=_provenance(measured, kind) | data.provenance,
         device=described.model_copy(
             update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
