@@ -93,6 +93,7 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
             "kept": sorted(records),
             "passes": PASSES,
             "budget_s": BUDGET_S,
+            "timeout_s": run.file.train.timeout_s,
             "folder": folder,
         }
         try:
