@@ -270,7 +270,7 @@ def _resized(run: Run, profiled: Profile, path: Path, note: Note) -> Profile:
             f"{wanted.nodes} × {wanted.gpus_per_node}; layers cost the same on both."
         )
     if wanted.gpus_per_node > before.gpus_per_node:
-        note("Larger TP sizes than were profiled are not tried: disttrain profile adds them.")
+        note("Larger TP sizes than were profiled are not tried; profile again to try them.")
     if not names_device(wanted.device, costs.device):
         note(
             f"Planned for {costs.device.name}, the device of the profile; "
