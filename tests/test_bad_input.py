@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from disttrain_cli import api
 from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_text
+from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
@@ -435,6 +437,9 @@ def test_two_trainings_of_one_run(planned, refused):
     with (root / ".training").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "Another training" in refused("train", planned)
+        (root / "plan.yaml").write_text("not read before the lock is taken")
+        with pytest.raises(DisttrainError, match="Another training"):
+            api.train(planned)
     assert not (root / "traces").exists() and not (root / "earlier").exists()
 
 

@@ -134,6 +134,9 @@ def profile(
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
 
+    stated = opened.file.cluster.device
+    if device != "auto" and stated not in ("auto", device):
+        note(f"cluster.device is {stated}; this profile, and plans from it, are of {device}.")
     adapters = check_adapters(opened, opened.file.model.order)
     for sentence in starting_weights(opened) + adapters + doubtful_template(opened):
         note(sentence)
@@ -201,13 +204,14 @@ def plan(
     profile_path = profile or opened.dir.profile
     not_over(out, opened.path, profile_path, opened.dir.index)
     costs = read_profile(profile_path)
+    if profile is None:  # who names a profile means its device
+        check_device(opened.file, costs)
+    costs = _resized(opened, costs, profile_path, note)
     if opened.file.cluster.hostfile is not None:
         read_hostfile(opened.resolve(opened.file.cluster.hostfile))
     if len(costs.data.phases) > 1:
         first = costs.data.priced_step
         note(f"Priced are the data from step {first:,} on, the phase with the most steps to go.")
-    if profile is None:  # who names a profile means its device
-        check_device(opened.file, costs)
     cluster = cluster_of(opened.file, costs, gpus)
     best = solve(opened.file, costs, gpus=gpus, strategy=strategy, top=top)
     previous = out if out is not None and is_own_file(out) else opened.dir.plan
@@ -244,6 +248,35 @@ def plan(
         not_run=refused,
         gpus=cluster.gpus,
     )
+
+
+def _resized(run: Run, profiled: Profile, path: Path, note: Note) -> Profile:
+    """The profile for the cluster that the run file has now; the run's own, at `path`, is replaced.
+
+    Raises:
+        MismatchError, SpecError: as `plan`.
+    """
+    from disttrain_cli.planning.check import names_device
+    from disttrain_cli.planning.resize import resized
+    from disttrain_cli.spec.whole import write_whole
+
+    wanted, before = run.file.cluster, profiled.cluster
+    costs = resized(run.file, profiled)
+    if costs is not profiled and path == run.dir.profile:
+        write_whole(path, costs.model_dump_json(indent=2) + "\n")
+    if (before.nodes, before.gpus_per_node) != (wanted.nodes, wanted.gpus_per_node):
+        note(
+            f"Profiled for {before.nodes} × {before.gpus_per_node} devices, planned for "
+            f"{wanted.nodes} × {wanted.gpus_per_node}; layers cost the same on both."
+        )
+    if wanted.gpus_per_node > before.gpus_per_node:
+        note("Larger TP sizes than were profiled are not tried; profile again to try them.")
+    if not names_device(wanted.device, costs.device):
+        note(
+            f"Planned for {costs.device.name}, the device of the profile; "
+            f"cluster.device: {wanted.device}."
+        )
+    return costs
 
 
 def _plan_before(path: Path, note: Note) -> Plan | None:
@@ -310,6 +343,7 @@ def train(
         MismatchError, SpecError: the plan does not belong to the run file and profile, or asks for
             what training does not do.
         RankFailedError: a rank failed; its log is named.
+        DisttrainError: another training of this run is under way.
         Others as `runtime.train.train`.
     """
     check_start(resume, restart, origin)
@@ -317,31 +351,33 @@ def train(
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
+    from disttrain_cli.runtime.launching.starts import alone
 
-    weights = find_origin(origin)
-    chosen, costs = checked_plan(opened, plan)
-    total = steps if steps is not None else opened.file.train.steps
-    if profile_steps is not None:
-        running.check_profiled(profile_steps, total)
-    refuse_not_run(chosen, opened.file, costs)
-    if not resume:
-        opened.fetch_weights(progress)
-    say_start(opened, total, weights, resume, note)
-    file = plan if isinstance(plan, Path) else opened.dir.plan
-    with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
-        return running.train(
-            opened,
-            chosen,
-            costs,
-            steps=steps,
-            resume=resume,
-            restart=restart,
-            profile_steps=profile_steps,
-            origin=weights,
-            on_step=on_step,
-            progress=progress,
-            replanner=replanner,
-        )
+    with alone(opened.dir):
+        weights = find_origin(origin)
+        chosen, costs = checked_plan(opened, plan)
+        total = steps if steps is not None else opened.file.train.steps
+        if profile_steps is not None:
+            running.check_profiled(profile_steps, total)
+        refuse_not_run(chosen, opened.file, costs)
+        if not resume:
+            opened.fetch_weights(progress)
+        say_start(opened, total, weights, resume, note)
+        file = plan if isinstance(plan, Path) else opened.dir.plan
+        with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
+            return running.train(
+                opened,
+                chosen,
+                costs,
+                steps=steps,
+                resume=resume,
+                restart=restart,
+                profile_steps=profile_steps,
+                origin=weights,
+                on_step=on_step,
+                progress=progress,
+                replanner=replanner,
+            )
 
 
 def rehearse(
@@ -365,24 +401,26 @@ def rehearse(
     """
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.mitigation.replanning import goes_on_with
+    from disttrain_cli.runtime.launching.starts import alone
     from disttrain_cli.runtime.rehearsal import rehearse as rehearsing
 
     folder = run.dir.rehearsal
-    now = goes_on_with(folder, plan) if resume else plan
-    if now is not plan:
-        note(f"The rehearsal goes on with the plan that it ended with, {short_path(folder.plan)}.")
-    with looked_after(run, folder, now, profile, folder.plan, note, emulated=True) as replanner:
-        return rehearsing.rehearse(
-            run,
-            plan,
-            profile,
-            now=now,
-            steps=steps,
-            resume=resume,
-            on_step=on_step,
-            progress=progress,
-            replanner=replanner,
-        )
+    with alone(folder):
+        now = goes_on_with(folder, plan) if resume else plan
+        if now is not plan:
+            note(f"The rehearsal goes on with the plan it ended with, {short_path(folder.plan)}.")
+        with looked_after(run, folder, now, profile, folder.plan, note, emulated=True) as replanner:
+            return rehearsing.rehearse(
+                run,
+                plan,
+                profile,
+                now=now,
+                steps=steps,
+                resume=resume,
+                on_step=on_step,
+                progress=progress,
+                replanner=replanner,
+            )
 
 
 def check_start(resume: bool, restart: bool, origin: Path | None) -> None:
@@ -411,15 +449,23 @@ def find_origin(origin: Path | None) -> Path | None:
 
 
 def say_start(run: Run, total: int, origin: Path | None, resume: bool, note: Note) -> None:
-    """Note where weights come from, and which modules learn nothing in the last of `total` steps.
+    """Note where weights come from, which modules learn nothing in the last of `total` steps, and
+    a token that other users can read.
 
     Raises:
         SpecError: the weights do not fit the model.
     """
+    from disttrain_cli.data.serving.access import exposed
     from disttrain_cli.runtime.checkpoints.origin import starts
     from disttrain_cli.runtime.engine.optimizer import beyond_schedule
 
-    for sentence in [*starts(run, origin, resume), *beyond_schedule(run, total)]:
+    token = run.file.preprocess.token_file
+    secrets = {"preprocess.token_file": None if token is None else run.resolve(token)}
+    for sentence in [
+        *starts(run, origin, resume),
+        *beyond_schedule(run, total),
+        *exposed(secrets),
+    ]:
         note(sentence)
 
 

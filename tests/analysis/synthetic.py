@@ -28,6 +28,7 @@ from disttrain_cli.spec.profile import (
     PreprocessProfile,
     Profile,
 )
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job, arrow_schema
 from disttrain_cli.spec.work import Work
 from tests import profiles
@@ -303,6 +304,7 @@ def make_job(spec: Synthetic) -> Job:
     profile = Profile(
         precision="fp32",
         fingerprints=Fingerprints(model="m", data="d", cluster="c"),
+        cluster=ClusterSpec(),
         provenance={},
         device=DeviceProfile(
             name="synthetic",

@@ -70,6 +70,7 @@ def make_profile(file: RunFile) -> Profile:
         fingerprints=Fingerprints(
             model=file.model_fingerprint(), data="0" * 16, cluster=file.cluster_fingerprint()
         ),
+        cluster=file.cluster,
         provenance={"disttrain": "0.1.0"},
         device=DeviceProfile(
             name="test device",

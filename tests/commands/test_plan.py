@@ -198,6 +198,7 @@ def edit_profile(run_folder, change):
     profile = json.loads(path.read_text())
     run = read_run(run_folder / "disttrain.yaml").file
     profile["fingerprints"].update(model=run.model_fingerprint(), cluster=run.cluster_fingerprint())
+    profile["cluster"] = run.cluster.model_dump(mode="json")
     change(profile)
     path.write_text(json.dumps(profile))
 
@@ -321,8 +322,8 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
     ("device", "kind", "name"), [("cpu", "cuda", "NVIDIA H200"), ("analytic:A800", "cpu", "EPYC")]
 )
 def test_a_profile_of_another_device_is_refused_by_name(run_folder, capsys, device, kind, name):
-    edit_run(run_folder, "device: auto", f"device: {device}")
     edit_profile(run_folder, lambda profile: profile["device"].update(kind=kind, name=name))
+    edit_run(run_folder, "device: auto", f"device: {device}")
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 1 and out == "" and device in err and name in err and "disttrain profile" in err
     path = run_folder / "runs" / "tiny" / "profile.json"
@@ -424,3 +425,23 @@ def test_the_phase_that_is_priced_is_named(run_folder, capsys):
     path.write_text(json.dumps(profile))
     code, _, err = call(["plan", run_folder], capsys)
     assert code == 0 and "Priced are the data from step 40 on" in err
+
+
+def test_a_computed_profile_is_planned_at_another_size(run_folder, capsys):
+    """`profile --device` chose the device; then the run file asks for other nodes."""
+    edit_run(run_folder, "device: auto", "device: analytic:H800")
+    edit_profile(
+        run_folder,
+        lambda profile: (
+            profile["device"].update(kind="analytic", name="H100"),
+            profile["provenance"].update(rules=RULES),
+        ),
+    )
+    edit_run(run_folder, "gpus_per_node: 6", "gpus_per_node: 4")
+    code, _, err = call(["plan", run_folder, "--top", 0], capsys)
+    assert code == 0, err
+    assert "Profiled for 1 × 6 devices, planned for 1 × 4" in err
+    assert "Planned for H100" in err and "analytic:H800" in err
+    profile = json.loads((run_folder / "runs" / "tiny" / "profile.json").read_text())
+    assert profile["device"]["count"] == 4 and profile["cluster"]["gpus_per_node"] == 4
+    assert call(["plan", run_folder, "--top", 0], capsys)[2].count("Profiled for") == 0

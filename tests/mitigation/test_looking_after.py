@@ -24,7 +24,7 @@ from disttrain_cli.commands.init import preset_text
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.mitigation import looking_after
-from disttrain_cli.mitigation.beside import watched
+from disttrain_cli.mitigation.monitor import monitored
 from disttrain_cli.runtime import train as training
 from disttrain_cli.runtime.train import TrainResult
 from disttrain_cli.spec.plan import read_plan
@@ -129,7 +129,9 @@ def test_a_device_that_stays_slow_is_left_out_and_training_goes_on(
     run = planned(profiled, tmp_path, cores=64)
     monkeypatch.setattr(training, "TRAIN", "tests.mitigation.slow_device:main")
     monkeypatch.setattr(
-        looking_after, "watched", lambda root, say, hear, *when: watched(root, say, hear, 0.0, 0.0)
+        looking_after,
+        "monitored",
+        lambda root, note, on_row, *when: monitored(root, note, on_row, 0.0, 0.0),
     )
     said, after = list[str](), list[int]()
 

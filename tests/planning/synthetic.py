@@ -142,6 +142,7 @@ def profile_for(
         fingerprints=Fingerprints(
             model=run.model_fingerprint(), data="d" * 16, cluster=run.cluster_fingerprint()
         ),
+        cluster=run.cluster,
         provenance={"made_by": "test"},
         device=device,
         inputs=inputs,

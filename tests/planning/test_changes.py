@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from disttrain_cli.commands.plan_tables import worth_it
 from disttrain_cli.planning.changes import Changes, changes, differences, not_comparable
 from disttrain_cli.planning.explain import differences as in_words
 from disttrain_cli.planning.predict import simulated_s
@@ -215,3 +216,13 @@ def test_plans_of_other_work_are_not_compared(made: Made) -> None:
         update={"fingerprints": old.fingerprints.model_copy(update={"data": "e", "profile": "e"})}
     )
     assert not_comparable(old, moved) is None
+
+
+def test_a_plan_edited_by_hand_is_not_compared_with_its_old_prediction(made: Made) -> None:
+    run, profile, plan = made
+    unit = next(n for n, one in enumerate(plan.plan.units) if one.name == "llm")
+    by_hand = edited(plan, unit, checkpointing=not plan.plan.units[unit].checkpointing)
+    _, found = compared(by_hand, run, profile)
+    assert found.old_iteration_s is None and found.moved == []
+    assert found.old_now_s is not None and found.old_now_s != plan.predicted.iteration_s
+    assert "edited by hand" in worth_it(found) and "when it was made" not in worth_it(found)

@@ -182,22 +182,26 @@ def test_auto_takes_what_the_plan_chose(made: Made) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kind", "name", "fits"),
+    ("profiled", "wanted", "kind", "name", "fits"),
     [
-        ("auto", "cpu", "EPYC", True),
-        ("cpu", "cpu", "EPYC", True),
-        ("cpu", "cuda", "A800", False),
-        ("analytic:A800", "analytic", "A800", True),
-        ("analytic:A800", "analytic", "H100", False),
-        ("analytic:A800", "cuda", "A800", False),
+        ("auto", "auto", "cpu", "EPYC", True),
+        ("auto", "cpu", "cpu", "EPYC", True),
+        ("auto", "cpu", "cuda", "A800", False),
+        ("auto", "analytic:a800", "analytic", "A800", True),
+        ("auto", "analytic:A800", "analytic", "H100", False),
+        ("auto", "analytic:A800", "cuda", "A800", False),
+        ("analytic:A800", "analytic:A800", "analytic", "H100", True),  # by profile --device
+        ("analytic:A800", "analytic:H800", "analytic", "H100", False),
+        ("analytic:A800", "auto", "analytic", "H100", True),
     ],
 )
-def test_a_profile_of_another_device_is_refused(
-    made: Made, wanted: str, kind: str, name: str, fits: bool
+def test_a_profile_is_of_the_run_files_device_or_of_the_one_asked_for(
+    made: Made, profiled: str, wanted: str, kind: str, name: str, fits: bool
 ) -> None:
     _, run, profile = made
+    cluster = edited(run, "cluster", device=profiled).cluster
+    profile = of_device(profile, kind, name).model_copy(update={"cluster": cluster})
     run = edited(run, "cluster", device=wanted)
-    profile = of_device(profile, kind, name)
     if fits:
         check_device(run, profile)
     else:

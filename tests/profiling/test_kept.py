@@ -8,24 +8,29 @@ import pytest
 
 from disttrain_cli.profiling.kept import Record, load, record_name, save
 
+CLUSTER = {"nodes": 1, "gpus_per_node": 8}
+
 
 def test_records_come_back_with_their_key_and_not_with_another(tmp_path: Path) -> None:
-    path = tmp_path / "profile.partial.json"
+    path = tmp_path / "layers.json"
     records = {
         record_name("llm", 2, True, 7): Record(
             times={"block": [[1.0, 2.0]]}, kept_bytes={"block": 3.0}
         )
     }
     save(path, "key", records)
-    assert load(path, "key") == records
-    assert load(path, "other") == {}
+    assert load(path, "key", CLUSTER) == records
+    assert load(path, "other", CLUSTER) == {}
+    save(path, "key", records, completed_for=CLUSTER)
+    assert load(path, "key", CLUSTER) == {}  # profiling again measures again
+    assert load(path, "key", CLUSTER | {"nodes": 2}) == records
 
 
 @pytest.mark.parametrize(
     "content", [None, "", "{", "[]", "{}", '{"key": "key"}', '{"key": "key", "records": 5}']
 )
 def test_a_file_that_is_none_is_passed_over(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "profile.partial.json"
+    path = tmp_path / "layers.json"
     if content is not None:
         path.write_text(content)
-    assert load(path, "key") == {}
+    assert load(path, "key", CLUSTER) == {}

@@ -177,8 +177,12 @@ class TestThreeModules:
     def test_measures_the_optimizer(self, measured: tuple[Run, Profile]) -> None:
         assert 0.0 < measured[1].device.optimizer_ns_per_parameter < 1e4
 
-    def test_leaves_no_file_of_unfinished_measurements(self, measured: tuple[Run, Profile]) -> None:
-        assert not kept_path(measured[0]).exists()
+    def test_layers_are_kept_for_a_cluster_of_another_size(
+        self, measured: tuple[Run, Profile]
+    ) -> None:
+        run, _ = measured
+        stored = json.loads(kept_path(run).read_text())
+        assert stored["records"] and stored["completed_for"] == run.file.cluster.figures()
 
     def test_more_work_takes_more_time(self, measured: tuple[Run, Profile]) -> None:
         _, profile = measured
@@ -213,6 +217,10 @@ class TestThreeModules:
         assert profile.provenance["torch"] and profile.provenance["date"]
 
 
+def stored(run: Run) -> dict[str, Any]:
+    return dict(json.loads(kept_path(run).read_text())["records"])
+
+
 @pytest.mark.slow
 def test_an_interrupted_profile_goes_on(
     tmp_path: Path, data: Path, fewer: None, monkeypatch: pytest.MonkeyPatch
@@ -231,11 +239,17 @@ def test_an_interrupted_profile_goes_on(
     with pytest.raises(Interrupted):
         room.measure(run, "cpu", interrupt)
     said: list[str] = []
-    before = len(json.loads(kept_path(run).read_text())["records"])
+    before = len(stored(run))
     profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
     assert any(f"{before} taken over" in line for line in said)
     assert profile.provenance["continued"].startswith(f"{before} of ")
-    assert not kept_path(run).exists()
+    again = room.measure(run, "cpu")  # complete for this cluster: measured again
+    assert "continued" not in again.provenance
+    cluster = run.file.cluster.model_copy(update={"memory_gib": 3.0})
+    other = Run(path=run.path, file=run.file.model_copy(update={"cluster": cluster}))
+    resized = room.measure(other, "cpu")
+    assert resized.provenance["continued"].startswith(f"{len(stored(run))} of {len(stored(run))} ")
+    assert resized.modules == again.modules and resized.device.memory_gib == 3.0
 
 
 @pytest.mark.slow

@@ -133,6 +133,7 @@ def serve(
     """Serve prepared inputs to the ranks of a run, over Arrow Flight."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
+    from disttrain_cli.data.serving.access import exposed
     from disttrain_cli.data.serving.process import Task
     from disttrain_cli.data.serving.supervisor import check_open
     from disttrain_cli.data.serving.supervisor import serve as supervise
@@ -142,7 +143,14 @@ def serve(
     certificate, key = (
         None if path is None else str(path.resolve()) for path in (tls_cert, tls_key)
     )
-    check_open(host, opened.file.preprocess.token_file, certificate, key)
+    token = opened.file.preprocess.token_file
+    check_open(host, token, certificate, key)
+    secrets = {
+        "preprocess.token_file": None if token is None else opened.resolve(token),
+        "--tls-key": tls_key,
+    }
+    for sentence in exposed(secrets):
+        console.note(sentence)
     read_plan(chosen)
     tasks = [
         Task(

@@ -151,11 +151,14 @@ def worth_it(changes: Changes) -> str:
         for unit in changes.moved
         if _differs(unit)
     ]
-    why = f" It was predicted to take {_seconds(changes.old_iteration_s)} when it was made" + (
-        f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}."
-        if moved
-        else "."
-    )
+    if changes.old_iteration_s is None:
+        why = " It was edited by hand since it was planned."
+    else:
+        why = f" It was predicted to take {_seconds(changes.old_iteration_s)} when it was made" + (
+            f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}."
+            if moved
+            else "."
+        )
     old = f"takes {_seconds(changes.old_now_s)} per step under this profile"
     if not changes.differences:
         return f"The plan in place is still good: this one is the same, and {old}.{why}"

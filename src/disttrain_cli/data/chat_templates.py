@@ -19,16 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.data.sources.chats import MARK
+from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.errors import SpecError
 
 if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer as Rules
 
+    from disttrain_cli.data.template_limits import LimitedEnvironment
+
 #: Placeholders of Qwen-VL, InternVL, Gemma 3, Llama 3.2 and Pixtral, LLaVA and SmolVLM.
 VIDEO_TOKEN = "<|video_pad|>"
 IMAGE_TOKENS = ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "<|image|>", "[IMG]", MARK)
 NOW = datetime(2024, 7, 26)  # what Llama's templates write where there is no clock
+MOST_ENDLESS = 3  # renderings that may run into `template_limits.MOST_WORK`
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Message = Mapping[str, Any]  # `role` and `content`, with whatever else the record says
@@ -47,6 +51,7 @@ class ChatTemplate:
         self._blocks: list[str] = []
         self._spans: list[tuple[int, int]] = []
         self._lock = threading.Lock()
+        self._endless = 0  # renderings that ran into the limit
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         """The conversation as one text; with `prompt` an assistant's answer may follow.
@@ -69,25 +74,42 @@ class ChatTemplate:
         with self._lock:
             self._blocks.clear()
             self._spans.clear()
+            template, limits = self._template
+            limits.begin()
             try:
-                for block in self._template.generate(messages=messages, **self._tokens, **values):
-                    self._blocks.append(block)
+                for block in template.generate(messages=messages, **self._tokens, **values):
+                    self._blocks.append(limits.charge(block))
             except SpecError:
                 raise
             except Exception as error:  # a template is anyone's program
-                raise ValueError(f"the chat template does not take it: {error}") from None
+                self._check_ends(error)
+                reason = printable(str(error) or type(error).__name__)
+                raise ValueError(f"the chat template does not take it: {reason}") from None
             return "".join(self._blocks), list(self._spans)
 
+    def _check_ends(self, error: Exception) -> None:
+        """SpecError once the template has run into its limit several times."""
+        if type(error).__name__ != "TooMuchWorkError":
+            return
+        self._endless += 1
+        if self._endless == MOST_ENDLESS:
+            raise SpecError(
+                "The chat template of the tokenizer (data.tokenizer) does not end",
+                f"{MOST_ENDLESS} conversations: {error}",
+                "Correct chat_template.jinja in the tokenizer's folder.",
+            )
+
     @cached_property
-    def _template(self) -> jinja2.Template:
+    def _template(self) -> tuple[jinja2.Template, LimitedEnvironment]:
         import jinja2
 
         try:
-            return _environment(self._note).from_string(self._source)
+            limits = _environment(self._note)
+            return limits.from_string(self._source), limits
         except jinja2.TemplateError as error:
             raise SpecError(
                 "Cannot read the chat template of the tokenizer (data.tokenizer)",
-                str(error),
+                printable(str(error)),
                 "Correct chat_template.jinja, or the `chat_template` of its JSON files, in the"
                 " tokenizer's folder.",
             ) from None
@@ -124,10 +146,12 @@ def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | N
     return VIDEO_TOKEN if rules.token_to_id(VIDEO_TOKEN) is not None else None
 
 
-def _environment(note: Callable[[str], None]) -> jinja2.Environment:
+def _environment(note: Callable[[str], None]) -> LimitedEnvironment:
     """That of transformers; `note` is told of every part between marks."""
     import jinja2
-    from jinja2 import ext, nodes, parser, runtime, sandbox
+    from jinja2 import ext, nodes, parser, runtime
+
+    from disttrain_cli.data.template_limits import LimitedEnvironment
 
     class Generation(ext.Extension):
         """`{% generation %}…{% endgeneration %}`: written as it stands, its place noted."""
@@ -164,10 +188,10 @@ def _environment(note: Callable[[str], None]) -> jinja2.Environment:
             sort_keys=sort_keys,
         )
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = environment.charged("tojson", to_json)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = NOW.strftime
     return environment

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from disttrain_cli.mitigation.beside import watched
+from disttrain_cli.mitigation.monitor import monitored
 from disttrain_cli.mitigation.replanning import MakeAnew
 from disttrain_cli.runtime.launching.supervise import Planned
 from disttrain_cli.spec.plan import Plan
@@ -35,10 +35,10 @@ def looked_after(
         note: called from a thread of its own.
     """
     if run.file.train.on_straggler != "replan":
-        with nullcontext() if emulated else watched(folder.root, note):
+        with nullcontext() if emulated else monitored(folder.root, note):
             yield None
         return
     anew = MakeAnew(run, folder, Planned(plan, profile), file, note, emulated)
     at_once = 0.0 if emulated else None
-    with watched(folder.root, note, anew.hear, at_once, at_once):
+    with monitored(folder.root, note, anew.hear, at_once, at_once):
         yield anew

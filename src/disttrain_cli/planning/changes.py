@@ -14,6 +14,7 @@ from disttrain_cli.planning.check import check_layout
 from disttrain_cli.planning.explain import delays
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.units import Cluster, units_of
+from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -48,7 +49,8 @@ class Changes:
     no gain."""
 
     differences: list[Difference]
-    old_iteration_s: float  # of the plan in place, as predicted when it was made
+    # of the plan in place, as predicted when it was made; None where it was edited by hand since
+    old_iteration_s: float | None
     old_now_s: float | None  # the same layout under the profile of now
     new_s: float
     # more sequences per second than the plan in place, under the profile of now
@@ -79,9 +81,10 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
         old, new: plans that do the same work (`not_comparable`); `new` was made from `profile`.
         cluster: what the new plan had to fit into.
     """
+    edited = old.predicted.layout not in (None, fingerprint(old.plan))
     differing, then_s, new_s = (
         differences(old.plan, new.plan),
-        old.predicted.iteration_s,
+        None if edited else old.predicted.iteration_s,
         new.predicted.iteration_s,
     )
     try:
@@ -100,7 +103,7 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
         new_s,
         gain_pct,
         gain_pct < WORTH_PCT,
-        moved=_moved(old.predicted, now),
+        moved=[] if edited else _moved(old.predicted, now),
     )
 
 

@@ -10,7 +10,7 @@ from disttrain_cli.costs.context import fits_nodes, misfit
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, UnitPlan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import DeviceProfile, Profile
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.runfile.model import PROJECTORS
 from disttrain_cli.spec.stage_graph import stage_graph
@@ -27,6 +27,13 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
         values are named.
     """
     check_device(run, profile)
+    kinds = (run.cluster.device, profile.device.kind)
+    if kinds in (("cpu", "cuda"), ("cuda", "cpu")):
+        raise MismatchError(
+            f"The profile is of another device ({profile.device.name})",
+            f"cluster.device: {kinds[0]}; measured on: {kinds[1]}",
+            "Profile and plan again: disttrain profile && disttrain plan",
+        )
     made_for, have = plan.fingerprints, profile.fingerprints
     for what, theirs, mine in (
         ("model", made_for.model, run.model_fingerprint()),
@@ -57,20 +64,30 @@ def check_layout(plan: Plan, run: RunFile, profile: Profile) -> None:
 
 
 def check_device(run: RunFile, profile: Profile) -> None:
-    """Refuse a profile of another kind of device than the run file names.
+    """Refuse a profile of another device than the run file has named since.
+
+    A profile made with `disttrain profile --device` may be of another device than the run file
+    names: plans are of the profile's device as long as the run file's is the same.
 
     Raises:
         MismatchError: both devices are named.
     """
     wanted, have = run.cluster.device, profile.device
-    kind, _, name = wanted.partition(":")
-    if wanted != "auto" and (kind != have.kind or (name and name.lower() != have.name.lower())):
+    if wanted != profile.cluster.device and not names_device(wanted, have):
         raise MismatchError(
             f"The profile is of another device ({have.name})",
             f"cluster.device: {wanted}; device of the profile: {have.name} ({have.kind})",
             "Profile again: disttrain profile; or plan for that device: disttrain plan --profile"
             " FILE",
         )
+
+
+def names_device(device: str, profiled: DeviceProfile) -> bool:
+    """True if `cluster.device` stands for a profiled device."""
+    kind, _, name = device.partition(":")
+    return device == "auto" or (
+        kind == profiled.kind and name.lower() in ("", profiled.name.lower())
+    )
 
 
 def check_memory(plan: Plan, profile: Profile) -> None:

@@ -107,6 +107,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
             data=data.profile.fingerprint,
             cluster=file.cluster_fingerprint(),
         ),
+        cluster=file.cluster,
         provenance=_provenance(device, file.cluster) | data.provenance,
         device=_described(device, precision, file.cluster),
         inputs=inputs,

@@ -1,16 +1,16 @@
-"""Measurements that outlive an interrupted profile: one file beside the profile, written whole
-while it is made.
+"""Measured layers, in a file beside the profile: an interrupted profile goes on with them, and so
+does the profile of a cluster of another size.
 
 A record is one draw of one variant (module, TP size, frozen or not). The file's key is a
-fingerprint of everything that decides the records; with another key the file is of no use and is
-passed over.
+fingerprint of everything that records depend on; a file with another key is ignored, and so is one
+whose profile was completed for the same cluster: profiling again measures again.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
@@ -33,18 +33,22 @@ def record_name(module: str, tp: int, frozen: bool, draw: int) -> str:
 
 def kept_path(run: Run) -> Path:
     """The file beside the profile."""
-    return run.dir.root / "profile.partial.json"
+    return run.dir.root / "profile.layers.json"
 
 
-def load(path: Path, key: str) -> Records:
-    """The records of an interrupted profile with this key; none where there is no such file."""
+def load(path: Path, key: str, cluster: dict[str, Any]) -> Records:
+    """The records with this key that an interrupted profile or one of another cluster has left."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return dict(stored["records"]) if stored["key"] == key else {}
+        usable = stored["key"] == key and stored["completed_for"] != cluster
+        return dict(stored["records"]) if usable else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def save(path: Path, key: str, records: Records) -> None:
-    """Write the file, whole or not at all; raises SpecError where its folder cannot be written."""
-    write_whole(path, json.dumps({"key": key, "records": records}))
+def save(
+    path: Path, key: str, records: Records, completed_for: dict[str, Any] | None = None
+) -> None:
+    """Write the file, whole or not at all, once the profile is complete with its cluster; raises
+    SpecError where its folder cannot be written."""
+    write_whole(path, json.dumps({"key": key, "completed_for": completed_for, "records": records}))

@@ -23,7 +23,7 @@ from disttrain_cli.profiling.dataset import Dataset, read_dataset
 from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_device, local_processes
 from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.hiding import hidden
-from disttrain_cli.profiling.kept import kept_path, record_name
+from disttrain_cli.profiling.kept import kept_path, record_name, save
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
 from disttrain_cli.profiling.sizes import draw_sizes, fewer, packed_sizes, with_work
 from disttrain_cli.profiling.trial import first_of_kinds
@@ -45,7 +45,8 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
     Builds the sample index, or takes the one that is there if it still describes the data. `device`
     is "auto", "cpu", "cuda" or "analytic:NAME"; "auto" asks the run file (`cluster.device`), and
     then takes CUDA where there is one. An analytic device is not measured but computed
-    (`analytic.py`). A profile that was interrupted goes on from what it had measured (`kept.py`).
+    (`analytic.py`). Layers that an interrupted profile, or one of a cluster of another size, has
+    measured are taken over (`kept.py`).
 
     Raises:
         DisttrainError: no such device, or a module's layers do not fit into its memory.
@@ -101,6 +102,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
             data=data.profile.fingerprint,
             cluster=file.cluster_fingerprint(),
         ),
+        cluster=file.cluster,
         provenance=_provenance(measured, kind) | data.provenance,
         device=described.model_copy(
             update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
@@ -111,7 +113,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
         data=data.profile,
         preprocess=data.preprocess,
     )
-    kept_path(run).unlink(missing_ok=True)
+    save(kept_path(run), request.key, measured.records, file.cluster.figures())
     return profile
 
 
@@ -140,12 +142,10 @@ def _request(
             "model": file.model_fingerprint(),
             "data": data.profile.fingerprint,
             "seed": file.train.seed,
-            "cluster": file.cluster_fingerprint(),
             "device": device.name,
-            "processes": processes,
+            "processes": processes if kind == "cpu" else None,  # they share its cores
             "versions": library_versions(),
             "draws": draws,
-            "variants": [vars(variant) for variant in variants],
         }
     )
     parameters = sum(layer.parameters for layer in layer_table(run))
@@ -241,7 +241,6 @@ def _provenance(measured: Measured, kind: str) -> dict[str, str]:
         sources["hidden_ms"] = "computed: the catalogue's curve, measured links"
     if measured.continued:
         sources["continued"] = (
-            f"{measured.continued} of {len(measured.records)} measurements of an interrupted"
-            " profile"
+            f"{measured.continued} of {len(measured.records)} measurements of an earlier profile"
         )
     return sources | library_versions()

@@ -6,12 +6,13 @@ import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from disttrain_cli.profiling.kept import Records, kept_path, load, save
+from disttrain_cli.profiling.kept import Records, kept_path, load, record_name, save
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.profile import LinkProfile
@@ -35,10 +36,14 @@ class Request:
     variants: list[Variant]
     key: str  # of records that may be taken over
 
-    @property
-    def records(self) -> int:
-        """Records that a whole profile has."""
-        return sum(len(variant.draws) for variant in self.variants)
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the records that a whole profile has."""
+        return frozenset(
+            record_name(variant.module, variant.tp, variant.frozen, draw)
+            for variant in self.variants
+            for draw in variant.draws
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Measured:
     optimizer_ns: float  # per parameter, as this process's own time
     records: Records
     slowdown: float  # wall time over CPU time, mean over processes
-    continued: int  # records that an interrupted profile had left
+    continued: int  # records that an earlier profile had left
 
 
 def measure_in_processes(run: Run, request: Request, progress: Progress) -> Measured:
@@ -62,12 +67,13 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
         SpecError: the run's folder cannot be written.
     """
     path = kept_path(run)
-    records = load(path, request.key)
+    earlier = load(path, request.key, run.file.cluster.figures())
+    records = {name: record for name, record in earlier.items() if name in request.names}
     continued = len(records)
     what = f"measure links and layers, {request.processes} at once"
     if continued:
-        what += f", {continued} taken over from an interrupted profile"
-    progress(what, 0, request.records)
+        what += f", {continued} taken over from an earlier profile"
+    progress(what, 0, len(request.names))
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:
         saved_s = time.monotonic()
 
@@ -76,7 +82,7 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
             if time.monotonic() - saved_s > SAVE_S:
                 _keep(path, request.key, records, Path(folder))
                 saved_s = time.monotonic()
-                progress(what, len(records), request.records)
+                progress(what, len(records), len(request.names))
 
         payload = {
             "run": str(run.path.resolve()),
@@ -87,6 +93,7 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
             "kept": sorted(records),
             "passes": PASSES,
             "budget_s": BUDGET_S,
+            "timeout_s": run.file.train.timeout_s,
             "folder": folder,
         }
         try:
@@ -100,7 +107,7 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
             )
         finally:
             results = _keep(path, request.key, records, Path(folder))
-    progress(what, len(records), request.records)
+    progress(what, len(records), len(request.names))
     return Measured(
         LinkProfile.model_validate(results[0]["links"]),
         records=records,

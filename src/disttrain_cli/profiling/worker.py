@@ -30,7 +30,7 @@ from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
 from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.launching.devices import rank_device
-from disttrain_cli.runtime.launching.process import rendezvous
+from disttrain_cli.runtime.launching.process import rendezvous, set_cuda_environment, set_timeout
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
 
@@ -96,13 +96,16 @@ def main(payload: dict[str, Any]) -> None:
     payload: run (path of the run file), device ("cpu" or "cuda"), parameters (of the whole model),
     draws (module → arguments of `probe_batch`), variants (fields of `Variant`), kept (names of
     records that an interrupted profile left), passes (over the draws, at most), budget_s (for the
-    passes after the first), folder.
+    passes after the first), timeout_s (of the groups), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if payload["device"] == "cuda":
+        print(set_cuda_environment(), flush=True)
     device = rank_device(payload["device"])
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)
+    set_timeout(timedelta(seconds=float(payload["timeout_s"])))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes
     )

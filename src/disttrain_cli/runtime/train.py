@@ -99,7 +99,6 @@ def train(
             written.
         DataError: what `samples.judge` needs is not installed.
         UsageError: the run has none of the steps to profile, or is past them.
-        DisttrainError: another training of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no
             preprocessing worker is of this run.
         RankFailedError: a rank failed.
@@ -149,43 +148,42 @@ def train(
             ),
         )
 
-    with alone(root):
-        with stop_request() as request:
-            went = Supervisor(
-                root,
-                Planned(plan, profile),
-                run.file.train.restarts,
-                run.file.train.longest_hang_s,
-                request,
-                progress,
-                lambda: len(rows),
-                replanner,
-            ).run(resume, start)
-        newest = latest(root.checkpoints)
-        samples = (
-            None
-            if went.stopped or newest is None
-            else _sample(run, went.planned.profile, newest, progress)
-        )
-        return TrainResult(
-            run_dir=str(root.root),
-            steps=merged(rows),
-            skipped_samples=_skipped(run, index),
-            resumed_from_step=resumed,
-            started_from=str(origin) if origin else None,
-            checkpoint=str(newest) if newest else None,
-            trace=str(root.traces),
-            images=(
-                [str(root.images / newest.name / one.file) for one in samples.drawn]
-                if samples and newest
-                else []
-            ),
-            samples=samples,
-            reference_losses=_references(run, index),
-            restarts=went.restarts,
-            replans=went.replans,
-            stopped_by=went.stopped,
-        )
+    with stop_request() as request:
+        went = Supervisor(
+            root,
+            Planned(plan, profile),
+            run.file.train.restarts,
+            run.file.train.longest_hang_s,
+            request,
+            progress,
+            lambda: len(rows),
+            replanner,
+        ).run(resume, start)
+    newest = latest(root.checkpoints)
+    samples = (
+        None
+        if went.stopped or newest is None
+        else _sample(run, went.planned.profile, newest, progress)
+    )
+    return TrainResult(
+        run_dir=str(root.root),
+        steps=merged(rows),
+        skipped_samples=_skipped(run, index),
+        resumed_from_step=resumed,
+        started_from=str(origin) if origin else None,
+        checkpoint=str(newest) if newest else None,
+        trace=str(root.traces),
+        images=(
+            [str(root.images / newest.name / one.file) for one in samples.drawn]
+            if samples and newest
+            else []
+        ),
+        samples=samples,
+        reference_losses=_references(run, index),
+        restarts=went.restarts,
+        replans=went.replans,
+        stopped_by=went.stopped,
+    )
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.heads import Item
 from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.work import Work
 
 
@@ -586,6 +587,7 @@ class Profile(Strict):
     version: Literal[1] = 1
     precision: Literal["fp32", "bf16"]
     fingerprints: Fingerprints
+    cluster: ClusterSpec = Field(description="The run file's `cluster` when it was profiled.")
     provenance: dict[str, str] = Field(description="Library versions, host kind, date.")
     device: DeviceProfile
     inputs: ModelInputs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.data.serving.access import access_of, is_loopback
+from disttrain_cli.data.serving.access import access_of, exposed, is_loopback
 from disttrain_cli.data.serving.supervisor import check_open
 from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.spec.runfile import Run
@@ -77,3 +77,12 @@ def test_serving_beyond_loopback() -> None:
         assert ("--tls-cert" in caught.value.why) == (missing[1] is None)
     with pytest.raises(UsageError, match="belong together"):
         check_open("127.0.0.1", None, "cert", None)
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o600, 0), (0o400, 0), (0o640, 1), (0o604, 1)])
+def test_secrets_that_others_can_read_are_named(run: Run, mode: int, said: int) -> None:
+    token = run.resolve("token")
+    token.chmod(mode)
+    sentences = exposed({"preprocess.token_file": token, "--tls-key": None})
+    assert len(sentences) == said
+    assert all("chmod 600" in one and str(token) in one for one in sentences)

@@ -4,6 +4,7 @@ not finite."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from disttrain_cli.data.index import build_index, read_index
 from disttrain_cli.data.loader import Loader
@@ -18,6 +20,7 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, NotFiniteError, OutOfMemoryError
@@ -33,6 +36,7 @@ from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.options_worker import CountingTracer
 
 MODULES = ("image_encoder", "llm")
+TIMEOUT_S = 77.0
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +47,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torc
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
             patch.setenv(name, value)
-        with joined("cpu", 60.0, store=dist.HashStore()) as device:
+        with joined("cpu", TIMEOUT_S, store=dist.HashStore()) as device:
             yield folder, device
+
+
+def test_all_groups_have_the_runs_timeout(world: tuple[Path, torch.device]) -> None:
+    """Those of the grid, of checkpoints and of DeepSpeed."""
+    job = Job(world, "timeouts")
+    with Saver(world[0] / "timeouts" / "checkpoints", {}, job.engine, 1):
+        groups = list(distributed_c10d._world.pg_map)
+        assert len(groups) > 2
+        assert {group._get_backend(torch.device("cpu")).options._timeout for group in groups} == {
+            timedelta(seconds=TIMEOUT_S)
+        }
 
 
 class Job:

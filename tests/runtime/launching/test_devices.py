@@ -3,6 +3,7 @@ devices."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from disttrain_cli.runtime.launching.devices import (
     rank_device,
     visible_devices,
 )
+from disttrain_cli.runtime.launching.process import set_cuda_environment
 
 
 @pytest.mark.parametrize(
@@ -139,3 +141,14 @@ def test_devices_that_a_plan_leaves_out_are_hidden(
 ) -> None:
     hidden = visible_devices(kind, 4, left_out, environment)
     assert hidden == ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_cuda_ranks_start_kernels_in_order_on_queues_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the user's own stays
+    said = set_cuda_environment()
+    assert said == "NCCL_LAUNCH_ORDER_IMPLICIT=1 CUDA_DEVICE_MAX_CONNECTIONS=1"
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")

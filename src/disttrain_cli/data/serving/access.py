@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +77,15 @@ def read_secret(path: Path, name: str) -> bytes:
         raise SpecError(
             f"{name}: cannot read {path}", str(error), "Give a file that can be read."
         ) from None
+
+
+def exposed(secrets: Mapping[str, Path | None]) -> list[str]:
+    """A sentence for each secret file, by the name of its field, that other users can read."""
+    return [
+        f"{name}: other users can read {path}; hide it: chmod 600 {shlex.quote(str(path))}"
+        for name, path in secrets.items()
+        if path is not None and path.is_file() and path.stat().st_mode & 0o077
+    ]
 
 
 def _parts(address: str, name: str) -> tuple[str, str]:

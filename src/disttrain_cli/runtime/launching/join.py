@@ -30,7 +30,12 @@ from disttrain_cli.runtime.launching.ending import follow
 from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.runtime.launching.launch import LISTENER
 from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, check_name, meet
-from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
+from disttrain_cli.runtime.launching.process import (
+    joined,
+    rendezvous,
+    serves_rendezvous,
+    set_cuda_environment,
+)
 from disttrain_cli.runtime.launching.starts import alone
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
@@ -90,6 +95,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     }
     pulse.begin("joining")
     limit_s = min(MEETING_S, train.timeout_s)
+    if profile.device.kind == "cuda":
+        print(set_cuda_environment(), flush=True)
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
     check_memory(plan, profile.device, coords, device)

@@ -266,7 +266,7 @@ def main(arguments: list[str]) -> None:
     """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE, the payload as input. Tells how each rank
     ends."""
     target, launcher, log_dir, tell = arguments
-    _end_with(int(launcher))
+    end_with(int(launcher))
     payload = json.load(sys.stdin)
     settle(payload.get("device", "cpu"))
     module, function = resolve(target)
@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> None:
         pid = os.fork()
         if pid == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            _end_with(starter)
+            end_with(starter)
             live(
                 rank,
                 function,
@@ -309,7 +309,7 @@ def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
         limit //= 2
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process when the one that started it is gone, however it went; on Linux also if it
     is stopped itself.
 

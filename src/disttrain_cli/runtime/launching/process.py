@@ -37,6 +37,26 @@ REMEDIES = {
 }
 
 
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of all groups made from now on, those of libraries too: torch gives groups
+    its own default, not the world's."""
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+#: For several communicators on one device (NCCL's documentation, "Using multiple NCCL communicators
+#: concurrently"): kernels start in the order of the host's calls, which is the same on all ranks
+#: (`runtime.messages`), each communicator with a hardware queue of its own (CUDA's default is 8).
+CUDA_ENVIRONMENT = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def set_cuda_environment() -> str:
+    """Set what of `CUDA_ENVIRONMENT` is not set, before this process uses CUDA; returns all of
+    it as one line."""
+    for name, value in CUDA_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return " ".join(f"{name}={os.environ[name]}" for name in CUDA_ENVIRONMENT)
+
+
 @contextmanager
 def joined(
     device: torch.device | str,
@@ -71,6 +91,7 @@ def joined(
         # Its monitor kills a process silently; that is for the hang watch to do, with a reason.
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(timeout_s)))
     timeout = timedelta(seconds=timeout_s)
+    set_timeout(timeout)
     store = store or rendezvous(timeout)
     with within(timeout_s + LATE_S, lambda: _not_connected(backend, timeout_s)):
         dist.init_process_group(

@@ -18,7 +18,6 @@ from disttrain_cli.errors import RankLostError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.starts import (
     Reports,
-    alone,
     job_of,
     run_ranks,
     step_to_resume,
@@ -96,7 +95,6 @@ def rehearse(
 
     Raises:
         SpecError: a fault names a place that the plan lacks, or there is nothing to resume from.
-        DisttrainError: another rehearsal of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile.
         RankFailedError: a process failed.
     """
@@ -135,19 +133,18 @@ def rehearse(
         names.append(reports.name)
         return reports
 
-    with alone(folder):
-        resumed = step_to_resume(run, profile, folder, total) if resume else None
-        with stop_request() as request:
-            went = Supervisor(
-                folder,
-                Planned(now or plan, profile),
-                run.file.train.restarts,
-                run.file.train.longest_hang_s,
-                request,
-                progress,
-                lambda: len(rows),
-                replanner,
-            ).run(resume, start)
+    resumed = step_to_resume(run, profile, folder, total) if resume else None
+    with stop_request() as request:
+        went = Supervisor(
+            folder,
+            Planned(now or plan, profile),
+            run.file.train.restarts,
+            run.file.train.longest_hang_s,
+            request,
+            progress,
+            lambda: len(rows),
+            replanner,
+        ).run(resume, start)
     progress("simulating the same steps", 0, 0)
     rows, last = merged(rows), cluster.starts[-1]
     return RehearsalResult(

@@ -14,7 +14,7 @@ from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
-from disttrain_cli.spec.runfile.cluster import LAUNCHING, ClusterSpec
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.runfile.data import DataSpec
 from disttrain_cli.spec.runfile.model import MONOLITH, PROJECTORS, ModelSpec
 from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
@@ -123,7 +123,7 @@ class RunFile(Strict):
     def cluster_fingerprint(self) -> str:
         """Changes when a plan was made for other machines; how ranks are started there does not
         matter."""
-        return fingerprint(self.cluster.model_dump(mode="json", exclude=set(LAUNCHING)))
+        return fingerprint(self.cluster.figures())
 
 
 class Run(Strict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -164,3 +164,7 @@ class ClusterSpec(Strict):
     def gpus(self) -> int:
         """Devices in all."""
         return self.nodes * self.gpus_per_node
+
+    def figures(self) -> dict[str, Any]:
+        """All fields but those of launching: what profiles and plans depend on."""
+        return self.model_dump(mode="json", exclude=set(LAUNCHING))

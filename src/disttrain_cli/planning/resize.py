@@ -1,0 +1,65 @@
+"""A profile at another number of nodes or of GPUs per node: no layer is measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from disttrain_cli.costs.hardware import analytic_device, link_profile
+from disttrain_cli.errors import MismatchError
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+
+#: Fields of `cluster` that no cost of a layer depends on. Where layers were measured, so were the
+#: links of nodes as they are, and on a CPU the ranks of a node share its cores. Which device is
+#: meant, `check.check_device` knows.
+MEASURED = frozenset({"device", "cpu_node_cores"})
+COMPUTED = MEASURED | {"nodes", "gpus_per_node", "memory_gib", "links.inter_node_gbps"}
+
+
+def resized(run: RunFile, profile: Profile) -> Profile:
+    """The profile for the run file's cluster; itself where that is as it was profiled.
+
+    Raises:
+        MismatchError: something changed that the profile's costs depend on; the fields are named.
+    """
+    changed = dict(_changed(profile.cluster.figures(), run.cluster.figures()))
+    if not changed:
+        return profile
+    computed = profile.device.kind == "analytic" and "calibrated" not in profile.provenance
+    free = set(COMPUTED if computed else MEASURED)
+    update: dict[str, Any] = {
+        "cluster": run.cluster,
+        "fingerprints": profile.fingerprints.model_copy(
+            update={"cluster": run.cluster_fingerprint()}
+        ),
+    }
+    if computed:
+        device = analytic_device(profile.device.name, run.cluster, profile.precision)
+        figures = {"count": run.cluster.gpus, "memory_gib": device.memory_gib}
+        update["device"] = profile.device.model_copy(update=figures)
+        update["links"] = link_profile(device, run.cluster)
+        before = analytic_device(profile.device.name, profile.cluster, profile.precision)
+        if device.link_gbytes_s != before.link_gbytes_s:  # overlap of TP messages depends on it
+            free.discard("links.inter_node_gbps")
+    if refused := [name for name in changed if name not in free]:
+        raise MismatchError(
+            "The profile was made for another cluster",
+            "\n".join(
+                "cluster.{}: {} when it was profiled, {} now".format(name, *changed[name])
+                for name in refused
+            ),
+            "Profile again: disttrain profile",
+        )
+    return profile.model_copy(update=update)
+
+
+def _changed(
+    before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """(path, (value before, value now)) of all fields that differ."""
+    for name, value in now.items():
+        if isinstance(value, Mapping):
+            yield from _changed(before[name], value, f"{path}{name}.")
+        elif value != before[name]:
+            yield f"{path}{name}", (before[name], value)
