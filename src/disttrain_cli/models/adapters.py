@@ -15,11 +15,12 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.division import whole_shape
 from disttrain_cli.models.export import Read
 from disttrain_cli.models.layer import PipelineLayer, is_adapter
 from disttrain_cli.models.lora import Lora
-from disttrain_cli.models.published import Weights, on_meta, weight_files, whole_config
+from disttrain_cli.models.published import Weights, on_meta, weight_files
 from disttrain_cli.models.weights import (
     Fill,
     fill_parameter,

@@ -56,6 +56,7 @@ from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, 
 from disttrain_cli.models.configs.lora import read_lora
 from disttrain_cli.models.configs.noise import read_noise
 from disttrain_cli.models.configs.videos import with_video
+from disttrain_cli.models.configs.wholes import section_fields
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
@@ -546,7 +547,7 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
     kind = run.file.model.modules[name].kind
     part = None if published is None else published.family.of_kind(kind)
     if published is not None and part is not None:
-        return published.architecture(part), published.section(part)
+        return published.architecture(part), section_fields(published, part)
     architecture, inside = _ALIASES.get(given, (given, None))
     if inside is None:
         return architecture, fields

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.division import whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import (
@@ -24,7 +25,6 @@ from disttrain_cli.models.published import (
     published_class,
     renaming,
     weight_files,
-    whole_config,
 )
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import PublishedFolder

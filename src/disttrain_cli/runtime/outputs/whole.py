@@ -12,9 +12,10 @@ import torch
 from disttrain_cli.models.adapter_folder import Adapted, write_adapter
 from disttrain_cli.models.adapters import unchanged_base
 from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.export import Read, Written, copy_beside, import_path, write_whole
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.published import on_meta, published_class, whole_config
+from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.tying import untie
 from disttrain_cli.models.weights import module_layers
 from disttrain_cli.spec.families.folder import PublishedFolder
@@ -121,6 +122,6 @@ def _layers_of(
 def _tie(published: PublishedFolder, name: str, tied: bool) -> dict[str, bool]:
     """What to say of an LLM's head where it is not as in the published model."""
     module = published.family.modules[name]
-    if module.kind != "llm" or published.section(module)["tie_word_embeddings"] == tied:
+    if module.kind != "llm" or whole_config(published).tie_word_embeddings == tied:
         return {}
     return {"tie_word_embeddings": tied}

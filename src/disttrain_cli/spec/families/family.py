@@ -64,6 +64,9 @@ class Family:
         joins: by module the fields of `ModuleSpec` that say how it is joined, of the whole
             `config.json`; SpecError for what is not computed here.
         processor: the image processor's rule, of its own fields; SpecError where it has another.
+        image_processors: classes that its image processor may have, first the one that a folder
+            means which names none (`defaults.IMAGE_PROCESSORS`).
+        defaults: of the whole configuration's class, for the fields that are read here.
         image_token: fields of the whole `config.json` that may name the id of an image's
             placeholder.
         video: the video processor's rule, of its own fields; None: videos are not read.
@@ -73,6 +76,8 @@ class Family:
     modules: Mapping[str, Module]
     joins: Callable[[Path, Fields], dict[str, dict[str, Any]]]
     processor: Callable[[Path, Fields], ImageProcessor]
+    image_processors: tuple[str, ...]
+    defaults: Fields
     image_token: tuple[str, ...] = ("image_token_id",)
     video: Callable[[Path, Fields], VideoProcessor] | None = None
 
@@ -81,13 +86,13 @@ class Family:
         return next((one for one in self.modules.values() if one.kind == kind), None)
 
 
-def only(path: Path, fields: Fields, field: str, default: Any, allowed: Mapping[Any, Any]) -> Any:
+def only(path: Path, fields: Fields, field: str, allowed: Mapping[Any, Any]) -> Any:
     """What a field's value means, by the values that are computed here.
 
     Raises:
         SpecError: it has another value.
     """
-    given = fields.get(field, default)
+    given = fields[field]
     if isinstance(given, (str, int, bool, type(None))) and given in allowed:
         return allowed[given]
     raise SpecError(
@@ -97,13 +102,13 @@ def only(path: Path, fields: Fields, field: str, default: Any, allowed: Mapping[
     )
 
 
-def feature_layer(path: Path, config: Fields, default: int) -> int:
+def feature_layer(path: Path, config: Fields) -> int:
     """The tower's block that is read, counted from the end.
 
     Raises:
         SpecError: several are, or it is counted from the start.
     """
-    layer = config.get("vision_feature_layer", default)
+    layer = config["vision_feature_layer"]
     if isinstance(layer, int) and layer < 0:
         return layer
     raise SpecError(
