@@ -186,8 +186,8 @@ def test_the_head_is_the_embedding_where_the_class_says_so(
 
 
 def test_a_folder_that_transformers_ties_by_default_is_written_tied(tmp_path: Path) -> None:
-    from tests.runtime.outputs.test_whole_export import saved
     from disttrain_cli.runtime.outputs.export import export
+    from tests.runtime.outputs.test_whole_export import saved
 
     folder = tmp_path / "internvl"
     write_tiled(folder, "internvl", tie_word_embeddings=True)

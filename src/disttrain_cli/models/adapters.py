@@ -40,6 +40,7 @@ from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import name_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.adapters import whole_part
+from disttrain_cli.spec.runfile.model import PROJECTORS
 
 _SHOWN = 4  # names shown of many
 
@@ -217,12 +218,16 @@ def named(layers: Sequence[PipelineLayer], part: Module | None) -> Named:
 
 def joint(layers: Sequence[PipelineLayer], part: Module) -> Named:
     """The parameters of a projector that the whole model has."""
-    return {
-        f"{PREFIX}{part.joint_in_whole(path)}": (layer, path, parameter)
-        for layer in layers
-        for path, parameter in layer.named_parameters()
-        if part.joint and layer.published_path(path) is None
-    }
+    found: dict[str, tuple[PipelineLayer, str, torch.nn.Parameter]] = {}
+    for layer in layers:
+        for path, parameter in layer.named_parameters():
+            if layer.owner_of(path) != PROJECTORS:
+                continue
+            if layer.published_path(path) is not None:
+                found[stored_name(layer, path, part)] = (layer, path, parameter)
+            elif part.joint:
+                found[f"{PREFIX}{part.joint_in_whole(path)}"] = (layer, path, parameter)
+    return found
 
 
 def _fill_joint(layers: Sequence[PipelineLayer], run: Run, module: str, fill: Fill) -> None:

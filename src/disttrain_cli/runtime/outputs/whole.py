@@ -66,7 +66,7 @@ def write_over(
         f"{layer.name}/{path}"
         for layer in everything
         for path, _ in layer.named_parameters()
-        if projector and layer.published_path(path) is None
+        if projector and layer.owner_of(path) == PROJECTORS
     }
     unchanged = unchanged_base(run, everything, read, dtype, written, whole=True)
     base = to / "base" if unchanged is None else unchanged

@@ -26,6 +26,7 @@ class Module:
         names: prefixes of names in the module's own published class → in the whole model's class.
         joint: prefixes of paths in its projector that no published tower has ("mlp.0") → in the
             whole model's class.
+        mergers: parts of its own class that are its projector.
     """
 
     kind: Literal["encoder", "llm"]
@@ -35,6 +36,7 @@ class Module:
     default: str = ""
     flat: bool = False
     joint: Mapping[str, str] = field(default_factory=dict)
+    mergers: tuple[str, ...] = ()
 
     def name_in_whole(self, name: str) -> str:
         """What the whole model's class calls a tensor of the module's own class."""
@@ -48,6 +50,10 @@ class Module:
             for own, theirs in self.names.items()
             if theirs != own
         )
+
+    def merges(self, name: str) -> bool:
+        """True if a tensor of the whole model is of a part that is the module's projector."""
+        return name.startswith(tuple(f"{self.name_in_whole(part)}." for part in self.mergers))
 
     def joint_in_whole(self, path: str) -> str:
         """What the whole model's class calls a parameter of the projector."""

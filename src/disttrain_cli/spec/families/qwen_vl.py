@@ -30,6 +30,7 @@ def _family(published: str, model_type: str, video: VideoRule) -> Family:
                 "vision_config",
                 architecture=f"{model_type}_vision",
                 names={"": "model.visual."},
+                mergers=("merger", "deepstack_merger_list"),
             ),
             "llm": Module(
                 "llm",
