@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.architectures import SCHEDULE, read_configs, scheduler_fields
 from disttrain_cli.models.configs import ModuleConfig
+from disttrain_cli.models.configs.noise import unread
 from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.division import piece, shard_of, whole_shape
 from disttrain_cli.models.graph import build_layers, layer_table
@@ -140,6 +141,12 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
                     f"{module}: vae_folder is not given; its VAE has random weights, and is never"
                     " trained."
                 )
+    for module, spec in run.file.model.modules.items():
+        if spec.kind == "generator" and (left := unread(scheduler_fields(run, spec))):
+            notes.append(
+                f"{module}: left unread of its {SCHEDULE}: {', '.join(left)}; no scheduler that is"
+                " trained here has such fields."
+            )
     if run.published is not None and not joins_as(run.published, run.file.model):
         notes.append(
             f"model.folder: modules or how they are joined are not those of {run.published.path};"
