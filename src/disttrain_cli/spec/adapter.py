@@ -138,6 +138,14 @@ def of_places(
     return found
 
 
+def numbers_at(fields: Mapping[str, Any], place: str) -> tuple[int, int]:
+    """r and lora_alpha of the adapter at a place."""
+    return (
+        int(_by_pattern(fields.get("rank_pattern", {}), place, fields["r"])),
+        int(_by_pattern(fields.get("alpha_pattern", {}), place, fields["lora_alpha"])),
+    )
+
+
 def _by_pattern(patterns: Mapping[str, Any], place: str, default: Any) -> Any:
     """As peft decides it (`peft.utils.other.get_pattern_key`)."""
     found = (name for name in patterns if re.match(rf"(.*\.)?({name})$", place))

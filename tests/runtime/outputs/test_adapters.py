@@ -391,7 +391,7 @@ def test_mergers_trained_beside_adapters_of_the_llm_belong_to_them(tmp_path, fam
 
 
 @pytest.mark.parametrize(
-    ("given", "adapted"),
+    ("given", "adapted", "beyond"),
     [
         (
             {
@@ -400,6 +400,7 @@ def test_mergers_trained_beside_adapters_of_the_llm_belong_to_them(tmp_path, fam
                 "rank_pattern": {"up_proj": 2},
             },
             {"vision", "llm"},
+            2,
         ),
         (  # a module of which something is trained whole, and nothing has an adapter
             {
@@ -408,16 +409,25 @@ def test_mergers_trained_beside_adapters_of_the_llm_belong_to_them(tmp_path, fam
                 "rank_pattern": {"q_proj": 2},
             },
             {"vision", "llm"},
+            2,
         ),
-        ({"target_modules": ".*language_model.*q_proj", "modules_to_save": ["lm_head"]}, {"llm"}),
+        (
+            {"target_modules": ".*language_model.*q_proj", "modules_to_save": ["lm_head"]},
+            {"llm"},
+            0,
+        ),
         (
             {"target_modules": ".*language_model.*q_proj", "modules_to_save": ["norm"]},
             {"vision", "llm"},
+            2,
         ),
+        ({"target_modules": ["v_proj", "fc1"], "use_rslora": True}, {"vision", "llm"}, 4),
     ],
 )
-def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted):
-    """With adapters of a block of the tower that nothing reads."""
+def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted, beyond):
+    """With adapters of a block of the tower that nothing reads, which are written again."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText as Model
 
     model = adapted_by_peft(tmp_path, given)
@@ -426,9 +436,21 @@ def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted):
     starts(run, None, resume=False)
     trained(run, by=0.0, start=lambda layers: (load_into(layers, run), load_adapters(layers, run)))
     export(run, tmp_path / "merged", merge=True)
-    torch.testing.assert_close(
-        logits(Model.from_pretrained(tmp_path / "merged")), logits(model), rtol=1e-4, atol=1e-5
+    merged = Model.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-5)
+    export(run, tmp_path / "out")
+    given, found = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "out")
     )
+    unread = {name for name in given if "encoder.layers.2." in name or "post_layernorm" in name}
+    assert len(unread) == beyond
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    assert not any("encoder.layers.2." in name for name in found.keys() - given.keys())
+    again = PeftModel.from_pretrained(Model.from_pretrained(tmp_path / "llava"), tmp_path / "out")
+    expected = model.merge_and_unload().state_dict()
+    for one in (again.merge_and_unload().state_dict(), merged.state_dict()):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(one[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "linear_1"]])

@@ -133,7 +133,7 @@ def export(
             if apart:
                 one, over = write_over(*about, read, dtype, to.resolve())
             else:
-                one, over = write_published(*about, whole, dtype), None
+                one, over = write_published(*about, whole, dtype, merge), None
         progress("writing", 1, 1)
         return Exported(
             path=str(to),

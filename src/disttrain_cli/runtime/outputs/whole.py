@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from disttrain_cli.models.adapter_folder import Adapted, write_adapter
-from disttrain_cli.models.adapters import unchanged_base
+from disttrain_cli.models.adapters import Unread, unchanged_base, unread_of
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.export import Read, Written, copy_beside, import_path, write_whole
@@ -75,7 +75,7 @@ def write_over(
         for name, part in published.family.modules.items()
     ]
     model = on_meta(published.model_type, whole_config(published))
-    count = write_adapter(folder, modules, model, read, dtype, base)
+    count = write_adapter(folder, modules, model, read, dtype, base, unread_of(run))
     if unchanged is None:
         write_published(folder / "base", run, published, stored, read, dtype)
     copy_beside(published.path, folder)
@@ -90,10 +90,12 @@ def write_published(
     stored: Container[str],
     read: Read,
     dtype: torch.dtype,
+    merge: bool = False,
 ) -> Written:
     """A run of a whole published model as a folder like it.
 
     Args:
+        merge: add what `model.adapter` has of parts that no layer here has.
         stored: LAYER/PARAMETER of all weights of the checkpoint.
         read: whole tensors of a layer by the paths of its parameters.
     """
@@ -106,6 +108,7 @@ def write_published(
         {name: spec.config | _tie(published, name, tied[name]) for name, spec in modules.items()},
         read,
         dtype,
+        change=(unread_of(run) if merge else Unread({}, {}, False)).change,
     )
 
 
