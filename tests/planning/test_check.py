@@ -15,6 +15,7 @@ from disttrain_cli.planning.check import (
     not_run,
     refuse_not_run,
 )
+from disttrain_cli.planning.solve import check_profile
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import Heads, Profile
@@ -128,8 +129,10 @@ def test_projectors_alone_need_projectors(made: Made) -> None:
         with_layout(plan, trained=["projectors"]),
         edited(run, "model", trained=["projectors"]),
     )
-    with pytest.raises(SpecError, match="Nothing of the model is trained"):
+    with pytest.raises(SpecError, match=r"model\.trained: projectors has no weights"):
         check(plan, run, profile)
+    with pytest.raises(SpecError, match=r"model\.trained: projectors has no weights"):
+        check_profile(run, profile)
     joined = profile.modules["llm"].model_copy(update={"projector": [0]})
     profile = profile.model_copy(update={"modules": profile.modules | {"llm": joined}})
     fingerprints = plan.fingerprints.model_copy(update={"profile": fingerprint(profile)})

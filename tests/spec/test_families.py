@@ -226,7 +226,8 @@ def joined_tiles(folder, family):
         "image_grid_pinpoints": PINPOINTS,
     }
     (made / "config.json").write_text(json.dumps(config))
-    tile = {"size": {"height": 32, "width": 32}, "image_grid_pinpoints": PINPOINTS}
+    side = {"height": 32, "width": 32}
+    tile = {"size": side, "crop_size": side, "image_grid_pinpoints": PINPOINTS}
     (made / "preprocessor_config.json").write_text(json.dumps(tile))
     return made
 

@@ -6,16 +6,20 @@ from functools import partial
 import pytest
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS
 from disttrain_cli.spec.families.tilings import joined, longest_edge, nearest_ratio
 from disttrain_cli.spec.image_processor import ImageProcessor
 from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
 
-INTERNVL = {"size": {"height": 448, "width": 448}, "max_patches": 12}
-IDEFICS = {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
+INTERNVL = {
+    **IMAGE_PROCESSORS["GotOcr2ImageProcessor"],
+    "size": {"height": 448, "width": 448},
+}
+IDEFICS = IMAGE_PROCESSORS["Idefics3ImageProcessor"]
 LLAVA = {
+    **IMAGE_PROCESSORS["LlavaNextImageProcessor"],
     "size": {"shortest_edge": 336},
     "crop_size": {"height": 336, "width": 336},
-    "do_center_crop": True,
     "image_grid_pinpoints": [[336, 672], [672, 336]],
 }
 onevision = partial(joined, vision_aspect_ratio="anyres_max_9")

@@ -25,6 +25,16 @@ def _trainable(cost: LayerCost) -> bool:
     return any(shard.trained_parameters != 0 for shard in cost.tp.values())
 
 
+def owners(profile: Profile) -> set[str]:
+    """Names under which a profile's model has weights that can be trained."""
+    return {
+        PROJECTORS if index in module.projector else name
+        for name, module in profile.modules.items()
+        for index, kind in enumerate(module.layers)
+        if index not in module.frozen and _trainable(module.costs[kind])
+    }
+
+
 @remembered
 def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list[Backward]]:
     """By module name, what the backward of each of its layers does.
@@ -45,7 +55,7 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
                 states.append("still")
             elif (trained is None or owner in trained) and trainable[kind]:
                 states.append("trained")
-                before = True
+                before = before or index not in module.side
                 ahead = ahead or module.kind != "generator"
             else:
                 states.append("passes" if before else "still")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.adapters import joint, named
+from disttrain_cli.models.adapters import Unread, joint, named
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.export import Read, save_tensors
 from disttrain_cli.models.layer import PipelineLayer, is_adapter
@@ -66,6 +66,7 @@ def write_adapter(
     read: Read,
     dtype: torch.dtype,
     base: Path,
+    unread: Unread | None = None,
 ) -> int:
     """Write the adapters of a module, or of all of a whole model, as peft does; returns how many
     numbers they are.
@@ -74,6 +75,7 @@ def write_adapter(
         model: what they adapt, of the library's class, without memory for its weights.
         read: whole tensors of a layer by the paths of its parameters.
         base: folder of the model that they belong to.
+        unread: what the adapter that they started from has of parts that no layer here has.
 
     Raises:
         SpecError: peft's format has no words for what was trained.
@@ -87,9 +89,12 @@ def write_adapter(
             name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in own if is_adapter(name)
         }
         tensors |= own
+    numbers: Mapping[str, tuple[int, int]] = {}
+    if unread is not None:
+        tensors, numbers = {**tensors, **unread.tensors}, unread.numbers
     save_tensors(tensors, folder / WEIGHTS)
     saved = [name.removeprefix(PREFIX) for name in tensors if not is_adapter(name)]
-    described = _described([one.config for one in modules], places, model, saved, base)
+    described = _described([one.config for one in modules], places, numbers, model, saved, base)
     (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -97,6 +102,7 @@ def write_adapter(
 def _described(
     modules: Sequence[ModuleConfig],
     places: Mapping[str, Set[str]],
+    numbers: Mapping[str, tuple[int, int]],
     model: torch.nn.Module,
     saved: Sequence[str],
     base: Path,
@@ -105,21 +111,23 @@ def _described(
 
     Args:
         places: of the linears with adapters, by module.
+        numbers: r and lora_alpha of those that no layer here has, by place.
         saved: names of the parameters that are trained whole.
         base: folder of the model that they belong to.
     """
     loras = [one.lora for one in modules if one.lora is not None]
     called = snapshot_of(base)
-    first, everywhere = loras[0], set[str]().union(*places.values())
+    first, everywhere = loras[0], set(numbers).union(*places.values())
     targets = _targets([lora.target_modules for lora in loras], everywhere, model)
-    others: dict[str, dict[str, int]] = {"rank_pattern": {}, "alpha_pattern": {}}
-    for lora in loras[1:]:
-        for pattern, value, usual in (
-            ("rank_pattern", lora.r, first.r),
-            ("alpha_pattern", lora.lora_alpha, first.lora_alpha),
-        ):
-            if value != usual:
-                others[pattern] |= dict.fromkeys(sorted(places[lora.module]), value)
+    at = {
+        place: (lora.r, lora.lora_alpha) for lora in loras for place in sorted(places[lora.module])
+    } | dict(numbers)
+    others = {
+        "rank_pattern": {place: r for place, (r, _) in at.items() if r != first.r},
+        "alpha_pattern": {
+            place: alpha for place, (_, alpha) in at.items() if alpha != first.lora_alpha
+        },
+    }
     return {
         "peft_type": "LORA",
         "task_type": TASKS.get(modules[0].kind) if len(modules) == 1 else None,

@@ -6,7 +6,9 @@ model whose projectors are trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.division import whole_shape
 from disttrain_cli.models.export import Read
-from disttrain_cli.models.layer import PipelineLayer, is_adapter
+from disttrain_cli.models.layer import ADAPTER, PipelineLayer, is_adapter
 from disttrain_cli.models.lora import Lora
-from disttrain_cli.models.published import Weights, on_meta, weight_files, whole_config
+from disttrain_cli.models.published import Weights, on_meta, weight_files
 from disttrain_cli.models.weights import (
     Fill,
     fill_parameter,
@@ -33,12 +36,17 @@ from disttrain_cli.spec.adapter import (
     NUMBERS,
     PREFIX,
     WEIGHTS,
+    numbers_at,
+    places_of,
+    read_fields,
 )
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import name_of
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.adapters import whole_part
+from disttrain_cli.spec.runfile.lora import DEFAULTS
+from disttrain_cli.spec.runfile.model import PROJECTORS
 
 _SHOWN = 4  # names shown of many
 
@@ -157,13 +165,7 @@ def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> li
     given, published = run.file.model.adapter, run.published
     if part is None or published is None or given is None or run.resolve(given) != folder:
         return sorted(names)
-    known, read = set[str](), set[str]()
-    for name in published.family.modules:
-        within = whole_part(run, name)
-        if within is not None:
-            layers = module_layers(run, name)
-            known |= {*named(layers, within), *joint(layers, within)}
-            read |= {*joint(layers, within), *_weights(layers, within)}
+    known, read = _known(run)
     if not names - known:
         return []
     there = {
@@ -178,6 +180,59 @@ def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> li
             "Adapters of projectors are not computed: merge this one into its model with peft.",
         )
     return sorted(name for name in names - known if _weight(name) not in there)
+
+
+def _known(run: Run) -> tuple[set[str], set[str]]:
+    """What an adapter over the whole model has of a run's layers, and their own weights, by names
+    in its file."""
+    known, read = set[str](), set[str]()
+    for name in run.published.family.modules if run.published is not None else ():
+        within = whole_part(run, name)
+        if within is not None:
+            layers = module_layers(run, name)
+            known |= {*named(layers, within), *joint(layers, within)}
+            read |= {*joint(layers, within), *_weights(layers, within)}
+    return known, read
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What an adapter over the whole model has of parts that no layer here has.
+
+    Attributes:
+        tensors: by names in its file.
+        numbers: r and lora_alpha by the places of linears.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, tuple[int, int]]
+    use_rslora: bool
+
+    def change(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the whole model with its adapter added, or in its place the one that was
+        trained whole."""
+        place = name.removesuffix(".weight")
+        if place not in self.numbers:
+            return self.tensors.get(f"{PREFIX}{name}", tensor)
+        r, alpha = self.numbers[place]
+        a, b = (self.tensors[f"{PREFIX}{place}.{one}.weight"].float() for one in ADAPTER)
+        scale = alpha / (math.sqrt(r) if self.use_rslora else r)
+        return tensor.float() + scale * b @ a
+
+
+def unread_of(run: Run) -> Unread:
+    """What the adapter that a run starts from (`model.adapter`) has of parts that no layer here
+    has; nothing where there is none."""
+    given = run.file.model.adapter
+    if given is None:
+        return Unread({}, {}, False)
+    folder, (known, _) = run.resolve(given), _known(run)
+    fields = DEFAULTS | read_fields(folder, "model.adapter")
+    with Weights([folder / WEIGHTS]) as weights:
+        tensors = {name: weights.read(name) for name in weights.names if name not in known}
+    places = places_of([name.removeprefix(PREFIX) for name in tensors])
+    numbers = {place: numbers_at(fields, place) for place in places}
+    return Unread(tensors, numbers, bool(fields["use_rslora"]))
 
 
 def _shown(lines: Sequence[str]) -> str:
@@ -216,12 +271,16 @@ def named(layers: Sequence[PipelineLayer], part: Module | None) -> Named:
 
 def joint(layers: Sequence[PipelineLayer], part: Module) -> Named:
     """The parameters of a projector that the whole model has."""
-    return {
-        f"{PREFIX}{part.joint_in_whole(path)}": (layer, path, parameter)
-        for layer in layers
-        for path, parameter in layer.named_parameters()
-        if part.joint and layer.published_path(path) is None
-    }
+    found: dict[str, tuple[PipelineLayer, str, torch.nn.Parameter]] = {}
+    for layer in layers:
+        for path, parameter in layer.named_parameters():
+            if layer.owner_of(path) != PROJECTORS:
+                continue
+            if layer.published_path(path) is not None:
+                found[stored_name(layer, path, part)] = (layer, path, parameter)
+            elif part.joint:
+                found[f"{PREFIX}{part.joint_in_whole(path)}"] = (layer, path, parameter)
+    return found
 
 
 def _fill_joint(layers: Sequence[PipelineLayer], run: Run, module: str, fill: Fill) -> None:

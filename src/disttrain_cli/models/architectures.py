@@ -56,6 +56,7 @@ from disttrain_cli.models.configs.images import CLIP, HALVES, IMAGENET, Normal, 
 from disttrain_cli.models.configs.lora import read_lora
 from disttrain_cli.models.configs.noise import read_noise
 from disttrain_cli.models.configs.videos import with_video
+from disttrain_cli.models.configs.wholes import section_fields
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.posterior import posterior_of
@@ -70,6 +71,8 @@ from disttrain_cli.spec.runfile.model import ModuleSpec
 
 #: Folders of the parts of a diffusers pipeline that are modules here.
 PARTS = ("unet", "transformer")
+#: File of a generator's noise schedule.
+SCHEDULE = "scheduler_config.json"
 #: Ids of the built-in byte tokenizer: 256 bytes and 5 special tokens.
 BYTE_TOKENS = 261
 
@@ -454,7 +457,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
     if entry.kind == "generator":
         assert spec.image_size is not None
         side, patch = denoised(own_vae, spec.image_size)[1], patch_of(architecture, config)
-        noise = read_noise(name, architecture, spec, _scheduler(run, spec), (side // patch) ** 2)
+        noise = read_noise(
+            name, architecture, spec, scheduler_fields(run, spec), (side // patch) ** 2
+        )
         factor = spec.image_size // side
         buckets = read_buckets(name, architecture, spec, config, factor, patch)
     return ModuleConfig(
@@ -486,13 +491,13 @@ def _with_vae(
     )
 
 
-def _scheduler(run: Run, spec: ModuleSpec) -> dict[str, Any]:
+def scheduler_fields(run: Run, spec: ModuleSpec) -> dict[str, Any]:
     """Fields of the `scheduler_config.json` in a generator's folder, or in the folder `scheduler`
     beside it."""
     folder = run.resolve(spec.folder) if spec.folder is not None else None
     folders = [folder, folder.parent / "scheduler"] if folder is not None else []
     path = next(
-        (p / "scheduler_config.json" for p in folders if (p / "scheduler_config.json").exists()),
+        (p / SCHEDULE for p in folders if (p / SCHEDULE).exists()),
         None,
     )
     return {} if path is None else _mapping(path, "noise schedule", "Download the folder again.")
@@ -546,7 +551,7 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
     kind = run.file.model.modules[name].kind
     part = None if published is None else published.family.of_kind(kind)
     if published is not None and part is not None:
-        return published.architecture(part), published.section(part)
+        return published.architecture(part), section_fields(published, part)
     architecture, inside = _ALIASES.get(given, (given, None))
     if inside is None:
         return architecture, fields

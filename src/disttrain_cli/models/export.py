@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.division import whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import (
@@ -24,7 +27,6 @@ from disttrain_cli.models.published import (
     published_class,
     renaming,
     weight_files,
-    whole_config,
 )
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import PublishedFolder
@@ -94,6 +96,7 @@ def write_whole(
     read: Read,
     dtype: torch.dtype,
     most_bytes: int = FILE_BYTES,
+    change: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> Written:
     """Write the folder of a whole published model again, with other weights.
 
@@ -101,6 +104,7 @@ def write_whole(
     from the published folder.
 
     Args:
+        change: what becomes of a tensor that nothing here reads, by its name in the class.
         layers: by module all its layers, without memory for their weights.
         changed: by module fields of its configuration that differ from the published one's.
         read: whole tensors of a layer by the paths of its parameters.
@@ -118,8 +122,12 @@ def write_whole(
     folder.mkdir(parents=True)
     with Weights(weight_files(published.path)) as weights:
         rename = renaming(published.model_type, config)
-        there = {saved.get(rename(name), rename(name)): name for name in weights.names}
-        unread = [_Stored(weights, there[name], name) for name in there if name not in known]
+        there = {rename(name): name for name in weights.names}
+        unread = [
+            _Stored(weights, stored, saved.get(name, name), partial(change, name))
+            for name, stored in there.items()
+            if saved.get(name, name) not in known
+        ]
         total = _write_weights(folder, "model", [*layered, *unread], dtype, most_bytes)
     fields = published.with_sections(changed)
     fields.pop("torch_dtype", None)
@@ -190,6 +198,7 @@ class _Stored:
     weights: Weights
     stored: str
     name: str
+    change: Callable[[Tensor], Tensor]
 
     @property
     def names(self) -> Iterable[str]:
@@ -203,7 +212,7 @@ class _Stored:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor by its name in the file."""
-        return {self.name: self.weights.read(self.stored)}
+        return {self.name: self.change(self.weights.read(self.stored))}
 
 
 def _write_weights(
@@ -326,7 +335,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)  # the library puts a file of 0600 in its place
     try:
         save_file(whole, path, metadata={"format": "pt"})
     except SafetensorError as error:  # of a full disk, too
         raise OSError(str(error)) from None
+    path.chmod(mode)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from disttrain_cli.models.published import SINGLE, published_class, whole_config
+from disttrain_cli.models.configs.wholes import whole_config
+from disttrain_cli.models.published import SINGLE, published_class
 from disttrain_cli.spec.families.folder import read_folder
 
 

@@ -87,7 +87,8 @@ def layer_table(run: Run) -> list[LayerInfo]:
     process.
 
     Raises:
-        SpecError: a module's configuration is wrong.
+        SpecError: a module's configuration is wrong, or a name that is to be trained has no
+            weights.
     """
     key = _remember_makers(run)
     if key not in _tables:
@@ -95,6 +96,7 @@ def layer_table(run: Run) -> list[LayerInfo]:
             if lora is not None:
                 check_targets(lora, [one.on_meta() for one in _makers[key] if one.lora == lora])
         _tables[key] = [_info(maker.on_meta()) for maker in _makers[key]]
+    run.file.check_owners({owner for layer in _tables[key] for owner in layer.owners})
     return _tables[key]
 
 

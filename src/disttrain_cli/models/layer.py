@@ -173,6 +173,9 @@ class PipelineLayer(nn.Module):
     # of its module's weights only adapters, and `saved`, are ever trained (`lora`)
     adapted: bool = False
     saved: frozenset[str] = frozenset()  # paths of parameters that are trained beside adapters
+    # whether it is a projector that the published model has as a part of the module (Qwen-VL's
+    # merger): its weights are trained as projectors, unless the module has adapters
+    joint: bool = False
     # whether this run trains any of its weights; set when a stage is put together, as is the next
     trained: bool = True
     passes: bool = True  # whether gradients of its inputs are asked for
@@ -255,17 +258,14 @@ class PipelineLayer(nn.Module):
             parameter.requires_grad_(wanted and self.trains(path))
 
     def owner_of(self, path: str) -> str:
-        """Under which name a parameter is trained and its learning rate is given: its module's, or
+        """Name under which a parameter is trained and its learning rate is given: its module's, or
         "projectors".
 
         A projector's layer may begin with the module's own final norm, which the published model
         has: the module's.
         """
-        return (
-            PROJECTORS
-            if self.kind == "projector" and self.published_path(path) is None
-            else self.module
-        )
+        added = self.kind == "projector" and self.published_path(path) is None
+        return PROJECTORS if added or (self.joint and not self.adapted) else self.module
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by the paths of this layer's parameters → tensors by the published model's

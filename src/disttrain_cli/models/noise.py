@@ -50,7 +50,8 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Noise:
-    """A noise schedule; the fields but the last are those of `spec.runfile.model.NoiseSpec`."""
+    """A noise schedule; the fields but the last three are those of
+    `spec.runfile.model.NoiseSpec`."""
 
     prediction: Prediction = "epsilon"
     betas: Betas = "linear"
@@ -63,6 +64,10 @@ class Noise:
     mode_scale: float = 1.29
     shift: float = 1.0
     dynamic: Dynamic | None = None  # where `shift` is what it gives for this image size
+    trained_betas: tuple[float, ...] | None = None  # in the place of `betas`, one for each timestep
+    # betas rescaled so that the last timestep is noise alone (Lin et al. 2023, arXiv 2305.08891,
+    # algorithm 1)
+    zero_snr: bool = False
 
     def times(self, timesteps_N: Tensor) -> Tensor:
         """What the generator is told of drawn timesteps 0 … T − 1: a flow's times are 1 … T, or
@@ -128,8 +133,13 @@ class Noise:
         from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
         if self.prediction != "flow":
+            # steps from noise alone begin at the last timestep (arXiv 2305.08891, section 3.3)
+            spacing = "trailing" if self.zero_snr and self.prediction != "epsilon" else "leading"
             return DDIMScheduler(
-                prediction_type=self.prediction, clip_sample=bounded, **_betas(self)
+                prediction_type=self.prediction,
+                clip_sample=bounded,
+                timestep_spacing=spacing,
+                **_betas(self),
             )
         if self.dynamic is None:
             return FlowMatchEulerDiscreteScheduler(
@@ -140,6 +150,11 @@ class Noise:
             use_dynamic_shifting=True,
             **asdict(self.dynamic),
         )
+
+    @property
+    def most_steps(self) -> int:
+        """Steps to an image at most: of what is noise alone no predicted noise says anything."""
+        return self.timesteps - (self.zero_snr and self.prediction == "epsilon")
 
     def steps(self, bounded: bool, count: int, sigmas: Sequence[float] | None) -> Any:
         """The `sampler`, ready for `count` steps: at most one for each timestep.
@@ -172,6 +187,8 @@ def _betas(noise: Noise) -> dict[str, Any]:
         "beta_schedule": noise.betas,
         "beta_start": noise.beta_start,
         "beta_end": noise.beta_end,
+        "trained_betas": noise.trained_betas and list(noise.trained_betas),
+        "rescale_betas_zero_snr": noise.zero_snr,
     }
 
 

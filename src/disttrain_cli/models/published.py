@@ -22,8 +22,6 @@ from torch import Tensor
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
-from disttrain_cli.models.configs.checks import MISTAKES
-from disttrain_cli.spec.families.folder import PublishedFolder
 from disttrain_cli.spec.families.table import FAMILIES
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.hub import fetch_weights
@@ -159,25 +157,6 @@ def published_class(architecture: str) -> Any:
         path = ARCHITECTURES[architecture].published
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
-
-
-def whole_config(published: PublishedFolder) -> Any:
-    """The configuration of a whole model, of its class.
-
-    Raises:
-        SpecError: the class does not accept it.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-
-    made = published_class(published.model_type).config_class
-    try:
-        return made.from_dict(copy.deepcopy(dict(published.config)))
-    except (StrictDataclassError, *MISTAKES) as error:
-        raise SpecError(
-            f"{published.file} does not fit {published.model_type}",
-            " ".join(str(error).split()),
-            "Download the folder again.",
-        ) from None
 
 
 def on_meta(architecture: str, config: Any) -> Any:

@@ -91,6 +91,7 @@ class Merger(QwenLayer):
         self.writes = (
             TensorSpec(writes, "image", "tokens", (config.out_hidden_size,), split=True),
         )
+        self.joint = writes != MERGED
         self.merger = Qwen3VLVisionPatchMerger(config, use_postshuffle_norm=inner)
         self.published = {"merger": f"deepstack_merger_list.{level}" if inner else "merger"}
         if inner:

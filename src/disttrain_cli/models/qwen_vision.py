@@ -262,6 +262,7 @@ class Merger(QwenLayer):
         self.writes = (
             TensorSpec(writes, "image", "tokens", (config.out_hidden_size,), split=True),
         )
+        self.joint = writes != MERGED
         self.merger = with_own_norms(
             Qwen2_5_VLPatchMerger(
                 config.out_hidden_size, config.hidden_size, config.spatial_merge_size

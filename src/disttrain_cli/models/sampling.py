@@ -57,7 +57,7 @@ def generate(
         for i in range(count)
     ]
     sample = torch.stack(draws).to(device)
-    steps = min(denoising_steps, canvas.noise.timesteps)
+    steps = min(denoising_steps, canvas.noise.most_steps)
     scheduler = canvas.noise.steps(decoder is None, steps, start.sigmas(steps))
     for time in scheduler.timesteps:
         features = {**state, **start.start(state, sample, time.to(device).expand(count))}

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.architectures import SCHEDULE, read_configs, scheduler_fields
 from disttrain_cli.models.configs import ModuleConfig
+from disttrain_cli.models.configs.noise import unread
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.division import piece, shard_of, whole_shape
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import PipelineLayer
@@ -28,7 +30,6 @@ from disttrain_cli.models.published import (
     locate,
     renaming,
     weight_files,
-    whole_config,
 )
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import published_in
@@ -140,6 +141,12 @@ def starting_weights(run: Run, given: Collection[str] = (), training: bool = Fal
                     f"{module}: vae_folder is not given; its VAE has random weights, and is never"
                     " trained."
                 )
+    for module, spec in run.file.model.modules.items():
+        if spec.kind == "generator" and (left := unread(scheduler_fields(run, spec))):
+            notes.append(
+                f"{module}: left unread of its {SCHEDULE}: {', '.join(left)}; no scheduler that is"
+                " trained here has such fields."
+            )
     if run.published is not None and not joins_as(run.published, run.file.model):
         notes.append(
             f"model.folder: modules or how they are joined are not those of {run.published.path};"
@@ -219,7 +226,7 @@ def _load(
             for head, body in tied.items()
             if head not in located and body in located
         }
-        if copied and not ties and _said_untied(source.folder):
+        if copied and not ties and not _ties(source):
             raise _lacking(list(copied), weights, source)
         located |= copied
         source_of = {name: located[now] for name, now in today.items() if now in located}
@@ -344,14 +351,16 @@ def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecEr
     )
 
 
-def _said_untied(folder: Path) -> bool:
-    """Whether a folder's own configuration says that its LLM has a head apart from its
-    embedding."""
-    file = folder / "config.json"
-    described = (
-        parse_json(file, "configuration", f"Download {folder} again.") if file.exists() else None
+def _ties(source: Source) -> bool:
+    """True if a folder's own configuration makes its LLM's head and embedding one weight, by its
+    class's default where it leaves that out."""
+    if source.part is not None:
+        return bool(source.config.tie_word_embeddings)
+    fields = parse_json(
+        source.folder / "config.json", "model configuration", f"Download {source.folder} again."
     )
-    return isinstance(described, dict) and described.get("tie_word_embeddings") is False
+    default = getattr(type(source.config), "tie_word_embeddings", False)
+    return bool(fields.get("tie_word_embeddings", default))
 
 
 def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -7,12 +7,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from disttrain_cli.costs.context import fits_nodes, misfit
+from disttrain_cli.costs.freezing import owners
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, UnitPlan
 from disttrain_cli.spec.profile import DeviceProfile, Profile
 from disttrain_cli.spec.runfile import RunFile
-from disttrain_cli.spec.runfile.model import PROJECTORS
 from disttrain_cli.spec.stage_graph import stage_graph
 
 EDIT = "Correct the plan, or plan again: disttrain plan"
@@ -49,7 +49,7 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
             )
     check_layout(plan, run, profile)
     _check_choices(plan, run)
-    _check_trained(run, profile)
+    run.check_owners(owners(profile))
 
 
 def check_layout(plan: Plan, run: RunFile, profile: Profile) -> None:
@@ -175,18 +175,6 @@ def _check_choices(plan: Plan, run: RunFile) -> None:
             f"The plan was made for another {field}",
             f"plan: {planned}; run file: {stated}",
             "Plan again: disttrain plan",
-        )
-
-
-def _check_trained(run: RunFile, profile: Profile) -> None:
-    """Projectors alone can be trained only where there are some."""
-    if run.model.trained == [PROJECTORS] and not any(
-        module.projector for module in profile.modules.values()
-    ):
-        raise SpecError(
-            "Nothing of the model is trained",
-            "model.trained: projectors; modules that have one: none",
-            f"Name modules in model.trained: {', '.join(profile.modules)}.",
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.freezing import owners
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
@@ -92,6 +93,7 @@ def check_profile(run: RunFile, profile: Profile) -> None:
 
     Raises:
         MismatchError: both fingerprints are named.
+        SpecError: a name that is to be trained has no weights in the profile's model.
     """
     for what, mine, theirs in (
         ("model", run.model_fingerprint(), profile.fingerprints.model),
@@ -109,6 +111,7 @@ def check_profile(run: RunFile, profile: Profile) -> None:
             f"now: {RULES}; then: {profile.provenance.get('rules', 'not said')}",
             "Profile again: disttrain profile",
         )
+    run.check_owners(owners(profile))
 
 
 def solve(

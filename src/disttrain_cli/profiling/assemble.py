@@ -29,7 +29,7 @@ from disttrain_cli.spec.profile import (
     Polynomial,
     combine,
 )
-from disttrain_cli.spec.runfile.model import Kind
+from disttrain_cli.spec.runfile.model import PROJECTORS, Kind
 from disttrain_cli.spec.work import Work
 
 NOTHING = Polynomial()
@@ -189,10 +189,23 @@ def module_profile(
         cut_bytes_per_sequence=cut_bytes(
             name, setting.table, setting.inputs, data.mean, value_bytes
         ),
-        projector=[index for index, layer in enumerate(layers) if layer.kind == "projector"],
+        projector=[index for index, layer in enumerate(layers) if PROJECTORS in layer.owners],
         frozen=[index for index, layer in enumerate(layers) if layer.frozen],
+        side=_side_branches(layers),
         tied=list(tied_layers(layers) or ()),
     )
+
+
+def _side_branches(layers: Sequence[LayerInfo]) -> list[int]:
+    """Layers before the module's last one that no later layer of it reads."""
+    read: set[str] = set()
+    side: list[int] = []
+    for index in range(len(layers) - 1, -1, -1):
+        written = {spec.name for spec in layers[index].writes}
+        if index < len(layers) - 1 and read.isdisjoint(written):
+            side.insert(0, index)
+        read = read - written | set(layers[index].reads)
+    return side
 
 
 def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:

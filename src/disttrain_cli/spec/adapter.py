@@ -21,7 +21,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
 #: Where peft's models hold the adapted one.
 PREFIX = "base_model.model."
-_FIRST = ".lora_A.weight"  # how the name of an adapter's first matrix ends
+FIRST = ".lora_A.weight"  # how the name of an adapter's first matrix ends
 #: Fields that are read, and what they may be.
 _KINDS: dict[str, tuple[type, ...]] = {
     "r": (int,),
@@ -114,7 +114,7 @@ def read_names(folder: Path) -> list[str]:
 
 def places_of(names: Collection[str]) -> list[str]:
     """Places of the linears that have adapters."""
-    return [name.removesuffix(_FIRST) for name in names if name.endswith(_FIRST)]
+    return [name.removesuffix(FIRST) for name in names if name.endswith(FIRST)]
 
 
 def of_places(
@@ -136,6 +136,14 @@ def of_places(
             raise _refused(folder, field, patterns, by_pattern, f"one {number} in all of a module")
         found[number] = values.pop()
     return found
+
+
+def numbers_at(fields: Mapping[str, Any], place: str) -> tuple[int, int]:
+    """r and lora_alpha of the adapter at a place."""
+    return (
+        int(_by_pattern(fields.get("rank_pattern", {}), place, fields["r"])),
+        int(_by_pattern(fields.get("alpha_pattern", {}), place, fields["lora_alpha"])),
+    )
 
 
 def _by_pattern(patterns: Mapping[str, Any], place: str, default: Any) -> Any:

@@ -251,6 +251,13 @@ class ModuleProfile(Strict):
         default_factory=list,
         description="Places of layers that are never trained (a generator's VAE).",
     )
+    side: list[int] = Field(
+        default_factory=list,
+        exclude_if=lambda places: not places,
+        description=(
+            "Places of layers that no later layer of the module reads (DeepStack's mergers)."
+        ),
+    )
 
     tied: list[int] = Field(
         default_factory=list,

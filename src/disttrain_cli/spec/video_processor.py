@@ -17,6 +17,7 @@ from disttrain_cli.spec.cutting import Written
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.image_processor import MOST_RATIO, Filter
 
+VideoRule = Literal["qwen2_vl", "qwen3_vl"]
 TEMPORAL = 2  # frames of a temporal patch
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"  # around one, where its time is written
 #: A rate in frames per second is kept as a whole number of these; denominators of rates up to
@@ -47,7 +48,7 @@ class VideoProcessor(Strict):
     all frames together (`Qwen3VLVideoProcessor`); a text before each patch says its time.
     """
 
-    rule: Literal["qwen2_vl", "qwen3_vl"]
+    rule: VideoRule
     resample: Filter = "bicubic"
     fps: float = Field(2.0, gt=0, le=1000, description="Frames seen of each second.")
     min_frames: int = Field(4, ge=TEMPORAL, description="Seen at least, where there are as many.")

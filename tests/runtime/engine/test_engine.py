@@ -18,12 +18,13 @@ from disttrain_cli.data.index import build_index, read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, NotFiniteError, OutOfMemoryError
+from disttrain_cli.runtime.engine.partitions import own_values
 from disttrain_cli.runtime.feeding import fetcher, message_dtype
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
@@ -197,6 +198,36 @@ def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(
         half = train.model_copy(update={"precision": "bf16"})
         assert deepspeed_config(half, layout, 1)["zero_optimization"]["stage"] == 1
         assert "bf16" not in deepspeed_config(half, layout, 1, trains=False)
+
+
+def test_bf16_masters_are_the_weights_as_they_were_loaded(
+    world: tuple[Path, torch.device],
+) -> None:
+    """Not as they were rounded to bf16."""
+    with Job(world, "masters", precision="bf16", zero_stage=1) as job:
+        table = layer_table(job.run)
+        loaded = build_layers(job.run, 0, len(table))
+        compared = 0
+        for layer, before in zip(job.engine.module.layers, loaded, strict=True):
+            for path, weight in before.named_parameters():
+                parameter: Any = layer.get_parameter(path)
+                if not parameter.requires_grad:
+                    continue
+                master = parameter._hp_mapping.hp_fragment.view_as(weight)
+                assert torch.equal(master, weight), (layer.name, path)
+                assert torch.equal(parameter, weight.bfloat16())
+                compared += not torch.equal(weight, weight.bfloat16().float())
+        assert compared > 10
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_replicas_values_are_its_share_of_the_groups(replicas: int) -> None:
+    weights = [torch.nn.Parameter(torch.randn(size)) for size in ((3, 5), (7,), (2, 2, 3))]
+    parts = [own_values(weights, replicas, number) for number in range(replicas)]
+    assert len({len(part) for part in parts}) == 1 and len(parts[0]) % 2 == 0
+    everything = torch.cat([weight.detach().flatten() for weight in weights])
+    assert torch.equal(torch.cat(parts)[: len(everything)], everything)
+    assert not torch.cat(parts)[len(everything) :].any()
 
 
 def test_the_device_is_where_the_weights_are(

@@ -20,6 +20,7 @@ from disttrain_cli.models.published import published_class
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints.folder import check_belongs, model_of
 from disttrain_cli.runtime.checkpoints.origin import check, start_from, starts
+from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import read_run
 from tests.runtime.checkpoints.checkpoint_parts import alone
@@ -344,8 +345,53 @@ def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
     assert any("visual" in name for name in moved) and any("q_proj" in name for name in moved)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_mergers_trained_beside_adapters_of_the_llm_belong_to_them(tmp_path, family):
+    """As LLaVA's projector does: among `modules_to_save`, over the published folder itself."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText as Model
+
+    write_qwen(tmp_path / "qwen", family)
+    lora = {"r": 2, "lora_alpha": 6, "target_modules": "all-linear"}
+    names = {"trained": ["llm", "projectors"]}
+    run = whole_run(tmp_path / "qwen", {"modules": {"llm": {"lora": lora}}}, **names)
+
+    def start(layers):
+        load_into(layers, run)
+        gradient_flow(layer_table(run), names["trained"]).mark(layers, 0)
+
+    layers = trained(run, by=0.1, start=start)
+    said = export(run, tmp_path / "out")
+    assert said.modules[family].base == str(tmp_path / "qwen")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert all("merger" in name for name in config["modules_to_save"])
+    export(run, tmp_path / "merged", merge=True)
+    over = PeftModel.from_pretrained(Model.from_pretrained(tmp_path / "qwen"), said.path)
+    found, expected, before = (
+        model.state_dict()
+        for model in (
+            over.merge_and_unload(),
+            *(Model.from_pretrained(tmp_path / name) for name in ("merged", "qwen")),
+        )
+    )
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
+        if "visual" in name:
+            assert torch.equal(values, before[name]) != ("merger" in name), name
+
+    again = whole_run(tmp_path / "qwen", {"adapter": "out"}, **names)
+    assert read_configs(again)["vision"].lora is None
+    starts(again, None, resume=False)
+    others = build_layers(again, 0, len(layer_table(again)))
+    load_into(others, again)
+    load_adapters(others, again)
+    expected = weights(layers)
+    for name, values in weights(others).items():
+        assert torch.equal(values, expected[name]), name
+
+
 @pytest.mark.parametrize(
-    ("given", "adapted"),
+    ("given", "adapted", "beyond"),
     [
         (
             {
@@ -354,6 +400,7 @@ def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
                 "rank_pattern": {"up_proj": 2},
             },
             {"vision", "llm"},
+            2,
         ),
         (  # a module of which something is trained whole, and nothing has an adapter
             {
@@ -362,16 +409,25 @@ def test_adapters_of_whole_qwen_models_are_one(tmp_path, family):
                 "rank_pattern": {"q_proj": 2},
             },
             {"vision", "llm"},
+            2,
         ),
-        ({"target_modules": ".*language_model.*q_proj", "modules_to_save": ["lm_head"]}, {"llm"}),
+        (
+            {"target_modules": ".*language_model.*q_proj", "modules_to_save": ["lm_head"]},
+            {"llm"},
+            0,
+        ),
         (
             {"target_modules": ".*language_model.*q_proj", "modules_to_save": ["norm"]},
             {"vision", "llm"},
+            2,
         ),
+        ({"target_modules": ["v_proj", "fc1"], "use_rslora": True}, {"vision", "llm"}, 4),
     ],
 )
-def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted):
-    """With adapters of a block of the tower that nothing reads."""
+def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted, beyond):
+    """With adapters of a block of the tower that nothing reads, which are written again."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText as Model
 
     model = adapted_by_peft(tmp_path, given)
@@ -380,9 +436,21 @@ def test_what_peft_writes_over_a_whole_model_is_read(tmp_path, given, adapted):
     starts(run, None, resume=False)
     trained(run, by=0.0, start=lambda layers: (load_into(layers, run), load_adapters(layers, run)))
     export(run, tmp_path / "merged", merge=True)
-    torch.testing.assert_close(
-        logits(Model.from_pretrained(tmp_path / "merged")), logits(model), rtol=1e-4, atol=1e-5
+    merged = Model.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-5)
+    export(run, tmp_path / "out")
+    given, found = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "out")
     )
+    unread = {name for name in given if "encoder.layers.2." in name or "post_layernorm" in name}
+    assert len(unread) == beyond
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    assert not any("encoder.layers.2." in name for name in found.keys() - given.keys())
+    again = PeftModel.from_pretrained(Model.from_pretrained(tmp_path / "llava"), tmp_path / "out")
+    expected = model.merge_and_unload().state_dict()
+    for one in (again.merge_and_unload().state_dict(), merged.state_dict()):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(one[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "linear_1"]])

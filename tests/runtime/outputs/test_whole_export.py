@@ -2,7 +2,9 @@
 transformers loads and generates with."""
 
 import json
+import os
 import shutil
+import stat
 from functools import partial
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models.export import save_tensors
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import origin
 from disttrain_cli.runtime.outputs.export import export, generating
@@ -102,6 +105,17 @@ def test_with_no_step_taken_the_folder_is_the_one_that_the_run_started_from(
     assert not said["missing_keys"] and not said["unexpected_keys"]
     asked = question(family, model)
     assert again.generate(**asked).tolist() == model.generate(**asked).tolist()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_weight_files_have_the_mode_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_tensors({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    mode = (tmp_path / "model.safetensors").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o666 & ~umask
 
 
 def test_what_was_trained_is_in_it_and_what_nothing_reads_is_the_folders(tmp_path):

@@ -8,8 +8,9 @@ from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong_field
+from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, completed, named_class
 from disttrain_cli.spec.families.folder import PublishedFolder
-from disttrain_cli.spec.families.processors import OWN, image_processor_fields
+from disttrain_cli.spec.families.processors import OWN
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.image_processor import ImageProcessor
@@ -135,10 +136,9 @@ def _from_folder(
     if given is None:
         return mean, std
     folder, published = run.resolve(given), run.published
-    own = published is not None and published.path == folder
     path = folder / OWN
-    if own:
-        path, fields = image_processor_fields(folder)
+    if published is not None and published.path == folder:
+        path, fields = published.image_fields()
     elif path.exists():
         fields = parse_json(
             path, "image processor configuration", f"Correct it, or model.modules.{module}.folder."
@@ -149,6 +149,7 @@ def _from_folder(
         raise SpecError(
             f"The image processor configuration {path} must be a mapping", f"given: {type(fields)}"
         )
+    fields = completed(fields, IMAGE_PROCESSORS.get(named_class(fields), {}))
     if fields.get("do_normalize", True):
         mean = _channels(path, "image_mean", fields.get("image_mean", mean))
         std = _channels(path, "image_std", fields.get("image_std", std))

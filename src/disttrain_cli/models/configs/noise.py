@@ -12,12 +12,33 @@ from pydantic import ValidationError
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong
+from disttrain_cli.models.configs.generators import known_fields
 from disttrain_cli.models.noise import Dynamic, Noise, TimeShift
 from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
 #: Architectures that are published as flows, and the class of their scheduler.
 FLOWS = ("sd3", "flux", "lumina2")
 FLOW_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+#: Classes of diffusers that are taken: of rectified flows, and of those that mix images with noise
+#: by betas. The latter differ in how they draw: diffusers trains all of them as DDPMScheduler, too.
+FLOW_SCHEDULERS = (FLOW_SCHEDULER, "FlowMatchHeunDiscreteScheduler")
+DIFFUSION_SCHEDULERS = (
+    "DDPMScheduler",
+    "DDPMParallelScheduler",
+    "DDIMScheduler",
+    "DDIMParallelScheduler",
+    "PNDMScheduler",
+    "LMSDiscreteScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "DPMSolverSinglestepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DEISMultistepScheduler",
+    "UniPCMultistepScheduler",
+)
 
 #: Fields of the run file by what they belong to.
 _OF_FLOWS = ("density", "logit_mean", "logit_std", "mode_scale", "shift")
@@ -28,14 +49,71 @@ _PUBLISHED = {
     "timesteps": "num_train_timesteps",
 }
 _OF_DENSITIES = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
-#: Options of a flow's scheduler that change its schedule in ways that nothing here trains.
-_UNSUPPORTED = (
-    "invert_sigmas",
-    "shift_terminal",
-    "stochastic_sampling",
+#: What a run file's betas take the place of.
+_BETAS = ("betas", "beta_start", "beta_end")
+#: Fields of scheduler_config.json that say how images become noise, of both kinds of classes.
+FLOW_FIELDS = (
+    "num_train_timesteps",
+    "shift",
+    "use_dynamic_shifting",
+    *(field.name for field in dataclasses.fields(Dynamic)),
+)
+DIFFUSION_FIELDS = (
+    "num_train_timesteps",
+    "beta_schedule",
+    "beta_start",
+    "beta_end",
+    "trained_betas",
+    "prediction_type",
+    "rescale_betas_zero_snr",
+)
+#: Fields that change what is trained in ways that nothing here trains, and the values with which
+#: they do not.
+FLOW_PLAIN: dict[str, tuple[Any, ...]] = {
+    "invert_sigmas": (False, None),
+    "shift_terminal": (False, None),
+    "stochastic_sampling": (False, None),
+    "use_beta_sigmas": (False, None),
+    "use_exponential_sigmas": (False, None),
+    "use_karras_sigmas": (False, None),
+}
+DIFFUSION_PLAIN: dict[str, tuple[Any, ...]] = {
+    "timestep_type": ("discrete", None),
+    "use_flow_sigmas": (False, None),
+    "use_dynamic_shifting": (False, None),
+    "shift_terminal": (None,),
+}
+#: Fields that only say how images are drawn from noise.
+DRAWING_FIELDS = (
+    "algorithm_type",
+    "clip_sample",
+    "clip_sample_range",
+    "disable_corrector",
+    "dynamic_thresholding_ratio",
+    "euler_at_final",
+    "final_sigmas_type",
+    "flow_shift",
+    "interpolation_type",
+    "lambda_min_clipped",
+    "lower_order_final",
+    "predict_x0",
+    "sample_max_value",
+    "set_alpha_to_one",
+    "sigma_max",
+    "sigma_min",
+    "skip_prk_steps",
+    "solver_order",
+    "solver_p",
+    "solver_type",
+    "steps_offset",
+    "thresholding",
+    "time_shift_type",
+    "timestep_spacing",
     "use_beta_sigmas",
     "use_exponential_sigmas",
     "use_karras_sigmas",
+    "use_lu_lambdas",
+    "variance_type",
 )
 
 
@@ -51,7 +129,7 @@ def read_noise(
         SpecError: the schedule is not one that is trained here, or of another family of models.
     """
     published = str(fields.get("_class_name", ""))
-    flow = published.startswith("FlowMatch")
+    flow = published in FLOW_SCHEDULERS
     if architecture in FLOWS and fields and published != FLOW_SCHEDULER:
         raise SpecError(
             f"model.modules.{name}: the noise schedule of its folder is of another family",
@@ -59,10 +137,11 @@ def read_noise(
             f" {FLOW_SCHEDULER}",
             "Give the model its own scheduler_config.json, or take this one away.",
         )
+    fields = _completed(name, fields)
     given: dict[str, Any] = {
         field: fields.get(_PUBLISHED.get(field, field))
-        for field in ("prediction", "betas", "beta_start", "beta_end", "timesteps")
-    } | {"shift": _shift(name, fields) if flow else None}
+        for field in ("prediction", *_BETAS, "timesteps")
+    } | {"shift": _shift(fields) if flow else None}
     if flow or architecture in FLOWS:
         given["prediction"] = "flow"
     own = {} if spec.noise is None else spec.noise.model_dump(exclude_none=True)
@@ -71,8 +150,10 @@ def read_noise(
     plain = checked.model_dump(exclude_none=True)
     if plain.get("shift") == "resolution":
         plain["dynamic"], plain["shift"] = _dynamic(name, fields, tokens)
+    if checked.prediction != "flow":
+        plain |= _adjusted_betas(name, fields, own, plain.get("timesteps", Noise.timesteps))
     noise = Noise(**plain)
-    if noise.beta_start >= noise.beta_end:
+    if noise.trained_betas is None and noise.beta_start >= noise.beta_end:
         raise wrong(
             name, "beta_start", noise.beta_start, f"less than beta_end ({noise.beta_end})", "noise"
         )
@@ -106,15 +187,105 @@ def _check_fields(name: str, architecture: str, noise: NoiseSpec) -> None:
             raise wrong(name, field, value, f"nothing: it belongs to density: {density}", "noise")
 
 
-def _shift(name: str, fields: Mapping[str, Any]) -> Any:
+def _completed(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a schedule, with the defaults of its class for those that are missing.
+
+    Raises:
+        SpecError: the class is not one that is taken, or a field changes what is trained in a way
+            that is not computed here.
+    """
+    if not fields:
+        return {}
+    published = str(fields.get("_class_name", "DDPMScheduler"))
+    flow = published in FLOW_SCHEDULERS
+    if not flow and published not in DIFFUSION_SCHEDULERS:
+        known = ", ".join((*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
+        raise SpecError(
+            f"model.modules.{name}: images are not made noisy here as its folder's"
+            " scheduler_config.json says",
+            f"_class_name: {published}; allowed: {known}",
+            "Give the model's own scheduler of one of these classes there.",
+        )
+    complete = {**known_fields(published), **fields}
+    for field, plain in (FLOW_PLAIN if flow else DIFFUSION_PLAIN).items():
+        if complete.get(field) not in plain:
+            raise _refused(name, field, complete[field], f"{plain[0]}, or nothing")
+    return complete
+
+
+def published_schedule(
+    name: str, spec: ModuleSpec, fields: Mapping[str, Any], sampler: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The fields of a published schedule with those that the run file's `noise` changed; None where
+    that is of another kind.
+
+    Args:
+        sampler: configuration of the scheduler that draws (`Noise.sampler`).
+    """
+    complete = _completed(name, fields)
+    if not complete:
+        return None
+    flow = complete.get("_class_name") in FLOW_SCHEDULERS
+    trained = FLOW_FIELDS if flow else DIFFUSION_FIELDS
+    if spec.noise is None:
+        return dict(fields)
+    if flow != ("shift" in sampler):
+        return None
+    dynamic = sampler.get("use_dynamic_shifting")  # a number for the shift is not read then
+    changed = {
+        field: sampler[field]
+        for field in trained
+        if not (dynamic and field == "shift") and sampler[field] != complete.get(field)
+    }
+    return {**fields, **changed} if changed.keys() <= complete.keys() else None
+
+
+def unread(fields: Mapping[str, Any]) -> list[str]:
+    """Fields of a schedule that no class which is taken has: ignored, as diffusers does."""
+    known = {
+        *FLOW_FIELDS,
+        *DIFFUSION_FIELDS,
+        *FLOW_PLAIN,
+        *DIFFUSION_PLAIN,
+        *DRAWING_FIELDS,
+    }
+    return [field for field in fields if field not in known and not field.startswith("_")]
+
+
+def _adjusted_betas(
+    name: str, fields: Mapping[str, Any], own: Mapping[str, Any], timesteps: int
+) -> dict[str, Any]:
+    """Betas that a schedule lists one by one, unless the run file has its own, and whether they
+    are rescaled to end in noise alone."""
+    adjusted: dict[str, Any] = {}
+    betas, zero_snr = fields.get("trained_betas"), fields.get("rescale_betas_zero_snr")
+    if betas is not None and not own.keys() & {*_BETAS}:
+        if (
+            not isinstance(betas, (list, tuple))
+            or len(betas) != timesteps
+            or any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in betas)
+            or not all(0 < one < 1 for one in betas)
+        ):
+            shown = f"{len(betas)} values" if isinstance(betas, (list, tuple)) else repr(betas)
+            allowed = f"{timesteps} numbers between 0 and 1, one for each timestep"
+            raise _refused(name, "trained_betas", shown, allowed)
+        adjusted["trained_betas"] = tuple(float(one) for one in betas)
+    if zero_snr not in (None, True, False) or (zero_snr and timesteps < 2):
+        allowed = "true, of at least 2 timesteps, or false"
+        raise _refused(name, "rescale_betas_zero_snr", zero_snr, allowed)
+    return adjusted | {"zero_snr": True} if zero_snr else adjusted
+
+
+def _refused(name: str, field: str, given: Any, allowed: str) -> SpecError:
+    return SpecError(
+        f"model.modules.{name}: {field} of its folder's scheduler_config.json does not fit",
+        f"given: {given!r}; allowed: {allowed}",
+        "Correct it there, if the model was trained otherwise.",
+    )
+
+
+def _shift(fields: Mapping[str, Any]) -> Any:
     """The shift of a flow's published schedule, as the run file's field says it."""
-    for field in _UNSUPPORTED:
-        if fields.get(field):
-            raise SpecError(
-                f"model.modules.{name}: {field} of its folder's scheduler_config.json does not fit",
-                f"given: {fields[field]!r}; allowed: nothing, as flows are trained without it",
-                "Remove it there.",
-            )
     return "resolution" if fields.get("use_dynamic_shifting") else fields.get("shift")
 
 

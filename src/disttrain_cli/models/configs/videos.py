@@ -3,19 +3,31 @@ folder's."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import wrong
 from disttrain_cli.spec.families.folder import PublishedFolder
-from disttrain_cli.spec.families.videos import QWEN2_VIDEO, QWEN3_VIDEO, video_processor_fields
+from disttrain_cli.spec.families.videos import (
+    completed_video,
+    video_budget,
+    video_processor_fields,
+)
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.published import is_of
-from disttrain_cli.spec.video_processor import TEMPORAL
+from disttrain_cli.spec.video_processor import TEMPORAL, VideoRule
 
 #: By architecture, the rule of its class.
-RULES = {"qwen2_5_vl_vision": QWEN2_VIDEO, "qwen3_vl_vision": QWEN3_VIDEO}
+RULES: dict[str, VideoRule] = {
+    "qwen2_5_vl_vision": "qwen2_vl",
+    "qwen3_vl_vision": "qwen3_vl",
+}
+
+
+#: Fields by which a processor's numbers become those that a tower reads.
+NORMALISATION = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
 
 def with_video(
@@ -37,10 +49,11 @@ def with_video(
             config.temporal_patch_size,
             f"{TEMPORAL}, where videos are read (data.video)",
         )
+    processor = video_budget(rule, Path(), {})
     published = run.published
     if published is not None and is_of(published, run.file.model, module):
-        _check_fit(published, config, head)
-        rule = published.video_processor() or rule
+        _check_fit(published, rule, config)
+        processor = published.video_processor() or processor
     given = {
         "fps": asked.fps,
         "max_frames": asked.max_frames,
@@ -48,23 +61,24 @@ def with_video(
         "most_frame_pixels": head.max_pixels,
         "tokens_per_second": float(getattr(config, "tokens_per_second", 0.0)),
     }
-    made = rule.model_copy(update={name: one for name, one in given.items() if one is not None})
+    asked_for = {name: one for name, one in given.items() if one is not None}
+    made = processor.model_copy(update=asked_for)
     least = min(made.min_frames, made.max_frames)
     return head.model_copy(update={"video": made.model_copy(update={"min_frames": least})})
 
 
-def _check_fit(published: PublishedFolder, config: Any, head: ImageInput) -> None:
+def _check_fit(published: PublishedFolder, rule: VideoRule, config: Any) -> None:
     """SpecError where the folder's video processor makes other patches than the tower takes, or
     normalises them otherwise than images."""
-    path, fields = video_processor_fields(published.path)
+    path, given = video_processor_fields(published.path)
+    fields, images = completed_video(rule, given), published.image_fields()[1]
     expected = {
         "patch_size": config.patch_size,
         "merge_size": config.spatial_merge_size,
-        "image_mean": list(head.mean),
-        "image_std": list(head.std),
+        **{name: images[name] for name in NORMALISATION},
     }
     for field, value in expected.items():
-        if fields.get(field, value) != value:
+        if fields[field] != value:
             raise SpecError(
                 f"{path}: the video processor does not fit the tower and its image processor",
                 f"{field}: {fields[field]}; theirs: {value}",

@@ -24,6 +24,7 @@ from disttrain_cli.runtime.engine.optimizer import groups_of
 from disttrain_cli.runtime.engine.partitions import (
     Gathering,
     add_at_once,
+    own_values,
     partitions_of,
     step_by_group,
 )
@@ -72,21 +73,32 @@ class StageEngine(PipelineEngine):
         overlap: bool = False,
     ) -> None:
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
+        grid = module.mpu()
+        # DeepSpeed makes masters of weights that it has rounded to bf16 (trap 37)
+        values = [
+            own_values(
+                group["params"],
+                grid.get_data_parallel_world_size(),
+                grid.get_data_parallel_rank(),
+            )
+            for group in (optimizer.param_groups if optimizer and "bf16" in config else ())
+        ]
         super().__init__(
             # not LOCAL_RANK's: a rank may see its own device alone, or share one (trap 36)
             args=SimpleNamespace(device_rank=device.index or 0),
             model=module,
             optimizer=optimizer,
-            mpu=module.mpu(),
+            mpu=grid,
             config=config,
-            config_class=DeepSpeedConfig(config, module.mpu()),
+            config_class=DeepSpeedConfig(config, grid),
         )
         self._starting = False
-        grid = module.mpu()
         replicas = (
             grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None
         )
         partitions = partitions_of(self.optimizer, grid.get_data_parallel_rank())
+        for one, values_P in zip(partitions, values, strict=bool(values)):
+            one.master_P.data.copy_(values_P)
         self.gathering = Gathering(partitions, replicas, module.layers if overlap else ())
         if partitions:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_by_group, self.optimizer, partitions, self.gathering)

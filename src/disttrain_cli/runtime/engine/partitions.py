@@ -65,6 +65,22 @@ def partitions_of(optimizer: Any, replica: int) -> list[Partition]:
     ]
 
 
+def own_values(weights: Sequence[nn.Parameter], replicas: int, replica: int) -> Tensor:
+    """The P numbers of a group's weights, fp32, of which one of DeepSpeed's bf16 optimizers keeps
+    masters on a replica: the group is filled up to pairs of equal number for every replica."""
+    total = sum(weight.numel() for weight in weights)
+    size = 2 * -(-total // (2 * replicas))
+    begin, at = size * replica, 0
+    values_P = torch.zeros(size, device=weights[0].device)
+    for weight in weights:
+        first, last = max(at, begin), min(at + weight.numel(), begin + size)
+        if first < last:
+            own = weight.detach().flatten()[first - at : last - at]
+            values_P[first - begin : last - begin] = own
+        at += weight.numel()
+    return values_P
+
+
 def add_at_once(partitions: Iterable[Partition]) -> None:
     """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
 

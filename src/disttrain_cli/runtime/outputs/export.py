@@ -32,8 +32,9 @@ from disttrain_cli.data.tokenizer import NONE, Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.adapter_folder import Adapted, one_adapter, write_adapter
 from disttrain_cli.models.adapters import unchanged_base
-from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.architectures import SCHEDULE, read_configs, scheduler_fields
 from disttrain_cli.models.configs import ModuleConfig
+from disttrain_cli.models.configs.noise import published_schedule
 from disttrain_cli.models.export import (
     Read,
     Written,
@@ -132,7 +133,7 @@ def export(
             if apart:
                 one, over = write_over(*about, read, dtype, to.resolve())
             else:
-                one, over = write_published(*about, whole, dtype), None
+                one, over = write_published(*about, whole, dtype, merge), None
         progress("writing", 1, 1)
         return Exported(
             path=str(to),
@@ -280,8 +281,14 @@ def _write_beside(run: Run, module: ModuleConfig, folder: Path) -> None:
     tokenizer = run.resolve(run.file.data.tokenizer)
     if module.kind == "llm" and tokenizer.is_dir():
         copy_beside(tokenizer, folder)
-    if module.noise is not None:
-        module.noise.sampler(bounded=module.vae is None).save_config(folder)
+    if module.noise is None:
+        return
+    sampler = module.noise.sampler(bounded=module.vae is None)
+    fields = scheduler_fields(run, spec)
+    if (schedule := published_schedule(module.name, spec, fields, sampler.config)) is None:
+        sampler.save_config(folder)
+    else:
+        (folder / SCHEDULE).write_text(json.dumps(schedule, indent=2) + "\n")
 
 
 def _write_vae(run: Run, module: ModuleConfig, folder: Path) -> Written:

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from disttrain_cli.models.adapter_folder import Adapted, write_adapter
-from disttrain_cli.models.adapters import unchanged_base
+from disttrain_cli.models.adapters import Unread, unchanged_base, unread_of
 from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.configs.wholes import whole_config
 from disttrain_cli.models.export import Read, Written, copy_beside, import_path, write_whole
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.models.published import on_meta, published_class, whole_config
+from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.tying import untie
 from disttrain_cli.models.weights import module_layers
 from disttrain_cli.spec.families.folder import PublishedFolder
@@ -65,7 +66,7 @@ def write_over(
         f"{layer.name}/{path}"
         for layer in everything
         for path, _ in layer.named_parameters()
-        if projector and layer.published_path(path) is None
+        if projector and layer.owner_of(path) == PROJECTORS
     }
     unchanged = unchanged_base(run, everything, read, dtype, written, whole=True)
     base = to / "base" if unchanged is None else unchanged
@@ -74,7 +75,7 @@ def write_over(
         for name, part in published.family.modules.items()
     ]
     model = on_meta(published.model_type, whole_config(published))
-    count = write_adapter(folder, modules, model, read, dtype, base)
+    count = write_adapter(folder, modules, model, read, dtype, base, unread_of(run))
     if unchanged is None:
         write_published(folder / "base", run, published, stored, read, dtype)
     copy_beside(published.path, folder)
@@ -89,10 +90,12 @@ def write_published(
     stored: Container[str],
     read: Read,
     dtype: torch.dtype,
+    merge: bool = False,
 ) -> Written:
     """A run of a whole published model as a folder like it.
 
     Args:
+        merge: add what `model.adapter` has of parts that no layer here has.
         stored: LAYER/PARAMETER of all weights of the checkpoint.
         read: whole tensors of a layer by the paths of its parameters.
     """
@@ -105,6 +108,7 @@ def write_published(
         {name: spec.config | _tie(published, name, tied[name]) for name, spec in modules.items()},
         read,
         dtype,
+        change=(unread_of(run) if merge else Unread({}, {}, False)).change,
     )
 
 
@@ -121,6 +125,6 @@ def _layers_of(
 def _tie(published: PublishedFolder, name: str, tied: bool) -> dict[str, bool]:
     """What to say of an LLM's head where it is not as in the published model."""
     module = published.family.modules[name]
-    if module.kind != "llm" or published.section(module)["tie_word_embeddings"] == tied:
+    if module.kind != "llm" or whole_config(published).tie_word_embeddings == tied:
         return {}
     return {"tie_word_embeddings": tied}

@@ -26,6 +26,7 @@ class Module:
         names: prefixes of names in the module's own published class → in the whole model's class.
         joint: prefixes of paths in its projector that no published tower has ("mlp.0") → in the
             whole model's class.
+        mergers: parts of its own class that are its projector.
     """
 
     kind: Literal["encoder", "llm"]
@@ -35,6 +36,7 @@ class Module:
     default: str = ""
     flat: bool = False
     joint: Mapping[str, str] = field(default_factory=dict)
+    mergers: tuple[str, ...] = ()
 
     def name_in_whole(self, name: str) -> str:
         """What the whole model's class calls a tensor of the module's own class."""
@@ -48,6 +50,10 @@ class Module:
             for own, theirs in self.names.items()
             if theirs != own
         )
+
+    def merges(self, name: str) -> bool:
+        """True if a tensor of the whole model is of a part that is the module's projector."""
+        return name.startswith(tuple(f"{self.name_in_whole(part)}." for part in self.mergers))
 
     def joint_in_whole(self, path: str) -> str:
         """What the whole model's class calls a parameter of the projector."""
@@ -64,6 +70,9 @@ class Family:
         joins: by module the fields of `ModuleSpec` that say how it is joined, of the whole
             `config.json`; SpecError for what is not computed here.
         processor: the image processor's rule, of its own fields; SpecError where it has another.
+        image_processors: classes that its image processor may have, first the one that a folder
+            means which names none (`defaults.IMAGE_PROCESSORS`).
+        defaults: of the whole configuration's class, for the fields that are read here.
         image_token: fields of the whole `config.json` that may name the id of an image's
             placeholder.
         video: the video processor's rule, of its own fields; None: videos are not read.
@@ -73,6 +82,8 @@ class Family:
     modules: Mapping[str, Module]
     joins: Callable[[Path, Fields], dict[str, dict[str, Any]]]
     processor: Callable[[Path, Fields], ImageProcessor]
+    image_processors: tuple[str, ...]
+    defaults: Fields
     image_token: tuple[str, ...] = ("image_token_id",)
     video: Callable[[Path, Fields], VideoProcessor] | None = None
 
@@ -81,13 +92,13 @@ class Family:
         return next((one for one in self.modules.values() if one.kind == kind), None)
 
 
-def only(path: Path, fields: Fields, field: str, default: Any, allowed: Mapping[Any, Any]) -> Any:
+def only(path: Path, fields: Fields, field: str, allowed: Mapping[Any, Any]) -> Any:
     """What a field's value means, by the values that are computed here.
 
     Raises:
         SpecError: it has another value.
     """
-    given = fields.get(field, default)
+    given = fields[field]
     if isinstance(given, (str, int, bool, type(None))) and given in allowed:
         return allowed[given]
     raise SpecError(
@@ -97,13 +108,13 @@ def only(path: Path, fields: Fields, field: str, default: Any, allowed: Mapping[
     )
 
 
-def feature_layer(path: Path, config: Fields, default: int) -> int:
+def feature_layer(path: Path, config: Fields) -> int:
     """The tower's block that is read, counted from the end.
 
     Raises:
         SpecError: several are, or it is counted from the start.
     """
-    layer = config.get("vision_feature_layer", default)
+    layer = config["vision_feature_layer"]
     if isinstance(layer, int) and layer < 0:
         return layer
     raise SpecError(

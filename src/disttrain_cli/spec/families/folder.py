@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, class_of, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module
 from disttrain_cli.spec.families.processors import image_processor_fields
 from disttrain_cli.spec.families.table import FAMILIES
@@ -67,11 +68,7 @@ class PublishedFolder:
                 f"given: {fields!r}",
                 AGAIN,
             )
-        made = {**fields, **({"model_type": module.architecture} if module.architecture else {})}
-        if module.kind == "llm":
-            tied = self.config.get("tie_word_embeddings") or fields.get("tie_word_embeddings")
-            made["tie_word_embeddings"] = bool(tied)
-        return made
+        return {**fields, **({"model_type": module.architecture} if module.architecture else {})}
 
     def architecture(self, module: Module) -> str:
         """A module's architecture by name."""
@@ -79,13 +76,28 @@ class PublishedFolder:
 
     @property
     def image_token(self) -> int | None:
-        """Id of the placeholder of an image, if the folder names it."""
-        named = (self.config.get(field) for field in self.family.image_token)
+        """Id of the placeholder of an image: the folder's, or its class's default."""
+        named = (
+            fields.get(field)
+            for fields in (self.config, self.family.defaults)
+            for field in self.family.image_token
+        )
         return next((value for value in named if isinstance(value, int)), None)
+
+    def image_fields(self) -> tuple[Path, Fields]:
+        """The image processor's file and its fields, with its class's defaults for those that it
+        leaves out.
+
+        Raises:
+            SpecError: there is none, it cannot be read, or is of a class of another family.
+        """
+        path, fields = image_processor_fields(self.path)
+        defaults = IMAGE_PROCESSORS[class_of(path, fields, self.family.image_processors)]
+        return path, completed(fields, defaults)
 
     def processor(self) -> ImageProcessor:
         """The image processor's rule; SpecError where it has none that is known."""
-        return self.family.processor(*image_processor_fields(self.path))
+        return self.family.processor(*self.image_fields())
 
     def video_processor(self) -> VideoProcessor | None:
         """The video processor's rule, None of families whose videos are not read; SpecError where
@@ -96,15 +108,15 @@ class PublishedFolder:
 
     @property
     def video_token(self) -> int | None:
-        """Id of the placeholder of a video, if the folder names it."""
-        given = self.config.get("video_token_id")
+        """Id of the placeholder of a video: the folder's, or its class's default."""
+        given = {**self.family.defaults, **self.config}.get("video_token_id")
         return given if isinstance(given, int) else None
 
     def specs(self, given: str) -> dict[str, dict[str, Any]]:
         """The modules as the run file would have them; `given` is the folder as it names it."""
         for module in self.family.modules.values():
             self.section(module)
-        joins = self.family.joins(self.file, self.config)
+        joins = self.family.joins(self.file, {**self.family.defaults, **self.config})
         return {
             name: {"kind": module.kind, "folder": given, **joins.get(name, {})}
             for name, module in self.family.modules.items()

@@ -10,11 +10,11 @@ from disttrain_cli.spec.families.tilings import longest_edge
 
 
 def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
-    merge = only(path, config, "scale_factor", 2, {side: side for side in range(1, 17)})
+    merge = only(path, config, "scale_factor", {side: side for side in range(1, 17)})
     return {"vision": {"merge": merge, "projector": "linear"}}
 
 
-def _family(prefix: str) -> Family:
+def _family(prefix: str, *processors: str) -> Family:
     return Family(
         published=f"transformers:{prefix}ForConditionalGeneration",
         modules={
@@ -34,8 +34,10 @@ def _family(prefix: str) -> Family:
         },
         joins=_joins,
         processor=longest_edge,
+        image_processors=processors,
+        defaults={"scale_factor": 2, "image_token_id": 128257},
     )
 
 
-IDEFICS3 = _family("Idefics3")
-SMOLVLM = _family("SmolVLM")
+IDEFICS3 = _family("Idefics3", "Idefics3ImageProcessor")
+SMOLVLM = _family("SmolVLM", "SmolVLMImageProcessor", "Idefics3ImageProcessor")

@@ -12,12 +12,12 @@ from disttrain_cli.spec.families.tilings import nearest_ratio
 
 
 def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
-    only(path, config, "vision_feature_select_strategy", "default", {"default": "default"})
-    only(path, config, "projector_hidden_act", "gelu", {"gelu": "gelu"})
-    layer = feature_layer(path, config, -1)
+    only(path, config, "vision_feature_select_strategy", {"default": "default"})
+    only(path, config, "projector_hidden_act", {"gelu": "gelu"})
+    layer = feature_layer(path, config)
     return {
         "vision": {
-            "merge": _merge(path, config.get("downsample_ratio", 0.5)),
+            "merge": _merge(path, config["downsample_ratio"]),
             "projector": "norm_mlp",
             **({} if layer == -1 else {"feature_layer": layer}),  # the last one is normed
         }
@@ -58,4 +58,12 @@ FAMILY = Family(
     },
     joins=_joins,
     processor=nearest_ratio,
+    image_processors=("GotOcr2ImageProcessor",),
+    defaults={
+        "vision_feature_select_strategy": "default",
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "downsample_ratio": 0.5,
+        "image_token_id": 151667,
+    },
 )

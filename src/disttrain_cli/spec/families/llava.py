@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from disttrain_cli.spec.families.defaults import IMAGE_PROCESSORS, completed
 from disttrain_cli.spec.families.family import Family, Fields, Module, feature_layer, only
 from disttrain_cli.spec.families.processors import (
     AGAIN,
@@ -32,38 +33,39 @@ Processor = Callable[[Path, Fields], ImageProcessor]
 STRATEGY = {"clip_vision_model": "default", "siglip_vision_model": "full"}
 
 
-class _Defaults(NamedTuple):
-    """What a config.json means where it says nothing."""
+#: Of the classes of whole configurations.
+LLAVA: Fields = {
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "vision_feature_select_strategy": "default",
+    "vision_feature_layer": -2,
+    "multimodal_projector_bias": True,
+}
+NEXT: Fields = {
+    **LLAVA,
+    "image_grid_pinpoints": IMAGE_PROCESSORS["LlavaNextImageProcessor"]["image_grid_pinpoints"],
+}
+ONEVISION: Fields = {
+    **LLAVA,
+    "image_token_index": 151646,
+    "vision_feature_select_strategy": "full",
+    "vision_feature_layer": -1,
+    "image_grid_pinpoints": IMAGE_PROCESSORS["LlavaOnevisionImageProcessor"][
+        "image_grid_pinpoints"
+    ],
+    "vision_aspect_ratio": "anyres_max_9",
+}
 
-    tower: str
-    llm: str
-    layer: int
-    #: Heights and widths that images are cut at.
-    resolutions: tuple[tuple[int, int], ...] = ()
 
-
-LLAVA = _Defaults("clip_vision_model", "llama", -2)
-NEXT = LLAVA._replace(
-    resolutions=((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)),
-)
-ONEVISION = _Defaults(
-    "siglip_vision_model",
-    "qwen2",
-    -1,
-    tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7)),
-)
-
-
-def _joins(defaults: _Defaults, path: Path, config: Fields) -> dict[str, dict[str, Any]]:
-    tower = config["vision_config"].get("model_type", defaults.tower)
-    only(path, {"model_type": tower}, "model_type", tower, dict.fromkeys(STRATEGY))
+def _joins(usual: str, path: Path, config: Fields) -> dict[str, dict[str, Any]]:
+    tower = config["vision_config"].get("model_type", usual)
+    only(path, {"model_type": tower}, "model_type", dict.fromkeys(STRATEGY))
     strategy = STRATEGY[tower]
-    usual = STRATEGY[defaults.tower]
-    only(path, config, "vision_feature_select_strategy", usual, {strategy: strategy})
-    only(path, config, "projector_hidden_act", "gelu", {"gelu": "gelu"})
-    only(path, config, "multimodal_projector_bias", True, {True: True})
+    only(path, config, "vision_feature_select_strategy", {strategy: strategy})
+    only(path, config, "projector_hidden_act", {"gelu": "gelu"})
+    only(path, config, "multimodal_projector_bias", {True: True})
     _check_placeholders(path.parent / NESTED, config["vision_config"], strategy)
-    return {"vision": {"feature_layer": feature_layer(path, config, defaults.layer)}}
+    return {"vision": {"feature_layer": feature_layer(path, config)}}
 
 
 def _check_placeholders(path: Path, tower: Fields, strategy: str) -> None:
@@ -80,34 +82,33 @@ def _check_placeholders(path: Path, tower: Fields, strategy: str) -> None:
             raise refused(path, field, said[field], f"{value}, the tower's")
 
 
-def _processor(path: Path, fields: Fields) -> ImageProcessor:
-    siglip = "Siglip" in str(
-        fields.get("image_processor_type", fields.get("feature_extractor_type"))
-    )
-    return cropped_or_stretched(path, fields, crop=not siglip)
-
-
-def _tiles(defaults: _Defaults, path: Path, fields: Fields) -> ImageProcessor:
+def _tiles(defaults: Fields, path: Path, fields: Fields) -> ImageProcessor:
     file = path.parent / CONFIG
-    config = parse_json(file, "model configuration", "Download the folder again.")
-    usual = [list(one) for one in defaults.resolutions]
-    resolutions = config.get("image_grid_pinpoints") or usual
-    if (given := fields.get("image_grid_pinpoints")) != resolutions:
+    config = completed(parse_json(file, "model configuration", AGAIN), defaults)
+    resolutions, given = config["image_grid_pinpoints"], fields["image_grid_pinpoints"]
+    if given != resolutions:
         raise refused(path, "image_grid_pinpoints", given, f"those of {CONFIG}: {resolutions}")
-    if defaults is not ONEVISION:
-        return joined(path, fields, None)
-    return joined(path, fields, str(config.get("vision_aspect_ratio", "anyres_max_9")))
+    ratio = config.get("vision_aspect_ratio") if defaults is ONEVISION else None
+    return joined(path, fields, None if ratio is None else str(ratio))
 
 
-def _family(prefix: str, defaults: _Defaults, processor: Processor) -> Family:
-    newline = {"image_newline": "model.image_newline"} if defaults.resolutions else {}
+def _family(
+    prefix: str,
+    tower: str,
+    llm: str,
+    defaults: Fields,
+    processor: Processor,
+    processors: tuple[str, ...],
+) -> Family:
+    tiled = "image_grid_pinpoints" in defaults
+    newline = {"image_newline": "model.image_newline"} if tiled else {}
     return Family(
         published=f"transformers:{prefix}ForConditionalGeneration",
         modules={
             "vision": Module(
                 "encoder",
                 "vision_config",
-                default=defaults.tower,
+                default=tower,
                 names={"": "model.vision_tower."},
                 joint={
                     "mlp.0": "model.multi_modal_projector.linear_1",
@@ -118,16 +119,39 @@ def _family(prefix: str, defaults: _Defaults, processor: Processor) -> Family:
             "llm": Module(
                 "llm",
                 "text_config",
-                default=defaults.llm,
+                default=llm,
                 names={"model": "model.language_model", "lm_head": "lm_head"},
             ),
         },
-        joins=partial(_joins, defaults),
+        joins=partial(_joins, tower),
         processor=processor,
+        image_processors=processors,
+        defaults=defaults,
         image_token=("image_token_index", "image_token_id"),
     )
 
 
-FAMILY = _family("Llava", LLAVA, _processor)
-LLAVA_NEXT = _family("LlavaNext", NEXT, partial(_tiles, NEXT))
-LLAVA_ONEVISION = _family("LlavaOnevision", ONEVISION, partial(_tiles, ONEVISION))
+FAMILY = _family(
+    "Llava",
+    "clip_vision_model",
+    "llama",
+    LLAVA,
+    cropped_or_stretched,
+    ("LlavaImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"),
+)
+LLAVA_NEXT = _family(
+    "LlavaNext",
+    "clip_vision_model",
+    "llama",
+    NEXT,
+    partial(_tiles, NEXT),
+    ("LlavaNextImageProcessor",),
+)
+LLAVA_ONEVISION = _family(
+    "LlavaOnevision",
+    "siglip_vision_model",
+    "qwen2",
+    ONEVISION,
+    partial(_tiles, ONEVISION),
+    ("LlavaOnevisionImageProcessor",),
+)

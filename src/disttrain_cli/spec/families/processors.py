@@ -45,37 +45,29 @@ def image_processor_fields(folder: Path) -> tuple[Path, Fields]:
     )
 
 
-def resample(path: Path, fields: Fields, default: Filter = "bicubic") -> Filter:
+def resample(path: Path, fields: Fields) -> Filter:
     """The filter that PIL's number names."""
-    names, given = get_args(Filter), fields.get("resample", names_index(default))
-    if given is None:
-        return default
+    names, given = get_args(Filter), fields["resample"]
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         name: Filter = names[given]
         return name
     raise refused(path, "resample", given, f"0 to {len(names) - 1}: {', '.join(names)}")
 
 
-def names_index(name: Filter) -> int:
-    """PIL's number of a filter."""
-    return get_args(Filter).index(name)
-
-
-def cropped_or_stretched(path: Path, fields: Fields, crop: bool) -> ImageProcessor:
-    """The processor of CLIP (shorter side, then the middle) or SigLIP (one size); `crop`: whether
-    the middle is taken where the file does not say so."""
+def cropped_or_stretched(path: Path, fields: Fields) -> ImageProcessor:
+    """The processor of CLIP (shorter side, then the middle) or SigLIP (one size)."""
     refuse(path, fields, "do_resize", True)
     refuse(path, fields, "do_pad", False)
-    size, how = fields.get("size"), resample(path, fields)
+    size, how = fields["size"], resample(path, fields)
     shortest = sides(path, "size", size, "shortest_edge")[0]
-    if not fields.get("do_center_crop", crop):
+    if not fields.get("do_center_crop"):
         if shortest is not None:
             raise refused(path, "do_center_crop", False, "true, where size is a shortest_edge")
         height, width = sides(path, "size", size, "height", "width")
         if height is None or width is None:
             raise refused(path, "size", size, "height and width")
         return ImageProcessor(resize="stretch", resample=how, height_px=height, width_px=width)
-    height, width = sides(path, "crop_size", fields.get("crop_size", size), "height", "width")
+    height, width = sides(path, "crop_size", fields.get("crop_size"), "height", "width")
     if shortest is None and sides(path, "size", size, "height", "width") == (height, width):
         return ImageProcessor(resize="stretch", resample=how, height_px=height, width_px=width)
     if height is None or width is None or shortest is None or shortest < max(height, width):
@@ -85,16 +77,15 @@ def cropped_or_stretched(path: Path, fields: Fields, crop: bool) -> ImageProcess
     )
 
 
-def budget(path: Path, fields: Fields, least: int, most: int) -> ImageProcessor:
-    """The processor of Qwen's models: whole blocks within a pixel budget; `least` and `most` where
-    the file does not say them."""
+def budget(path: Path, fields: Fields) -> ImageProcessor:
+    """The processor of Qwen's models: whole blocks within a pixel budget."""
     refuse(path, fields, "do_resize", True)
-    size = fields.get("size") or {}
+    size = fields["size"]
     if not isinstance(size, dict):
         raise refused(path, "size", size, "shortest_edge and longest_edge")
     # numbers of their own go before those of size, as in transformers' class
-    first = fields.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or least
-    last = fields.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or most
+    first = fields.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+    last = fields.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
     first, last = whole(path, "min_pixels", first), whole(path, "max_pixels", last)
     if first > last:
         raise refused(path, "min_pixels", first, f"at most max_pixels ({last})")
@@ -103,10 +94,8 @@ def budget(path: Path, fields: Fields, least: int, most: int) -> ImageProcessor:
         resample=resample(path, fields),
         min_pixels=first,
         max_pixels=last,
-        patch_px=whole(path, "patch_size", fields["patch_size"])
-        if "patch_size" in fields
-        else None,
-        merge=whole(path, "merge_size", fields["merge_size"]) if "merge_size" in fields else None,
+        patch_px=whole(path, "patch_size", fields["patch_size"]),
+        merge=whole(path, "merge_size", fields["merge_size"]),
     )
 
 

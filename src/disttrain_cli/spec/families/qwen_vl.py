@@ -11,33 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.families.family import Family, Fields, Module
 from disttrain_cli.spec.families.processors import budget
-from disttrain_cli.spec.families.videos import QWEN2_VIDEO, QWEN3_VIDEO, video_budget
-from disttrain_cli.spec.image_processor import ImageProcessor
-from disttrain_cli.spec.video_processor import VideoProcessor
-
-#: Pixels of the class's own processor, where the folder's says nothing.
-LEAST, MOST = 56 * 56, 28 * 28 * 1280
+from disttrain_cli.spec.families.videos import video_budget
+from disttrain_cli.spec.video_processor import VideoRule
 
 
 def _joins(path: Path, config: Fields) -> dict[str, dict[str, Any]]:
     return {"vision": {"projector": "none"}}
 
 
-def _processor(path: Path, fields: Fields) -> ImageProcessor:
-    kind = str(fields.get("image_processor_type", "Qwen2VLImageProcessor"))
-    if not kind.startswith("Qwen2VLImageProcessor"):
-        raise SpecError(
-            f"{path}: image_processor_type {kind!r} is not this family's",
-            "allowed: Qwen2VLImageProcessor, Qwen2VLImageProcessorFast",
-            "Download the folder again.",
-        )
-    return budget(path, fields, LEAST, MOST)
-
-
-def _family(published: str, model_type: str, video: VideoProcessor) -> Family:
+def _family(published: str, model_type: str, video: VideoRule) -> Family:
     return Family(
         published=published,
         modules={
@@ -46,6 +30,7 @@ def _family(published: str, model_type: str, video: VideoProcessor) -> Family:
                 "vision_config",
                 architecture=f"{model_type}_vision",
                 names={"": "model.visual."},
+                mergers=("merger", "deepstack_merger_list"),
             ),
             "llm": Module(
                 "llm",
@@ -56,10 +41,12 @@ def _family(published: str, model_type: str, video: VideoProcessor) -> Family:
             ),
         },
         joins=_joins,
-        processor=_processor,
+        processor=budget,
+        image_processors=("Qwen2VLImageProcessor",),
+        defaults={"image_token_id": 151655, "video_token_id": 151656},
         video=partial(video_budget, video),
     )
 
 
-QWEN2_5_VL = _family("transformers:Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN2_VIDEO)
-QWEN3_VL = _family("transformers:Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VIDEO)
+QWEN2_5_VL = _family("transformers:Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_vl")
+QWEN3_VL = _family("transformers:Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl")

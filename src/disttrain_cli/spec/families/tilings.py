@@ -20,7 +20,6 @@ from disttrain_cli.spec.joined_tiles import JoinedTiles
 from disttrain_cli.spec.tiling import LongestEdge, NearestRatio
 
 SIDES, MOST_TILES = ("height", "width"), "anyres_max_"
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 AGAIN = "Download the folder again."
 #: Files that name a tokenizer's special tokens.
 NAMES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -29,11 +28,11 @@ NAMES = ("tokenizer_config.json", "special_tokens_map.json")
 def nearest_ratio(path: Path, fields: Fields) -> ImageProcessor:
     """InternVL's processor; it always cuts, whatever the image processor's `crop_to_patches`."""
     refuse(path, fields, "do_resize", True)
-    height, width = sides(path, "size", fields.get("size"), "height", "width")
+    height, width = sides(path, "size", fields["size"], "height", "width")
     if height is None or width is None:
-        raise refused(path, "size", fields.get("size"), "height and width")
-    least = whole(path, "min_patches", fields.get("min_patches", 1))
-    most = whole(path, "max_patches", fields.get("max_patches", 12))
+        raise refused(path, "size", fields["size"], "height and width")
+    least = whole(path, "min_patches", fields["min_patches"])
+    most = whole(path, "max_patches", fields["max_patches"])
     names = _special_tokens(path.parent)
     return ImageProcessor(
         resize="tiles",
@@ -53,17 +52,17 @@ def nearest_ratio(path: Path, fields: Fields) -> ImageProcessor:
 def longest_edge(path: Path, fields: Fields) -> ImageProcessor:
     """The processor of Idefics3 and SmolVLM."""
     refuse(path, fields, "do_resize", True)
-    tile = _longest(path, "max_image_size", fields.get("max_image_size", {"longest_edge": 364}))
+    tile = _longest(path, "max_image_size", fields["max_image_size"])
     names = _special_tokens(path.parent)
     return ImageProcessor(
         resize="tiles",
-        resample=resample(path, fields, "lanczos"),
+        resample=resample(path, fields),
         height_px=tile,
         width_px=tile,
         tokens=_tokens(path.parent, "image_seq_len", 169),
         tiling=LongestEdge(
-            longest_px=_longest(path, "size", fields.get("size", {"longest_edge": 4 * 364})),
-            splits=bool(fields.get("do_image_splitting", True)),
+            longest_px=_longest(path, "size", fields["size"]),
+            splits=bool(fields["do_image_splitting"]),
             around=names.get("fake_image_token", "<fake_token_around_image>"),
             whole=names.get("global_image_token", "<global-img>"),
         ),
@@ -74,8 +73,8 @@ def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> Image
     """The processor of LLaVA-NeXT, or of LLaVA-OneVision, whose config.json has the
     `vision_aspect_ratio`."""
     refuse(path, fields, "do_resize", True)
-    tile, size = _tile(path, fields), fields.get("size")
-    given = fields.get("image_grid_pinpoints")
+    tile, size = _tile(path, fields), fields["size"]
+    given = fields["image_grid_pinpoints"]
     pairs = given if isinstance(given, list) else []
     if not pairs or not all(
         isinstance(one, (list, tuple))
@@ -88,7 +87,7 @@ def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> Image
     tokens = None
     background = most = None
     if vision_aspect_ratio is not None:
-        background = _background(path, fields.get("image_mean", CLIP_MEAN))
+        background = _background(path, fields["image_mean"])
         most = _most(path, vision_aspect_ratio)
         tokens = _tokens(path.parent, "num_image_tokens")
     return ImageProcessor(
@@ -107,7 +106,7 @@ def joined(path: Path, fields: Fields, vision_aspect_ratio: str | None) -> Image
 
 def _tile(path: Path, fields: Fields) -> int:
     """The side of the one size that whole images and tiles have."""
-    size = fields.get("size")
+    size = fields["size"]
     names = ("shortest_edge",) if isinstance(size, dict) and "shortest_edge" in size else SIDES
     given = {*sides(path, "size", size, *names)}
     if fields.get("do_center_crop"):

@@ -3,12 +3,13 @@ unit per field."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec import hub
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
@@ -104,6 +105,29 @@ class RunFile(Strict):
     _weights: dict[str, dict[str, int]] = PrivateAttr(default_factory=dict)
     #: Folders of the models that it calls by their names on Hugging Face; set there, too.
     _named: dict[str, Path] = PrivateAttr(default_factory=dict)
+
+    def check_owners(self, owners: Collection[str]) -> None:
+        """Refuse names under which nothing is trained.
+
+        Args:
+            owners: names under which the model has weights that can be trained: modules, and
+                "projectors".
+
+        Raises:
+            SpecError: another name stands in `model.trained` or `train.optimizer.modules`.
+        """
+        there = [name for name in (*self.model.order, PROJECTORS) if name in owners]
+        for field, names in (
+            ("model.trained", self.model.trained or ()),
+            ("train.optimizer.modules", self.train.optimizer.modules),
+        ):
+            for name in names:
+                if name not in owners:
+                    raise SpecError(
+                        f"{field}: {name} has no weights that can be trained in this model",
+                        f"names that have some: {', '.join(there)}",
+                        f"Take {name} out of {field}.",
+                    )
 
     def model_fingerprint(self) -> str:
         """Changes when a checkpoint or a profile of the model would no longer fit, or it starts

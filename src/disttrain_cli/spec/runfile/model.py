@@ -271,9 +271,9 @@ class ModelSpec(Strict):
     trained: list[str] | None = Field(
         None,
         description=(
-            "Modules whose weights are trained, and 'projectors' for the layers that join modules; "
-            "all of them if not given. The others are frozen. Of a module with lora its adapters "
-            "are trained, or frozen."
+            "Modules whose weights are trained, and 'projectors' for the layers that join modules, "
+            "Qwen-VL's mergers among them; all of them if not given. The others are frozen. Of a "
+            "module with lora its adapters, the merger's too, are trained, or frozen."
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec import hub
-from disttrain_cli.spec.adapter import places_of, read_names
+from disttrain_cli.spec.adapter import FIRST, places_of, read_names
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.runfile.model import ModelSpec, ModuleSpec
 
@@ -127,12 +127,14 @@ def _with_adapter(
         SpecError: it has none of any.
     """
     names = read_names(folder)
+    adapters = {f"{place}{FIRST}" for place in places_of(names)}
     adapted = {
         name
         for name, part in published.family.modules.items()
-        if any(part.has(tensor) for tensor in names)
+        # a merger that is trained whole is a projector
+        if any(part.has(one) and (one in adapters or not part.merges(one)) for one in names)
     }
-    if not adapted or not places_of(names):
+    if not adapted or not adapters:
         raise SpecError(
             f"model.adapter: the adapter in {folder} is of another model than model.folder",
             f"it has {', '.join(names[:2]) or 'nothing'}",
