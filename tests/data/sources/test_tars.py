@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +205,34 @@ def test_links_are_named_and_folders_ignored(tmp_path: Path) -> None:
 def test_half_characters_do_not_break_tokenizers() -> None:
     parts = parse_parts(json.dumps({"segments": [text("a\ud800b")]}).encode())
     assert isinstance(parts, list) and parts[0].value == "a?b"
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "small"),
+    [
+        (tarfile.XHDTYPE, 300 << 20, False),
+        (tarfile.XGLTYPE, 2 << 20, False),
+        (tarfile.GNUTYPE_LONGNAME, 300 << 20, False),
+        (tarfile.GNUTYPE_LONGLINK, 300 << 20, False),
+        (tarfile.SOLARIS_XHDTYPE, 300 << 20, False),
+        (tarfile.GNUTYPE_LONGNAME, 600, True),
+    ],
+)
+def test_extended_headers_are_bounded(tmp_path: Path, kind: bytes, size: int, small: bool) -> None:
+    path = write_tar(tmp_path / "a.tar", GOOD)
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = kind, size
+    whole = path.read_bytes()
+    with path.open("wb") as file:
+        file.write(header.tobuf(tarfile.GNU_FORMAT))
+        if small:
+            file.write(b"good.json".ljust(size, b"\0"))
+        file.seek(-(-size // 512) * 512 + 512)  # a hole instead of a large header's bytes
+        file.write(whole)
+    tracemalloc.start()
+    samples, skipped = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    assert list(samples) == (["good"] if small else [])
+    assert small or f"an extended header of {size} bytes" in skipped[""]

@@ -16,7 +16,7 @@ import json
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.chats import (
@@ -53,6 +53,14 @@ from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
 #: Keys of a json by one of which it may be more than a caption.
 FORMS = tuple(f'"{name}"'.encode() for name in (*TURNS, "segments"))
+
+
+#: Types of extended headers, which hold long names and the like.
+EXTENDED = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
+MOST_HEADER_BYTES = 1024 * 1024
 
 
 class Header(NamedTuple):
@@ -176,13 +184,32 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
+class _Info(tarfile.TarInfo):
+    """A header of a tar whose extended header (PAX, GNU long name) is read only up to
+    `MOST_HEADER_BYTES`; tarfile would read any size into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        info = super().frombuf(buf, encoding, errors)
+        if info.type in EXTENDED and info.size > MOST_HEADER_BYTES:
+            raise tarfile.ReadError(
+                f"an extended header of {info.size} bytes, at most {MOST_HEADER_BYTES} are read"
+            )
+        return info
+
+    def _proc_gnusparse_10(self, *_: object) -> None:  # its map may be as long as the file
+        raise tarfile.ReadError("a sparse file")
+
+
 def _members(file: File, label: str) -> Iterator[Member | Skipped]:
     """Members whose content is whole; then, where there is more, what is wrong with it."""
     at = 0
     try:
         with (
             file.stream() as stream,
-            tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="replace") as tar,
+            tarfile.open(
+                fileobj=stream, mode="r:", encoding="utf-8", errors="replace", tarinfo=_Info
+            ) as tar,
         ):
             while (info := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
@@ -201,7 +228,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
             stream.seek(end)
             padded = -(-(end + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
             rest = stream.read(padded - end)
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
         yield _damaged(file, label, f"not a whole tar: {error}", at)
         return
     if len(rest) < tarfile.BLOCKSIZE:
