@@ -67,6 +67,8 @@ def write_folder(folder: Path, family: str) -> Any:
     """A folder of a family that reads videos; returns its model."""
     import json
 
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
     model = write_qwen(folder, family)
     ids = {
         "image_token_id": IMAGE,
@@ -79,6 +81,7 @@ def write_folder(folder: Path, family: str) -> Any:
     rewritten(folder, **ids)
     tokenizer().save_pretrained(folder)
     own = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, **NUMBERS[family]}
+    own |= {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}  # as for its images
     (folder / "video_preprocessor_config.json").write_text(json.dumps(own))
     return model
 
