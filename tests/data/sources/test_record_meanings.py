@@ -367,6 +367,22 @@ def test_other_parts_are_refused_by_name(
     assert "secret" not in one.reason and len(one.reason) < 250
 
 
+def test_structs_of_nulls_are_absent(tmp_path: Path) -> None:
+    """As tables give them to parts that have none."""
+    empty = {"image_url": {"url": None, "detail": None}, "index": None, "fps": None}
+    content = [{"type": "text", "text": "a"} | empty, {"type": "image", "text": None} | empty]
+    sample = found(tmp_path, "json", turns({"content": content}, "b", images=["0.jpg"]))
+    assert isinstance(sample, Sample) and not sample.unread, sample
+
+
+@pytest.mark.parametrize("flag", ["train", "weight", "masked"])
+def test_flags_of_segments_are_refused(tmp_path: Path, flag: str) -> None:
+    segments = [{"type": "text", "value": "a", flag: 0}, {"type": "text", "value": "b"}]
+    files = [("a.json", json.dumps({"segments": segments}).encode())]
+    (one,) = read_one_by_one(Shard("tar", str(write_tar(tmp_path / "a.tar", files)), "a"), "a")
+    assert isinstance(one, Skipped) and f"segments[0] has `{flag}`; read is `loss`" in one.reason
+
+
 def test_long_names_are_shortened(tmp_path: Path) -> None:
     for name in (RAW[:-40] + "!", "x" * 5000):
         one = found(tmp_path, "json", turns("<image>", "b", image=name))

@@ -1,14 +1,13 @@
 """What a record says: turns of a conversation, a document, or a caption, with the images it names.
 
 Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role,
-content}` (OpenAI, chat templates), whose content may be a list of parts `{type: text, text}`,
-`{type: image, image: NAME}` and `{type: image_url, image_url: {url: NAME}}`. `<image>` in a text
-marks where one of the record's images stands. Videos are named and marked as images are, with
-`video` in the place of `image`. An assistant's turn with `weight: 0` is not trained (OpenAI's
-form). A chat template writes them (`data.chat`); where the tokenizer has none, they are `USER: …
-ASSISTANT: …EOS` behind what the system says, and only what stands behind `ASSISTANT:`, EOS with it,
-is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last EOS is the sample's
-own.
+content}` (OpenAI, chat templates), whose content may be a list of parts (`content_parts`).
+`<image>` in a text marks where one of the record's images stands. Videos are named and marked as
+images are, with `video` in the place of `image`. Which keys leave a turn untrained, and for which a
+record is refused, is in `refusals`. A chat template writes turns (`data.chat`); where the tokenizer
+has none, they are `USER: … ASSISTANT: …EOS` behind what the system says, and only what stands
+behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section
+4.2). The last EOS is the sample's own.
 
 Without turns all of `text` is trained: a document, or, as `caption` too, that of the record's
 images.
@@ -38,7 +37,6 @@ from disttrain_cli.data.sources.refusals import (
 from disttrain_cli.data.sources.samples import (
     ENDED,
     KIND,
-    NOTHING,
     TRAINED,
     ChatForm,
     ImageName,
@@ -48,6 +46,7 @@ from disttrain_cli.data.sources.samples import (
     Turn,
     VideoName,
     clean,
+    holds,
     media_of,
     unread_of,
 )
@@ -161,7 +160,7 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
         form,
         texts,
         names,
-        tuple([shown for key, shown in others if record[key] not in NOTHING] if others else ()),
+        tuple([shown for key, shown in others if holds(record[key])] if others else ()),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
 from disttrain_cli.data.sources.pixel_budgets import budget_of
-from disttrain_cli.data.sources.samples import DATA, PartFile, clean
+from disttrain_cli.data.sources.samples import DATA, PartFile, clean, holds
 
 #: Types of parts by the type of the file they stand for.
 MEDIA_OF = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
@@ -39,12 +39,8 @@ def read_part(part: Any, where: str) -> str | PartFile:
     """
     if isinstance(part, str):
         return clean(part)
-    given = (
-        {key: value for key, value in part.items() if value is not None}
-        if isinstance(part, dict)
-        else {}
-    )
-    types = [key for key in TYPES if given.get(key)]
+    given = part if isinstance(part, dict) else {}
+    types = [key for key in TYPES if holds(given.get(key))]
     type_ = given.get("type") or (types[0] if len(types) == 1 else "text" if not types else None)
     if type_ == "text" and isinstance(text := given.get("text"), str):
         if other := next((key for key in types if key != "text"), None):
@@ -57,15 +53,18 @@ def read_part(part: Any, where: str) -> str | PartFile:
     media = MEDIA_OF[type_]
     if other := next((key for key in types if MEDIA_OF.get(key) != media), None):
         raise ValueError(f"{where} has a part with `{type_}` and `{other}`: write two parts")
-    if media == "video" and (chosen := next((key for key in OF_FRAMES if key in given), None)):
-        raise ValueError(f"{where} has a video with `{chosen}`, which is not read (data.video is)")
+    chosen = [key for key in OF_FRAMES if given.get(key) is not None] if media == "video" else []
+    if chosen:
+        raise ValueError(
+            f"{where} has a video with `{chosen[0]}`, which is not read (data.video is)"
+        )
     file = _file(given, media, where)
     return file._replace(budget=budget_of(given, where)) if media == "image" else file
 
 
 def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:
     """Return what a part of an image or video names its file by."""
-    keys = [key for key in (media, f"{media}_url", *NAMES) if part.get(key)]
+    keys = [key for key in (media, f"{media}_url", *NAMES) if holds(part.get(key))]
     names = {_name(part[key], key, where) for key in keys}
     if len(names) > 1:
         named = ", ".join(f"`{key}`" for key in keys)

@@ -26,6 +26,11 @@ CLIPS = ("audio", "audios", "sound", "sounds")
 MEDIA_OF_TURNS = ("image", "images", "video", "videos", *CLIPS)
 #: Marks in texts for which ms-swift writes what `objects` holds.
 OBJECTS, OBJECT_MARKS = "objects", ("<ref-object>", "<bbox>")
+#: Keys of a turn, or of one of both sides.
+TURN_KEYS = (
+    *({"role", "content"}, {"from", "value"}),
+    *({"user", "assistant"}, {"human", "assistant"}, {"human", "gpt"}),
+)
 OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
 #: Keys by which other programs know a question and its answer.
 QUESTIONS = ("prompt", "instruction", "query", "question", "problem")
@@ -161,6 +166,4 @@ def _check_preferences(record: Mapping[str, Any]) -> None:
 def _holds_turns(value: Any) -> bool:
     """Return True if a value is a list of turns."""
     first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and (
-        {"role", "content"} <= first.keys() or {"from", "value"} <= first.keys()
-    )
+    return isinstance(first, dict) and any(keys <= first.keys() for keys in TURN_KEYS)

@@ -21,7 +21,7 @@ HELD, LEAST_HELD = ("/9j/", "iVBORw0KGgo", "UklGR"), 64
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOST_SHOWN = 200  # characters of a name in a message
 MOST_KEY = 40  # of a key
-NOTHING: tuple[Any, ...] = (None, "", [], {})  # values by which a key says nothing
+NOTHING: tuple[Any, ...] = (None, "", [])  # values by which a key says nothing
 
 
 class Skipped(NamedTuple):
@@ -303,8 +303,14 @@ def unread_of(mapping: Mapping[str, Any], known: Iterable[str], what: str = "") 
     return [
         f"{what}`{printable(key, MOST_KEY)}`"
         for key in sorted(mapping.keys() - known)
-        if mapping[key] not in NOTHING
+        if holds(mapping[key])
     ]
+
+
+def holds(value: Any) -> bool:
+    """Return True if a value is neither null nor empty, nor a mapping of such alone, as tables give
+    it where there is none."""
+    return any(map(holds, value.values())) if isinstance(value, dict) else value not in NOTHING
 
 
 def printable(name: str, most: int | float = MOST_SHOWN) -> str:

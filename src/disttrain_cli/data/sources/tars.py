@@ -29,7 +29,7 @@ from disttrain_cli.data.sources.chats import (
 from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
 from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
 from disttrain_cli.data.sources.pixel_budgets import budget_of
-from disttrain_cli.data.sources.refusals import check_text
+from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_text
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -419,11 +419,10 @@ def _parts(segments: Any) -> list[Part]:
     for index, segment in enumerate(segments):
         kind = segment.get("type") if isinstance(segment, dict) else None
         if kind == "text" and isinstance(value := segment.get("value"), str):
-            parts.append(
-                Part(
-                    TEXT, clean(value), _flag(segment, index, "loss") if "loss" in segment else True
-                )
-            )
+            if flags := [key for key in (*FLAGS, MASKED) if key in segment and key != "loss"]:
+                raise ValueError(f"segments[{index}] has `{flags[0]}`; read is `loss`")
+            trained = "loss" not in segment or _flag(segment, index, "loss")
+            parts.append(Part(TEXT, clean(value), trained))
         elif kind == "image" and isinstance(value := segment.get("file"), str):
             generated = "generate" in segment and _flag(segment, index, "generate")
             name = ImageName.of(value, budget_of(segment, f"segments[{index}]"))
