@@ -130,10 +130,12 @@ def profile(
     not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.data.tokenizer import doubtful_template
     from disttrain_cli.models.adapters import check_adapters
+    from disttrain_cli.models.graph import layer_table
     from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
 
+    layer_table(opened)  # what is wrong with the model is named before the data is read
     adapters = check_adapters(opened, opened.file.model.order)
     for sentence in starting_weights(opened) + adapters + doubtful_template(opened):
         note(sentence)
