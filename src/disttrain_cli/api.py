@@ -130,6 +130,7 @@ def profile(
     not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.data.tokenizer import doubtful_template
     from disttrain_cli.models.adapters import check_adapters
+    from disttrain_cli.models.graph import layer_table
     from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
@@ -137,6 +138,7 @@ def profile(
     stated = opened.file.cluster.device
     if device != "auto" and stated not in ("auto", device):
         note(f"cluster.device is {stated}; this profile, and plans from it, are of {device}.")
+    layer_table(opened)  # what is wrong with the model is named before the data is read
     adapters = check_adapters(opened, opened.file.model.order)
     for sentence in starting_weights(opened) + adapters + doubtful_template(opened):
         note(sentence)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from disttrain_cli.api import profile
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.adapters import joint
@@ -177,6 +178,8 @@ def test_names_without_weights_are_refused(tmp_path: Path) -> None:
         layer_table(run_of(tmp_path / "llava", text))
     assert refused.value.what.startswith("model.trained: projectors has no weights")
     assert refused.value.why == "names that have some: llm"
+    with pytest.raises(SpecError, match=r"model\.trained: projectors"):
+        profile(run_of(tmp_path / "llava", text))  # before it looks for data
     rates = {"lr": 1e-3, "modules": {"projectors": {"lr": 1e-4}}}
     with pytest.raises(SpecError, match=r"train\.optimizer\.modules: projectors"):
         layer_table(run_of(tmp_path / "llava", text | {"trained": None}, optimizer=rates))
@@ -189,14 +192,14 @@ def test_blocks_of_a_frozen_tower_have_no_backward_behind_its_mergers(tmp_path: 
     tower = [layer for layer in layer_table(run) if layer.module == "vision"]
     projectors = [at for at, layer in enumerate(tower) if "projectors" in layer.owners]
     assert projectors == [2, 5, 7] and _side_branches(tower) == [2, 5]
-    profile = synthetic.tiny(synthetic.run_file())
-    name, module = next(iter(profile.modules.items()))
+    costs = synthetic.tiny(synthetic.run_file())
+    name, module = next(iter(costs.modules.items()))
     kind = module.layers[0]
     changed = module.model_copy(
         update={"layers": [kind] * 8, "projector": projectors, "side": _side_branches(tower)}
     )
-    profile = profile.model_copy(update={"modules": profile.modules | {name: changed}})
-    does = backwards(profile, ["projectors"])
+    costs = costs.model_copy(update={"modules": costs.modules | {name: changed}})
+    does = backwards(costs, ["projectors"])
     assert does[name] == ["trained" if at in projectors else "still" for at in range(8)]
     assert set(does["llm"]) == {"passes"}
     flow = gradient_flow(layer_table(run), ["projectors"])
