@@ -305,6 +305,58 @@ FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 @pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        ([None, {"bytes": PICTURES[0], "path": None}], "<image>\nWhat is it?"),
+        ([{"bytes": PICTURES[0], "path": None}, None], "<image>\nWhat is it?"),
+        ([{"bytes": PICTURES[0], "path": None}, {"bytes": None, "path": "a.jpg"}], "<image>q"),
+        ([None, {"bytes": PICTURES[0], "path": None}], [{"type": "image", "index": 0}]),
+        ([None, {"bytes": PICTURES[0], "path": None}], [{"type": "image", "index": 1}]),
+        ([None], "q"),
+    ],
+)
+@pytest.mark.parametrize("type_", [FILE, pa.binary()])
+def test_images_keep_their_numbers(tmp_path: Path, images: Any, said: Any, type_: Any) -> None:
+    """A list with a null is refused, as that of a JSON is."""
+    null = next(at for at, one in enumerate(images) if not (one and one["bytes"]))
+    if type_ != FILE:
+        images = [one and one["bytes"] for one in images]
+    answer = [{"type": "text", "text": "a"}] if isinstance(said, list) else "a"
+    turns = [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+    pairs = pa.array([[{"user": "q", "assistant": "a"}]])
+    for column in ({"messages": [turns]}, {"texts": pairs}, {"text": ["a document"]}):
+        table = pa.table({"images": pa.array([images], pa.list_(type_)), **column})
+        for path in written(tmp_path, table):
+            samples, skipped = read(path)
+            assert samples == [] and f"`images[{null}]` is null" in skipped["row 0"]
+
+
+@pytest.mark.parametrize("key", ["image", "images"])
+@pytest.mark.parametrize("turns", [LLAVA, OPENAI, PADDED])
+def test_images_that_are_named(tmp_path: Path, key: str, turns: Any) -> None:
+    """As where a JSON of LLaVA was turned into a table."""
+    names = ["a.jpg", None] if key == "image" else [["a.jpg"], None]
+    alone = [turn | {"content": "q"} if "content" in turn else turn for turn in turns]
+    alone = [turn | {"value": "q"} if turn.get("value") else turn for turn in alone]
+    table = pa.table({key: names, "conversations": [turns, alone]})
+    for path in written(tmp_path, table):
+        samples, skipped = read(path)
+        assert len(samples) == 1 and "image" not in samples[0]
+        assert skipped == {
+            "row 0": "the file a.jpg is named and not in the table: images of tables are read as"
+            " bytes, binary or {bytes, path}"
+        }
+
+
+def test_an_image_without_bytes_beside_turns(tmp_path: Path) -> None:
+    images = [{"bytes": None, "path": "a.jpg"}, {"bytes": None, "path": None}, None]
+    table = pa.table({"image": pa.array(images, FILE), "messages": [OPENAI[1:]] * 3})
+    for path in written(tmp_path, table):
+        samples, skipped = read(path)
+        assert len(samples) == 2 and skipped == {"row 0": "the image is missing"}
+
+
+@pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"file_name": pa.string(), "text": pa.string()}, "metadata.jsonl"),

@@ -59,6 +59,7 @@ class Columns(NamedTuple):
     interleaved: bool = False
     record: Mapping[str, str] = {}  # by key of a record (`chats`) the column of its value
     unread: tuple[str, ...] = ()  # all others, as messages name them
+    captions: tuple[str, ...] = ()  # those of `texts` that say nothing without their file
 
     @property
     def names(self) -> list[str]:
@@ -164,7 +165,8 @@ def _of_texts(schema: Schema, text: str) -> Columns:
     if others and not text:
         changed = next(iter(others.values()))
         raise schema.refused(f"`{changed}` may change what the texts mean", f"Please {NAME_IT}.")
-    return Columns(files, texts)
+    spoken = () if text else (TEXTS[1], *SPOKEN_TEXTS)
+    return Columns(files, texts, captions=tuple(name for name in texts if name.lower() in spoken))
 
 
 def _turns(schema: Schema, text: str) -> dict[str, str]:
