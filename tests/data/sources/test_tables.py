@@ -188,7 +188,7 @@ def test_bad_rows_of_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
-@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), None])
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.string_view(), None])
 def test_texts_beside_an_image_that_is_null(tmp_path: Path, write: Any, type_: Any) -> None:
     """A text is a document, as where it stands alone; a caption or a transcript is none."""
     turns = json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
@@ -310,6 +310,14 @@ def test_bad_rows_of_lists(tmp_path: Path) -> None:
             skipped["row 3"] == "`images` has 2 entries, `texts` 1"
             and "None entries" in skipped["row 4"]
         )
+
+
+def test_images_of_lists_with_a_path_alone(tmp_path: Path) -> None:
+    images = [[{"bytes": None, "path": path}, *hf_images(PICTURES[:1])] for path in ("a.jpg", None)]
+    table = pa.table({"images": images, "texts": [["of it", None]] * 2})
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
+    assert [one.kind for one in samples["row 1"].segments] == [TEXT, IMAGE]
+    assert skipped == {"row 0": "`images[0]` has a path and no bytes"}
 
 
 def test_images_with_a_path_alone(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNO
 FILE, TEXT, TURN_LIST, PAIRS, OTHER = "image", "text", "turns", "pairs of turns", "other"
 NULL = "null"  # of a type without values, as a shard has it where a column is null in every row
 FILES, STRINGS, NULLS = f"list of {FILE}", f"list of {TEXT}", f"list of {NULL}"
-LISTED = (FILE, TEXT, NULL)
 #: Names of texts and turns that are read without a file.
 ALONE = (*TURNS, TEXTS[0], *OTHER_TEXTS)
 #: Keys that are read of a record with turns, beside these and what stands in columns of files.
@@ -334,7 +333,9 @@ def kind_of(type_: pa.DataType) -> str:
     if is_list(type_):
         inside = kind_of(type_.value_type)
         of_structs = {TURN_LIST: TURN_LIST, PAIRS: PAIRS}
-        return of_structs.get(inside, f"list of {inside}" if inside in LISTED else OTHER)
+        return of_structs.get(
+            inside, f"list of {inside}" if inside in (FILE, TEXT, NULL) else OTHER
+        )
     if types.is_dictionary(type_):
         return kind_of(type_.value_type)
     if types.is_struct(type_):

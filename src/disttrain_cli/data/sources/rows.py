@@ -8,9 +8,9 @@ conversation the row and how many images stand before the turns (`Row.before`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
@@ -224,8 +224,8 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         form, texts, names, unread = usual
         numbers = array(LONG)
         for name in names:
-            sizes = numbers_of(name)  # refuses a name that is no number
-            numbers.extend((row, int(name), *sizes))
+            sides = numbers_of(name)  # refuses a name that is no number
+            numbers.extend((row, int(name), *sides))
         return Compact([key], form, texts, array(LONG, (row, 0)), numbers, unread)
     segments = list[Segment]()
     for part in conversation(
@@ -234,9 +234,9 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         if part.kind == TEXT:
             segments.append(text_segment(part, Location(row, given.before)))
         else:
-            numbers = numbers_of(part.value)  # refuses a name that is no number
+            sides = numbers_of(part.value)  # refuses a name that is no number
             place = Location(row, int(part.value))
-            segments.append(file_segment(IMAGE, place, numbers, part))
+            segments.append(file_segment(IMAGE, place, sides, part))
     return Sample(key, segments, unread_keys(record, chat))
 
 
@@ -349,11 +349,13 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
         _flat(batch.column(name)) for name in LISTS
     )
     images, texts = iter(_views(image_values)), iter(_views(text_values))
+    paths = iter(_paths_alone(image_values))
     for image_count, text_count in zip(image_counts, text_counts, strict=True):
         own_images, own_texts = (
             [next(values) for _ in range(count or 0)]
             for values, count in ((images, image_count), (texts, text_count))
         )
+        named = [next(paths) for _ in own_images]
         if image_count is None or text_count is None or image_count != text_count:
             yield f"`images` has {image_count} entries, `texts` {text_count}"
         elif wrong := [
@@ -362,11 +364,24 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             if (image is None) == (text is None)
         ]:
             yield f"position {wrong[0]} must have either an image's bytes or a text"
+        elif any(named):
+            yield f"`images[{named.index(True)}]` has a path and no bytes"
         else:
             yield [
                 ("", at, text) if text is not None else ("image", at, image)
                 for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))
             ]
+
+
+def _paths_alone(values: pa.Array) -> Iterable[bool]:
+    """Return True for each image that has a path and no bytes."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_struct(values.type) or values.type.get_field_index("path") < 0:
+        return repeat(False)
+    of = {name: pc.struct_field(values, name) for name in ("bytes", "path")}
+    return pc.and_(of["bytes"].is_null(), of["path"].is_valid()).to_pylist()
 
 
 def _sample(
