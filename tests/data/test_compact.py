@@ -161,8 +161,7 @@ def one_by_one(
     """The plain way of `rows._together`."""
     for row, cells in enumerate(room._pairs(batch, columns), first):
         try:
-            sample = room._sample(f"row {row}", row, cells, chat)
-            yield sample._replace(unread=columns.unread)
+            yield room._sample(f"row {row}", row, cells, columns, chat)
         except ValueError as error:
             yield Skipped(label, f"row {row}", str(error))
 

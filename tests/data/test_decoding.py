@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import math
 import os
+import struct
+import zlib
 from typing import Any
 
 import cv2
@@ -143,6 +145,44 @@ def test_transparency_lies_over_white() -> None:
     assert (seen[hidden] == 255).all() and np.array_equal(
         seen[~hidden], np.asarray(palette.convert("RGB"))[~hidden]
     )
+
+
+def grey_png(pixels: np.ndarray, bits: int, clear: int | None) -> bytes:
+    """A grey PNG of so many bits a pixel, of which those of one value are transparent."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    each = (pixels[:, :, None] >> np.arange(bits)[::-1]) & 1
+    rows = np.packbits(each.reshape(len(pixels), -1).astype(np.uint8), axis=1)
+    header = struct.pack(">IIBBBBB", *pixels.shape[::-1], bits, 0, 0, 0, 0)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", header),
+            b"" if clear is None else chunk(b"tRNS", struct.pack(">H", clear)),
+            chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))),
+            chunk(b"IEND", b""),
+        )
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("clear", [0, 1, None])
+def test_transparency_of_grey_lies_over_white(bits: int, clear: int | None) -> None:
+    levels = min(1 << bits, 256)
+    values = (np.arange(32 * 40).reshape(32, 40) % levels) * (257 if bits == 16 else 1)
+    value = clear and clear * (257 if bits == 16 else 1)
+    data = grey_png(values, bits, value)
+    grey = np.where(values == value, 255, values * 255 // ((1 << bits) - 1))
+    assert np.array_equal(colours(data), np.repeat(grey[:, :, None], 3, 2))
+    if bits in (1, 8):  # PIL does not scale the value of others
+        white = Image.new("RGBA", (40, 32), "white")
+        over = Image.alpha_composite(white, Image.open(io.BytesIO(data)).convert("RGBA"))
+        assert np.array_equal(colours(data), np.asarray(over.convert("RGB")))
+    head = ImageInput(module="e", patch_px=8, channels=1, mean=(0,), std=(1,), max_pixels=10**6)
+    assert np.array_equal(np.rint(decode_image(data, (4, 5), head)[0] * 255), grey)
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "PNG"])

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,6 +179,8 @@ def _png_or_webp(data: bytes, channels: int) -> Bytes:
         raise ValueError(f"cannot be decoded: {error}") from None
     if pixels is None:
         raise ValueError("cannot be decoded")
+    if pixels.ndim == 2 and (clear := _transparent_grey(data)) is not None:
+        pixels[pixels == clear] = np.iinfo(pixels.dtype).max
     if pixels.dtype == np.uint16:
         pixels = cv2.convertScaleAbs(pixels, alpha=1 / 257)
     if pixels.ndim == 2:
@@ -185,6 +188,21 @@ def _png_or_webp(data: bytes, channels: int) -> Bytes:
     if pixels.shape[2] == 4:
         pixels = _over_white(pixels)
     return pixels if channels == 3 else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None]
+
+
+def _transparent_grey(data: bytes) -> int | None:
+    """Return the value of a grey PNG's transparent pixels as OpenCV decodes them, which leaves out
+    that they are (PNG specification, section 11.3.2.1); None where it has none."""
+    bits, colour_type = data[24:26]
+    at, kind, size = 8, b"", 0
+    while colour_type == 0 and kind not in (b"tRNS", b"IDAT"):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        at += 12 + size
+    if (kind, size) != (b"tRNS", 2):
+        return None
+    most = (1 << bits) - 1
+    value = int.from_bytes(data[at - 6 : at - 4]) & most
+    return value * (255 // most) if bits < 8 else value
 
 
 def _over_white(pixels: Bytes) -> Bytes:

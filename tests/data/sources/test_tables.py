@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,8 @@ def test_what_is_ambiguous_is_asked_for(columns: pa.Schema, words: list[str]) ->
 def test_bad_rows_of_pairs(tmp_path: Path) -> None:
     good, words = encoded(20, 20), ["fine", None, "x", "x", "x", "x"]
     pictures = [good, good, None, b"a text file", b"", encoded(30, 20, ".png")]
-    table = pa.table({"image": hf_images(pictures), "text": words})
+    images = [*hf_images(pictures)[:2], {"bytes": None, "path": "a.jpg"}, *hf_images(pictures)[3:]]
+    table = pa.table({"image": images, "text": words})
     samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
     assert list(samples) == ["row 0", "row 5"] and samples["row 5"].segments[0].width_px == 30
     assert skipped == {
@@ -183,6 +185,66 @@ def test_bad_rows_of_pairs(tmp_path: Path) -> None:
         "row 3": "not a JPEG, PNG or WebP image",
         "row 4": "an empty file, not a JPEG, PNG or WebP image",
     }
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.string_view(), None])
+def test_texts_beside_an_image_that_is_null(tmp_path: Path, write: Any, type_: Any) -> None:
+    """A text is a document, as where it stands alone; a caption or a transcript is none."""
+    turns = json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+    texts = pa.array(["a document", "of it", None, turns, None, " ", "[document]"], type_)
+    texts = texts if type_ else texts.dictionary_encode()
+    path = tmp_path / f"a.{'parquet' if write is write_parquet else 'arrow'}"
+    images = hf_images([None, PICTURES[0], None, None, PICTURES[0], None, None])
+    empty = {"bytes": None, "path": None}
+    for absent in (None, empty):
+        table = pa.table(
+            {
+                "image": [absent if image is None else image for image in images],
+                "text": texts,
+                "caption": [None, None, "of it", None, None, None, None],
+                "number": range(7),
+            }
+        )
+        samples, skipped = read(write(path, table))
+        assert {
+            key: [(one.kind, one.text, one.trained) for one in sample.segments]
+            for key, sample in samples.items()
+        } == {
+            "row 0": [(TEXT, "a document", True)],
+            "row 1": [(IMAGE, "", False), (TEXT, "of it", True)],
+            "row 3": [(TEXT, "USER: q ASSISTANT:", False), (TEXT, " a", True)],
+            "row 6": [(TEXT, "[document]", True)],
+        }
+        assert skipped == {
+            "row 2": "the image is missing",
+            "row 4": "the text is missing",
+            "row 5": "the text is empty",
+        }
+        assert {one.unread for one in samples.values()} == {("`number`",)}
+        opened = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
+        assert [
+            opened.texts(samples[key].segments[0].location) for key in ("row 0", "row 3", "row 6")
+        ] == [["a document"], ["USER: q ASSISTANT:", " a"], ["[document]"]]
+
+
+@pytest.mark.parametrize("name", ["text", "sentence"])
+def test_texts_beside_a_sound_that_is_null(tmp_path: Path, name: str) -> None:
+    file = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"audio": pa.array([None], file), name: ["said"]})
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
+    texts = [[one.text for one in sample.segments] for sample in samples.values()]
+    assert texts == ([["said"]] if name == "text" else [])
+    assert skipped == ({} if name == "text" else {"row 0": "the clip is missing"})
+
+
+@pytest.mark.parametrize("name", ["text", "dialog"])
+def test_texts_alone_that_are_no_utf8(tmp_path: Path, name: str) -> None:
+    texts = pa.array([b'["fine"]', b'["\xff"]'], pa.binary()).view(pa.string())
+    path = write_arrow(tmp_path / "a.arrow", pa.table({name: texts}))
+    found = list(read_one_by_one(Shard("arrow", str(path), path.name, text=name), path.name))
+    assert [one.key for one in found] == ["row 0", "row 1"]
+    assert isinstance(found[1], Skipped) and found[1].reason == "text is not UTF-8"
 
 
 def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
@@ -248,6 +310,14 @@ def test_bad_rows_of_lists(tmp_path: Path) -> None:
             skipped["row 3"] == "`images` has 2 entries, `texts` 1"
             and "None entries" in skipped["row 4"]
         )
+
+
+def test_images_of_lists_with_a_path_alone(tmp_path: Path) -> None:
+    images = [[{"bytes": None, "path": path}, *hf_images(PICTURES[:1])] for path in ("a.jpg", None)]
+    table = pa.table({"images": images, "texts": [["of it", None]] * 2})
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
+    assert [one.kind for one in samples["row 1"].segments] == [TEXT, IMAGE]
+    assert skipped == {"row 0": "`images[0]` has a path and no bytes"}
 
 
 def test_images_with_a_path_alone(tmp_path: Path) -> None:

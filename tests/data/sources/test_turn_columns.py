@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from disttrain_cli.data.sources import RowGroups, Shard, Skipped, open_shard
+from disttrain_cli.data.sources import RowGroups, Sample, Shard, Skipped, open_shard
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
@@ -68,6 +68,11 @@ def read(path: Path, text: str = "") -> tuple[list[list[Any]], dict[str, str]]:
             ]
         )
     return said, {one.key: one.reason for one in found if isinstance(one, Skipped)}
+
+
+def read_samples(path: Path) -> list[Sample]:
+    shard = Shard(path.suffix[1:], str(path), path.name)
+    return [one for one in read_one_by_one(shard, path.name) if isinstance(one, Sample)]
 
 
 def written(folder: Path, table: pa.Table) -> Iterator[Path]:
@@ -305,6 +310,58 @@ FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 @pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        ([None, {"bytes": PICTURES[0], "path": None}], "<image>\nWhat is it?"),
+        ([{"bytes": PICTURES[0], "path": None}, None], "<image>\nWhat is it?"),
+        ([{"bytes": PICTURES[0], "path": None}, {"bytes": None, "path": "a.jpg"}], "<image>q"),
+        ([None, {"bytes": PICTURES[0], "path": None}], [{"type": "image", "index": 0}]),
+        ([None, {"bytes": PICTURES[0], "path": None}], [{"type": "image", "index": 1}]),
+        ([None], "q"),
+    ],
+)
+@pytest.mark.parametrize("type_", [FILE, pa.binary()])
+def test_images_keep_their_numbers(tmp_path: Path, images: Any, said: Any, type_: Any) -> None:
+    """A list with a null is refused, as that of a JSON is."""
+    null = next(at for at, one in enumerate(images) if not (one and one["bytes"]))
+    if type_ != FILE:
+        images = [one and one["bytes"] for one in images]
+    answer = [{"type": "text", "text": "a"}] if isinstance(said, list) else "a"
+    turns = [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+    pairs = pa.array([[{"user": "q", "assistant": "a"}]])
+    for column in ({"messages": [turns]}, {"texts": pairs}, {"text": ["a document"]}):
+        table = pa.table({"images": pa.array([images], pa.list_(type_)), **column})
+        for path in written(tmp_path, table):
+            samples, skipped = read(path)
+            assert samples == [] and f"`images[{null}]` is null" in skipped["row 0"]
+
+
+@pytest.mark.parametrize("key", ["image", "images"])
+@pytest.mark.parametrize("turns", [LLAVA, OPENAI, PADDED])
+def test_images_that_are_named(tmp_path: Path, key: str, turns: Any) -> None:
+    """As where a JSON of LLaVA was turned into a table."""
+    names = ["a.jpg", None] if key == "image" else [["a.jpg"], None]
+    alone = [turn | {"content": "q"} if "content" in turn else turn for turn in turns]
+    alone = [turn | {"value": "q"} if turn.get("value") else turn for turn in alone]
+    table = pa.table({key: names, "conversations": [turns, alone]})
+    for path in written(tmp_path, table):
+        samples, skipped = read(path)
+        assert len(samples) == 1 and "image" not in samples[0]
+        assert skipped == {
+            "row 0": "the file a.jpg is named and not in the table: images of tables are read as"
+            " bytes, binary or {bytes, path}"
+        }
+
+
+def test_an_image_without_bytes_beside_turns(tmp_path: Path) -> None:
+    images = [{"bytes": None, "path": "a.jpg"}, {"bytes": None, "path": None}, None]
+    table = pa.table({"image": pa.array(images, FILE), "messages": [OPENAI[1:]] * 3})
+    for path in written(tmp_path, table):
+        samples, skipped = read(path)
+        assert len(samples) == 2 and skipped == {"row 0": "the image is missing"}
+
+
+@pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"file_name": pa.string(), "text": pa.string()}, "metadata.jsonl"),
@@ -344,3 +401,69 @@ def test_named_columns() -> None:
             DataError, match=f"`{name}`, which data.sources.. text names|holds neither"
         ):
             find_columns(form, "x", name)
+
+
+NULL = pa.null()
+FEW = pa.dictionary(pa.int32(), NULL)
+PICTURE = {"bytes": PICTURES[0], "path": None}
+CAPTIONED = ["image", ("T", True)]
+NOTHING = pa.struct([("bytes", NULL), ("path", NULL)])
+
+
+@pytest.mark.parametrize(
+    ("row", "types", "said"),
+    [
+        ({"image": PICTURE, "text": "T"}, {"caption": NULL}, CAPTIONED),
+        ({"image": PICTURE, "caption": "T"}, {"text": NULL}, CAPTIONED),
+        ({"image": PICTURE, "caption": "T"}, {"text": FEW, "messages": NULL}, CAPTIONED),
+        ({"image": PICTURE, "text": "T"}, {"system": NULL, "label": NULL, "tools": FEW}, CAPTIONED),
+        ({"image": PICTURE, "text": "T"}, {"images": NULL, "conversations": NULL}, CAPTIONED),
+        ({"images": [PICTURE], "text": "T"}, {"caption": NULL, "rejected": NULL}, CAPTIONED),
+        ({"text": "T"}, {"image": NULL}, [("T", True)]),
+        ({"txt": "T"}, {"image": NULL, "audio": NULL}, [("T", True)]),
+        ({"text": "T"}, {"image": NOTHING}, [("T", True)]),
+        ({"text": "T", "images": []}, {"images": pa.list_(NULL)}, [("T", True)]),
+        ({"text": "T", "images": []}, {"images": pa.list_(NOTHING)}, [("T", True)]),
+        ({"text": "T", "images": [None]}, {"images": pa.list_(NULL)}, "`images[0]` is null"),
+        ({"text": "T"}, {"messages": NULL, "caption": FEW}, [("T", True)]),
+        ({"text": "T"}, {"messages": pa.list_(NULL)}, [("T", True)]),
+        ({"text": "T", "messages": []}, {"messages": pa.list_(NULL)}, "at least one turn"),
+        ({"messages": OPENAI[1:]}, {"system": NULL, "image": NULL}, [(" A cät.", True)]),
+        ({"messages": OPENAI, "image": PICTURE}, {"text": NULL, "label": NULL}, SAID),
+        ({"images": [None], "texts": ["T"]}, {"images": pa.list_(NULL)}, [("T", True)]),
+        ({"image": PICTURE}, {"text": NULL}, "the text is missing"),
+        ({"image": PICTURE}, {"messages": NULL}, "`text`"),
+        ({"caption": "T"}, {"image": NULL}, "the image is missing"),
+        ({"sentence": "T"}, {"audio": NULL}, "the clip is missing"),
+    ],
+)
+def test_columns_that_are_null_in_a_shard(
+    tmp_path: Path, row: dict[str, Any], types: dict[str, pa.DataType], said: Any
+) -> None:
+    """As a shard has them of which no row has a value, beside shards that have."""
+    table = pa.Table.from_pylist([row])
+    for name, type_ in types.items():
+        cells = [row.get(name)]
+        column = pa.array([0], pa.int32()) if type_ == FEW else pa.array(cells, type_)
+        if type_ == FEW:
+            column = pa.DictionaryArray.from_arrays(column, pa.nulls(1))
+        table = table.drop_columns([name]) if name in row else table
+        table = table.append_column(name, column)
+    files = [write_arrow(tmp_path / "a.arrow", table)]
+    if FEW not in types.values():  # which Parquet does not have
+        files.append(write_parquet(tmp_path / "a.parquet", table))
+    for path in files:
+        samples, skipped = read(path)
+        if isinstance(said, str):
+            assert samples == [] and said in skipped["row 0"]
+        elif row.get("messages") == OPENAI[1:]:
+            assert samples[0][-1:] == said and skipped == {}
+        else:
+            assert (samples, skipped) == ([said], {})
+        assert all(one.unread == () for one in read_samples(path))
+
+
+def test_a_named_column_that_is_null_in_a_shard(tmp_path: Path) -> None:
+    table = pa.table({"image": [PICTURE], "text": ["no"], "blip": pa.nulls(1)})
+    for path in written(tmp_path, table):
+        assert read(path, "blip") == ([], {"row 0": "the text is missing"})

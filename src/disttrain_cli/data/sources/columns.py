@@ -45,7 +45,10 @@ OF_MEDIA = {name: (*media.columns, f"{name}s") for name, media in MEDIA.items()}
 ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)
 #: Kinds of columns: what their types may hold.
 FILE, TEXT, TURN_LIST, PAIRS, OTHER = "image", "text", "turns", "pairs of turns", "other"
-FILES, STRINGS = f"list of {FILE}", f"list of {TEXT}"
+NULL = "null"  # of a type without values, as a shard has it where a column is null in every row
+FILES, STRINGS, NULLS = f"list of {FILE}", f"list of {TEXT}", f"list of {NULL}"
+#: Names of texts and turns that are read without a file.
+ALONE = (*TURNS, TEXTS[0], *OTHER_TEXTS)
 #: Keys that are read of a record with turns, beside these and what stands in columns of files.
 OF_TALKS = {*OF_RECORD} - {*TURNS, *KEYS, "file_name"}
 NAME_IT = "name the column that holds them in the run file: data.sources[].text"
@@ -59,6 +62,7 @@ class Columns(NamedTuple):
     interleaved: bool = False
     record: Mapping[str, str] = {}  # by key of a record (`chats`) the column of its value
     unread: tuple[str, ...] = ()  # all others, as messages name them
+    captions: tuple[str, ...] = ()  # those of `texts` that say nothing without their file
 
     @property
     def names(self) -> list[str]:
@@ -113,10 +117,41 @@ def find_columns(form: pa.Schema, label: str, text: str = "") -> Columns:
     Raises:
         DataError: there are none, or several that might be meant; all columns are named.
     """
-    schema = Schema(label, form, {field.name: kind_of(field.type) for field in form})
+    kinds = {field.name: kind_of(field.type) for field in form}
+    schema = Schema(label, form, _without_nulls(kinds, text))
     columns = _find(schema, text)
-    others = dict.fromkeys(form.names, True)
+    others = dict.fromkeys(schema.kinds, True)
     return columns._replace(unread=tuple(unread_of(others, {*columns.names, *KEYS})))
+
+
+def _without_nulls(kinds: Mapping[str, str], text: str) -> dict[str, str]:
+    """Return the kinds of columns without those that are null in every row, but where these are the
+    texts, or the files of the texts: then each row is left out. Lists of nulls are of the kind that
+    their name says."""
+    named = {name: _by_name(name, text) for name in kinds}
+    found = {
+        name: (named[name] if kind == NULLS else kind)
+        for name, kind in kinds.items()
+        if kind != NULL
+    }
+    absent = [name for name, kind in kinds.items() if kind == NULL]
+    if text in absent:
+        found[text] = TEXT
+    elif not any(name.lower() in ALONE for name in found):
+        texts = (*ALONE, *TEXTS, *SPOKEN_TEXTS)
+        found |= {name: TEXT for name in absent if name.lower() in texts}
+        if not {FILE, FILES} & {*found.values()}:
+            found |= {name: FILE for name in absent if named[name] == FILES}
+    return found
+
+
+def _by_name(name: str, text: str) -> str:
+    """Return the kind of a column of lists of nulls."""
+    if name == text or name.lower() in TURNS:
+        return TURN_LIST
+    if name == LISTS[1]:
+        return STRINGS
+    return FILES if any(name.lower() in names for names in OF_MEDIA.values()) else OTHER
 
 
 def _find(schema: Schema, text: str) -> Columns:
@@ -164,7 +199,8 @@ def _of_texts(schema: Schema, text: str) -> Columns:
     if others and not text:
         changed = next(iter(others.values()))
         raise schema.refused(f"`{changed}` may change what the texts mean", f"Please {NAME_IT}.")
-    return Columns(files, texts)
+    spoken = () if text else (TEXTS[1], *SPOKEN_TEXTS)
+    return Columns(files, texts, captions=tuple(name for name in texts if name.lower() in spoken))
 
 
 def _turns(schema: Schema, text: str) -> dict[str, str]:
@@ -297,7 +333,9 @@ def kind_of(type_: pa.DataType) -> str:
     if is_list(type_):
         inside = kind_of(type_.value_type)
         of_structs = {TURN_LIST: TURN_LIST, PAIRS: PAIRS}
-        return of_structs.get(inside, f"list of {inside}" if inside in (FILE, TEXT) else OTHER)
+        return of_structs.get(
+            inside, f"list of {inside}" if inside in (FILE, TEXT, NULL) else OTHER
+        )
     if types.is_dictionary(type_):
         return kind_of(type_.value_type)
     if types.is_struct(type_):
@@ -306,12 +344,12 @@ def kind_of(type_: pa.DataType) -> str:
             return TURN_LIST
         if set(PAIR) <= fields.keys():
             return PAIRS
-        return FILE if "bytes" in fields and kind_of(fields["bytes"]) == FILE else OTHER
+        return FILE if "bytes" in fields and kind_of(fields["bytes"]) in (FILE, NULL) else OTHER
     if types.is_binary(type_) or types.is_large_binary(type_) or types.is_binary_view(type_):
         return FILE
     if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
         return TEXT
-    return OTHER
+    return NULL if types.is_null(type_) else OTHER
 
 
 def _pictures_elsewhere(kinds: Mapping[str, str]) -> list[str]:

@@ -8,9 +8,9 @@ conversation the row and how many images stand before the turns (`Row.before`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
@@ -34,6 +34,7 @@ from disttrain_cli.data.sources.samples import (
     Skipped,
     clean,
     file_segment,
+    holds,
     media_of,
     text_segment,
 )
@@ -78,10 +79,7 @@ def read_rows(
     for row, cells in enumerate(rows, first):
         key = f"row {row}"
         try:
-            sample = _sample(key, row, cells, chat)
-            if columns.unread:
-                sample = sample._replace(unread=(*columns.unread, *sample.unread))
-            yield sample
+            yield _sample(key, row, cells, columns, chat)
         except ValueError as error:
             yield Skipped(label, key, str(error))
 
@@ -132,16 +130,33 @@ def _records(batch: pa.RecordBatch, columns: Columns) -> Iterator[Row | str]:
         _lists(batch.column(columns.files[name])) if name in columns.files else [[]] * len(batch)
         for name in ("image", "video")
     ]
-    for cells, images, videos in zip(texts, *of_media, strict=True):
-        files = {
-            media: {str(at): file for at, file in enumerate(own) if file is not None}
-            for media, own in (("image", images), ("video", videos))
-        }
-        before = len(files["image"]) if PAIRS in columns.record else 0
+    for row, (cells, *of_row) in enumerate(zip(texts, *of_media, strict=True)):
+        files = dict[str, dict[str, memoryview]]()
         try:
+            for media, own in zip(("image", "video"), of_row, strict=True):
+                if None in own:
+                    _check_null(batch, columns, media, row)
+                files[media] = {str(at): file for at, file in enumerate(own) if file is not None}
+            before = len(files["image"]) if PAIRS in columns.record else 0
             yield Row(_record(columns, cells, before), files, before)
         except ValueError as error:
             yield str(error)
+
+
+def _check_null(batch: pa.RecordBatch, columns: Columns, media: str, row: int) -> None:
+    """Raise ValueError if a file without bytes is not simply absent: its path is given, or it is in
+    a list, where the files behind it would change their numbers."""
+    name = columns.files[media]
+    given = _value(batch.column(name)[row])
+    if isinstance(given, list):
+        at = next(at for at, one in enumerate(given) if _bytes(one) is None)
+        raise ValueError(f"`{name}[{at}]` is null or has no bytes: {media}s are numbered by it")
+    if holds(given):
+        raise ValueError(f"the {MEDIA[media].what} is missing")
+
+
+def _bytes(file: Any) -> Any:
+    return file.get("bytes") if isinstance(file, dict) else file
 
 
 def _record(columns: Columns, cells: Sequence[Any], before: int) -> dict[str, Any]:
@@ -192,7 +207,11 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
     def numbers_of(name: str) -> Numbers:
         media = media_of(name)
         if name not in files[media]:
-            raise missing_file(name, f"is in no column: {media}s are binary or {{bytes, path}}")
+            raise missing_file(
+                name,
+                f"is named and not in the table: {media}s of tables are read as bytes, binary or"
+                " {bytes, path}",
+            )
         file = files[media][name]
         try:
             return MEDIA[media].read_sizes(partial(_part, file), len(file))
@@ -205,7 +224,8 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         form, texts, names, unread = usual
         numbers = array(LONG)
         for name in names:
-            numbers.extend((row, int(name), *numbers_of(name)))
+            sides = numbers_of(name)  # refuses a name that is no number
+            numbers.extend((row, int(name), *sides))
         return Compact([key], form, texts, array(LONG, (row, 0)), numbers, unread)
     segments = list[Segment]()
     for part in conversation(
@@ -214,23 +234,32 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
         if part.kind == TEXT:
             segments.append(text_segment(part, Location(row, given.before)))
         else:
+            sides = numbers_of(part.value)  # refuses a name that is no number
             place = Location(row, int(part.value))
-            segments.append(file_segment(IMAGE, place, numbers_of(part.value), part))
+            segments.append(file_segment(IMAGE, place, sides, part))
     return Sample(key, segments, unread_keys(record, chat))
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
-    media = [*columns.files, ""]
-    for cells in _cells(batch, columns):
-        text = cells[-1]
-        if not all(cells) and (missing := _missing(columns, cells)):
-            yield missing
-        elif not (begin := (bytes(text[:HEAD_BYTES]).lstrip() or bytes(text).lstrip())[:1]):
-            yield EMPTY
-        elif begin in JSON and (said := _conversation(_text(text))) is not None:
-            yield _row(columns, said, cells)
-        else:
-            yield [(name, 0, cell) for name, cell in zip(media, cells, strict=True)]
+    for row, cells in enumerate(_cells(batch, columns)):
+        try:
+            yield _pair(batch, columns, row, cells)
+        except ValueError as error:
+            yield str(error)
+
+
+def _pair(batch: pa.RecordBatch, columns: Columns, row: int, cells: Sequence[Any]) -> Any:
+    """Return a text with the files beside it that are not null, or the turns that it holds;
+    ValueError with the reason where it cannot be read."""
+    text = cells[-1]
+    if None in cells:
+        _check_missing(batch, columns, row, cells)
+    if not (begin := (bytes(text[:HEAD_BYTES]).lstrip() or bytes(text).lstrip())[:1]):
+        raise ValueError(EMPTY)
+    if begin in JSON and (said := _conversation(_text(text))) is not None:
+        return _row(columns, said, cells)
+    media = (*columns.files, "")
+    return [(name, 0, cell) for name, cell in zip(media, cells, strict=True) if cell is not None]
 
 
 def _cells(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, ...]]:
@@ -250,11 +279,18 @@ def _first(columns: list[pa.Array]) -> pa.Array:
     return pc.coalesce(*(_stored(column).cast(pa.large_binary()) for column in columns))
 
 
-def _missing(columns: Columns, cells: Sequence[Any]) -> str:
-    """What a row of a pair lacks, as messages say it."""
-    names = [*(MEDIA[name].what for name in columns.files), "text"]
-    missing = [what for what, cell in zip(names, cells, strict=True) if cell is None]
-    return f"the {missing[0]} is missing" if missing else "" if cells[-1] else EMPTY
+def _check_missing(batch: pa.RecordBatch, columns: Columns, row: int, cells: Sequence[Any]) -> None:
+    """Raise ValueError if a row lacks its text, or a file that it names or that its text is of: a
+    text without files is a document, a caption is none."""
+    *files, text = cells
+    if text is None:
+        raise ValueError("the text is missing")
+    for media, file in zip(columns.files, files, strict=True):
+        if file is None:
+            _check_null(batch, columns, media, row)
+    texts = (name for name in columns.texts if batch.column(name)[row].is_valid)
+    if not any(file is not None for file in files) and next(texts) in columns.captions:
+        raise ValueError(f"the {MEDIA[next(iter(columns.files))].what} is missing")
 
 
 def _conversation(text: str) -> dict[str, Any] | None:
@@ -266,7 +302,8 @@ def _conversation(text: str) -> dict[str, Any] | None:
 
 def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
     """Return the row of a text that is all turns, with the files beside it."""
-    files = {name: {"0": cell} for name, cell in zip(columns.files, cells, strict=False) if cell}
+    given = zip(columns.files, cells, strict=False)
+    files = {name: {"0": cell} for name, cell in given if cell is not None}
     clips = {name: "a file" for name in files if name not in ("image", "video")}
     return Row(said | clips, {name: files.get(name, {}) for name in ("image", "video")})
 
@@ -274,26 +311,23 @@ def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
 def _together(
     batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """The same as of `_pairs` and `_sample`, where no file is a video."""
+    """The same as of `_pairs` and `_sample`, where no file is a video: rows with all their files
+    and a text that is no JSON without an object for each."""
     media = [MEDIA[name] for name in columns.files]
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
     made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
-    for row, cells in enumerate(_cells(batch, columns), first):
+    for at, cells in enumerate(_cells(batch, columns)):
+        row = first + at
         key = f"row {row}"
         other: Sample | Compact | Skipped | None = None
+        files = list[int]()
         try:
-            if not all(cells) and (missing := _missing(columns, cells)):
-                raise ValueError(missing)
-            *values, last = cells
-            text = _text(last)
-            if text.isspace():
-                raise ValueError(EMPTY)
-            if text.lstrip()[:1] in ("[", "{") and (said := _conversation(text)) is not None:
-                other = _sample(key, row, _row(columns, said, cells), chat)
-            files = list[int]()
-            for one, value in zip(media, values, strict=True):
-                width, height = one.read_sizes(partial(_part, value), len(value))[:2]
-                files += (row, 0, width, height)
+            if not all(cells) or (text := _text(cells[-1])).lstrip()[:1] in ("", "[", "{"):
+                other = _sample(key, row, _pair(batch, columns, at, cells), columns, chat)
+            else:
+                for one, value in zip(media, cells, strict=False):
+                    width, height = one.read_sizes(partial(_part, value), len(value))[:2]
+                    files += (row, 0, width, height)
         except ValueError as error:
             other = Skipped(label, key, str(error))
         if other is not None:
@@ -315,11 +349,13 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
         _flat(batch.column(name)) for name in LISTS
     )
     images, texts = iter(_views(image_values)), iter(_views(text_values))
+    paths = iter(_paths_alone(image_values))
     for image_count, text_count in zip(image_counts, text_counts, strict=True):
         own_images, own_texts = (
             [next(values) for _ in range(count or 0)]
             for values, count in ((images, image_count), (texts, text_count))
         )
+        named = [next(paths) for _ in own_images]
         if image_count is None or text_count is None or image_count != text_count:
             yield f"`images` has {image_count} entries, `texts` {text_count}"
         elif wrong := [
@@ -328,6 +364,8 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             if (image is None) == (text is None)
         ]:
             yield f"position {wrong[0]} must have either an image's bytes or a text"
+        elif any(named):
+            yield f"`images[{named.index(True)}]` has a path and no bytes"
         else:
             yield [
                 ("", at, text) if text is not None else ("image", at, image)
@@ -335,7 +373,20 @@ def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             ]
 
 
-def _sample(key: str, row: int, cells: Any, chat: ChatForm | None) -> Sample | Compact:
+def _paths_alone(values: pa.Array) -> Iterable[bool]:
+    """Return True for each image that has a path and no bytes."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_struct(values.type) or values.type.get_field_index("path") < 0:
+        return repeat(False)
+    of = {name: pc.struct_field(values, name) for name in ("bytes", "path")}
+    return pc.and_(of["bytes"].is_null(), of["path"].is_valid()).to_pylist()
+
+
+def _sample(
+    key: str, row: int, cells: Any, columns: Columns, chat: ChatForm | None
+) -> Sample | Compact:
     """A row; ValueError with the reason, which may stand in place of the cells.
 
     A cell is the name of a type of file ("" of a text), its position, and its bytes.
@@ -343,7 +394,8 @@ def _sample(key: str, row: int, cells: Any, chat: ChatForm | None) -> Sample | C
     if isinstance(cells, str):
         raise ValueError(cells)
     if isinstance(cells, Row):
-        return _said(chat, key, row, cells)
+        said = _said(chat, key, row, cells)
+        return said._replace(unread=(*columns.unread, *said.unread))
     segments = list[Segment]()
     for name, at, value in cells:
         place = Location(row, at)
@@ -351,7 +403,7 @@ def _sample(key: str, row: int, cells: Any, chat: ChatForm | None) -> Sample | C
             segments.append(file_segment(KINDS[MEDIA[name].item], place, _numbers(name, value)))
         else:
             segments.append(Segment(TEXT, place, _text(value), trained=True))
-    return Sample(key, segments)
+    return Sample(key, segments, columns.unread)
 
 
 def _numbers(name: str, value: memoryview) -> Numbers:

@@ -155,7 +155,6 @@ def read_parquet(
         yield Skipped(label, "", reason, None, _bytes_of(shard.path), cut=True)
         return
     columns, ends = find_columns(file.schema_arrow, label, shard.text), _ends(file.metadata)
-    names = _without_paths(columns, file.schema_arrow)
     first, last = shard.groups or (0, len(ends))
     runs, row = deque(_runs(file.metadata, first, last)), _start(ends, first)
     while runs:
@@ -163,7 +162,7 @@ def read_parquet(
         at = _start(ends, groups[0])
         try:
             for batch in file.iter_batches(
-                rows, row_groups=groups, columns=names, use_threads=False
+                rows, row_groups=groups, columns=columns.names, use_threads=False
             ):
                 new = batch.slice(min(row - at, len(batch)))
                 # all of it or nothing: what fails is read again
@@ -197,15 +196,6 @@ def read_arrow(
         columns = columns or find_columns(batch.schema, label, shard.text)
         yield from read_rows(batch, columns, row, label, chat)
         row += len(batch)
-
-
-def _without_paths(columns: Columns, form: pa.Schema) -> list[str]:
-    """What is read of a file: of structs {bytes, path} the bytes."""
-    import pyarrow.types as types
-
-    files = columns.files.values()
-    structs = [name for name in files if types.is_struct(form.field(name).type)]
-    return [f"{name}.bytes" if name in structs else name for name in columns.names]
 
 
 def parts_of(shard: Shard) -> list[tuple[Shard, float]]:
