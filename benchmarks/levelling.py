@@ -29,6 +29,7 @@ from disttrain_cli.data.ordering.assigning import assign, count_costs, order_ste
 from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sizes import sizes_of
+from disttrain_cli.data.sources import Shard
 from disttrain_cli.spec.heads import ImageInput
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
@@ -69,7 +70,7 @@ def synthetic(documents: int, seed: int = 0) -> Index:
         fingerprint="synthetic",
         inputs=INPUTS,
         weights=[1.0],
-        shards=[Path("none")],
+        shards=[Shard("tar", "none", "none")],
         skipped=[],
         source=np.zeros(len(counts), np.int64),
         shard=np.zeros(len(counts), np.int64),

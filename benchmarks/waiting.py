@@ -42,7 +42,8 @@ def costs(name: str) -> tuple[RunFile, Profile]:
         for kind, by_tp in kinds.items():
             for tp, shard in by_tp.items():
                 frozen["profile"]["modules"][module]["costs"][kind]["tp"][tp] |= shard
-    return RunFile.model_validate(frozen["run"]), Profile.model_validate(frozen["profile"])
+    run = RunFile.model_validate(frozen["run"])
+    return run, Profile.model_validate(frozen["profile"] | {"cluster": run.cluster})
 
 
 def _read(name: str) -> Any:

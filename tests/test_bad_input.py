@@ -145,7 +145,7 @@ def refused(capsys):
         (
             "{path: data/captions}",
             "{path: data/captions, wieght: 2}",
-            ["data.sources.1.wieght", "allowed here: images, name, path, weight"],
+            ["data.sources.1.wieght", "allowed here: images, name, path, text, weight"],
         ),
         ("merge: 2", "marge: 2", ["model.modules.image_encoder.marge", "merge"]),
         ("workers: 1", "workers: many", ["preprocess.workers", "'many'"]),

@@ -185,6 +185,43 @@ def test_the_head_is_the_embedding_where_the_class_says_so(
         load_into(layers, run)
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_of_its_own_is_not_tied_by_a_default(tmp_path: Path, differs: bool) -> None:
+    """As transformers does: InternVL3-8B has a head, and its configuration does not say so."""
+    from transformers import AutoModelForImageTextToText
+
+    from disttrain_cli.runtime.outputs.export import export
+    from tests.runtime.outputs.test_whole_export import saved
+
+    folder = tmp_path / "internvl"
+    write_tiled(folder, "internvl", tie_word_embeddings=False)
+    path = folder / "config.json"
+    path.write_text(json.dumps(without(json.loads(path.read_text()), ("tie_word_embeddings",))))
+    weights = load_file(folder / "model.safetensors")
+    embedding, name = (
+        next(name for name in weights if name.endswith(ending))
+        for ending in ("embed_tokens.weight", "lm_head.weight")
+    )
+    head = weights[embedding].clone()
+    head[-1] += differs
+    save_file(weights | {name: head}, folder / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForImageTextToText.from_pretrained(folder)
+    assert (theirs.lm_head.weight is theirs.get_input_embeddings().weight) is not differs
+    run = run_of(folder)
+    assert any(layer.tied for layer in layer_table(run)) is not differs
+    layers = build_layers(run, 0, len(layer_table(run)))
+    load_into(layers, run)
+    assert torch.equal(layers[-1].lm_head.weight, head)
+    if differs:
+        saved(run, by=0.5)
+        export(run, tmp_path / "out")
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+        assert again.config.tie_word_embeddings is False
+        assert torch.equal(again.lm_head.weight, found[name])
+        assert not torch.equal(found[name], found[embedding])
+
+
 def test_a_folder_that_transformers_ties_by_default_is_written_tied(tmp_path: Path) -> None:
     from disttrain_cli.runtime.outputs.export import export
     from tests.runtime.outputs.test_whole_export import saved

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.configs.checks import MISTAKES
 from disttrain_cli.spec.families.family import Module
 from disttrain_cli.spec.families.folder import PublishedFolder
+
+HEAD_AND_EMBEDDING = ("lm_head.weight", "embed_tokens.weight")
+ROWS = 4096  # that are compared at once
 
 
 def whole_config(published: PublishedFolder) -> Any:
@@ -32,13 +38,42 @@ def whole_config(published: PublishedFolder) -> Any:
 
 
 def section_fields(published: PublishedFolder, module: Module) -> dict[str, Any]:
-    """Fields of a module's own configuration; whether an LLM's head is its embedding the whole
-    model's class says, by defaults and precedence of its own.
+    """Fields of a module's own configuration.
+
+    An LLM's head is its embedding if the whole model's class says so, by its own defaults and
+    precedence, and, as in transformers' `tie_weights`, the weights do not hold another head.
 
     Raises:
         SpecError: the whole model has no such part, or its class does not accept it.
     """
     fields = published.section(module)
     if module.kind == "llm":
-        fields["tie_word_embeddings"] = whole_config(published).tie_word_embeddings
+        tied = whole_config(published).tie_word_embeddings
+        fields["tie_word_embeddings"] = tied and not _has_another_head(published.path)
     return fields
+
+
+@cache
+def _has_another_head(folder: Path) -> bool:
+    """True if the weights in a folder hold an `lm_head` that differs from the embedding, or their
+    index names one and the weights are not there yet: tied heads are not saved."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not any(folder.glob("*.safetensors")):
+        return '"lm_head.weight"' in index.read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
+    with ExitStack() as stack, suppress(OSError, SafetensorError):
+        for path in folder.glob("*.safetensors"):
+            opened = stack.enter_context(safe_open(path, framework="pt"))
+            for name in opened.keys():  # noqa: SIM118
+                if name.endswith(HEAD_AND_EMBEDDING):
+                    found[name.rpartition(".")[0].rpartition(".")[2]] = opened.get_slice(name)
+        if len(found) < len(HEAD_AND_EMBEDDING):
+            return False
+        head, embedding = found.values()
+        rows = range(0, head.get_shape()[0], ROWS)
+        return head.get_shape() != embedding.get_shape() or any(
+            not head[row : row + ROWS].equal(embedding[row : row + ROWS]) for row in rows
+        )
+    return False  # `models.weights` names damaged files
