@@ -94,7 +94,10 @@ def through(layers, batch):
 
 def assert_same_gradients(ours, theirs):
     for name, parameter in ours.items():
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-5, atol=1e-5)
+        expected = theirs[name].grad
+        # sums in fp32 differ from processor to processor by 2e-5 of the tensor's scale
+        within = 5e-5 * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=within)
         assert parameter.grad.abs().max() > 0, name
 
 
