@@ -51,8 +51,8 @@ def write_json_tar(folder: Path, record: dict[str, Any]) -> Shard:
 
 def table(record: dict[str, Any]) -> pa.Table:
     images = [PICTURES[NAMES.index(name)] for name in record.get("images", [])]
-    columns = {**record, "images": images}
-    return pa.table({name: pa.array([value]) for name, value in columns.items()})
+    columns = {name: pa.array([value]) for name, value in record.items()}
+    return pa.table(columns | {"images": pa.array([images], pa.list_(pa.binary()))})
 
 
 def write_table(folder: Path, record: dict[str, Any]) -> Shard:
@@ -78,7 +78,7 @@ def found(folder: Path, form: str, record: dict[str, Any]) -> Sample | Skipped:
     (one,) = read_one_by_one(shard, "a")
     if isinstance(one, Sample):  # what is read again is what was indexed
         opened, texts = open_shard(shard, RowGroups()), _texts(one)
-        record_at = one.segments[0].location
+        record_at = next(part.location for part in one.segments if part.kind == TEXT)
         assert opened.texts(record_at) == [text for text, _ in texts]
         widths = [
             _width(opened.file("image", segment.location, record_at))
@@ -436,3 +436,105 @@ def test_turns_beat_a_caption_beside_them(tmp_path: Path) -> None:
     chat, caption = read_one_by_one(tar, "a")
     assert trained(chat) == ["b"] and chat.unread == ("member `.txt`",)  # type: ignore[union-attr]
     assert trained(caption) == ["a caption"] and caption.unread == ("member `.json`",)  # type: ignore[union-attr]
+
+
+def beside(folder: Path, form: str, images: int, text: str) -> Sample | Skipped:
+    """Read a text with so many images beside it."""
+    if form in FILES | TABLES:
+        return found(folder, form, {"text": text, "images": NAMES[:images]})
+    if form == "pair":
+        pair = pa.table({"image": [PICTURES[0]], "caption": [text]})
+        shard = Shard("parquet", str(write_parquet(folder / "a.parquet", pair)), "a")
+    else:
+        content = text if form == "txt" else json.dumps({form: text})
+        described = ("0.txt" if form == "txt" else "0.json", content.encode())
+        path = write_tar(folder / "a.tar", [("0.jpg", PICTURES[0]), described])
+        shard = Shard("tar", str(path), "a")
+    (one,) = read_one_by_one(shard, "a")
+    if isinstance(one, Sample):
+        at = next(part.location for part in one.segments if part.kind == TEXT)
+        assert open_shard(shard, RowGroups()).texts(at) == [text for text, _ in _texts(one)]
+    return one
+
+
+@pytest.mark.parametrize("form", [*FILES, *TABLES, "txt", "text", "caption", "pair"])
+@pytest.mark.parametrize(
+    ("text", "images", "expected"),
+    [
+        ("<image>\na", 1, [20, "\na"]),
+        ("a <image> b", 1, ["a ", 20, " b"]),
+        ("a<image>", 1, ["a", 20]),
+        ("a", 1, [20, "a"]),
+        ("a <image><image>b", 2, ["a ", 20, 28, "b"]),
+        ("<image>a<image>", 1, "2 marks <image> for 1 images"),
+        ("<video>a", 1, "0 marks <image> for 1 images"),
+        ("<image>a<video>", 1, "1 marks <video> for 0 videos"),
+        ("<image>\n", 1, "the text has marks alone"),
+        ("an <image> tag", 0, ["an <image> tag"]),
+    ],
+)
+def test_marks_in_texts_beside_images(
+    tmp_path: Path, form: str, text: str, images: int, expected: Any
+) -> None:
+    if images != 1 and form not in FILES | TABLES:
+        pytest.skip("one image a caption")
+    one = beside(tmp_path, form, images, text)
+    if isinstance(expected, str):
+        assert isinstance(one, Skipped) and expected in one.reason, one
+    elif form == "tar" and not images:
+        assert isinstance(one, Skipped) and "a caption without its image" in one.reason
+    else:
+        assert isinstance(one, Sample), one
+        assert [s.text if s.kind == TEXT else s.width_px for s in one.segments] == expected
+        assert all(is_trained for _, is_trained in _texts(one))
+
+
+PAIRS = [
+    ({"system": "s", "loss": False}, [("system", "s"), "no", "yes"], ["yes"]),
+    ({"weight": 1}, ["no", "yes"], ["no", "yes"]),
+    ({"train": None, "system": None, "rejected": ""}, ["no", "yes"], ["no", "yes"]),
+    ({"loss_mask": 0, "source": "web"}, ["no", "yes"], ["yes"]),
+]
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations", "text", "texts"])
+@pytest.mark.parametrize(("keys", "said", "expected"), PAIRS)
+def test_keys_of_pairs(
+    tmp_path: Path, field: str, keys: dict[str, Any], said: list[Any], expected: list[str]
+) -> None:
+    pairs = [{"user": "a", "assistant": "no", **keys}, {"user": "b", "assistant": "yes"}]
+    given: Any = json.dumps(pairs) if field == "text" else pairs
+    one = found(tmp_path, "parquet" if field == "texts" else "jsonl", {field: given})
+    assert trained(one) == expected
+    system = [said[0][1]] if isinstance(said[0], tuple) else []
+    before = one.segments[0].text  # type: ignore[union-attr]
+    assert before == f"{''.join(system)}{' ' if system else ''}USER: a ASSISTANT:"
+    assert [*one.unread] == ["turn key `source`"] * ("source" in keys)  # type: ignore[union-attr]
+
+
+def test_images_of_pairs_stand_behind_their_system_turn(tmp_path: Path) -> None:
+    pairs = [{"system": "s", "user": "a", "assistant": "b"}]
+    one = found(tmp_path, "parquet", {"texts": pairs, "images": NAMES[:1]})
+    assert isinstance(one, Sample), one
+    said = [part.text if part.kind == TEXT else part.width_px for part in one.segments]
+    assert said == ["s USER: ", 20, "a ASSISTANT:", " b"]
+
+
+@pytest.mark.parametrize("field", ["messages", "text", "texts"])
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"rejected": "c"}, "`rejected`: preference data"),
+        ({"chosen": "c"}, "`chosen`: preference data"),
+        ({"tool_calls": [{"name": "c"}]}, "`tool_calls`: tool calls"),
+        ({"image": "0.jpg"}, "has `image`: it is read beside the turns"),
+        ({"weight": 0.5}, "has the weight 0.5"),
+    ],
+)
+def test_keys_of_pairs_are_refused_by_name(
+    tmp_path: Path, field: str, keys: dict[str, Any], reason: str
+) -> None:
+    pairs: Any = [{"user": "a", "assistant": "b", **keys}]
+    given = json.dumps(pairs) if field == "text" else pairs
+    one = found(tmp_path, "parquet" if field == "texts" else "jsonl", {field: given})
+    assert isinstance(one, Skipped) and reason in one.reason, one

@@ -59,13 +59,16 @@ MARK = "<image>"
 #: Of a video, in a record's texts, and once they are read: no text means it otherwise.
 WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
 MARKS = re.compile(f"{MARK}|{FILM}")
+#: Marks in a text without turns, beside images or videos.
+WRITTEN_MARKS = re.compile(f"{MARK}|{WRITTEN_FILM}")
 MARK_OF = {"image": MARK, "video": FILM}
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
 # keys of a turn that are read without a template
-SAID = {"from", "role", "value", "content", *OF_TURNS}
+WORDS = {"from", "role", "value", "content"}
+SAID = {*WORDS, *OF_TURNS}
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
 KEYS = ("id", "__key__", "__url__")  # which sample it is
@@ -93,14 +96,43 @@ def conversation(
     """
     turns, names = _said(record, beside)
     if not turns:
-        text = _document(record, bool(names))
+        text = document_text(record, bool(names))
         check_document(record)
-        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
+        return with_files(text, names)
     check_conversation(record, [turn.said for turn in turns])
     parts = _written(turns, names, chat, measure)
     if not any(part.trained for part in parts if part.kind == TEXT):
         raise ValueError("no token of it is trained")
     return parts
+
+
+def with_files(text: str, names: Sequence[str]) -> list[Part]:
+    """Return the parts of a document or caption: its images and videos each at its mark, or all
+    before a text without marks.
+
+    Raises:
+        ValueError: the numbers of marks and files differ.
+    """
+    marks = WRITTEN_MARKS.findall(text) if names else []
+    if not marks:
+        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
+    each = {MARK: _only("image", names), WRITTEN_FILM: _only("video", names)}
+    for mark, what in ((MARK, "images"), (WRITTEN_FILM, "videos")):
+        if (count := marks.count(mark)) != len(each[mark]):
+            raise ValueError(f"{count} marks {mark} for {len(each[mark])} {what}")
+    pieces = WRITTEN_MARKS.split(text)
+    if not any(piece.strip() for piece in pieces):
+        raise ValueError("the text has marks alone")
+    files = {mark: iter(own) for mark, own in each.items()}
+    parts = [Part(TEXT, pieces[0])]
+    for mark, piece in zip(marks, pieces[1:], strict=True):
+        parts += [Part(IMAGE, next(files[mark])), Part(TEXT, piece)]
+    return [part for part in parts if part.value]
+
+
+def text_pieces(text: str) -> list[str]:
+    """Return the texts of `with_files`, of a text that has files."""
+    return [piece for piece in WRITTEN_MARKS.split(text) if piece]
 
 
 def _written(
@@ -372,7 +404,7 @@ def _turn(turn: Any, where: str) -> Turn:
     )
     who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
     role = ROLES.get(who, who) if isinstance(who, str) else None
-    flagged = not OF_TURNS.isdisjoint(given)
+    flagged = not given.keys() <= WORDS
     if flagged:
         check_turn(given, where)
     if role not in BEFORE or not isinstance(said, str | list):
@@ -410,7 +442,9 @@ def _budgets(parts: list[str | PartFile]) -> dict[int, PixelBudget]:
     return budgets
 
 
-def _document(record: dict[str, Any], caption: bool) -> str:
+def document_text(record: Mapping[str, Any], caption: bool) -> str:
+    """Return the text of a record without turns, with `caption` that of its files too; ValueError
+    where it has none."""
     field = "caption" if caption and record.get("text") is None else "text"
     if record.get(field) is None and field not in record:
         form = prompted(record)

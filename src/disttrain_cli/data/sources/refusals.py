@@ -118,6 +118,7 @@ def prompted(keys: Iterable[str]) -> str:
 def check_turn(turn: Mapping[str, Any], where: str) -> None:
     """Raise ValueError if a turn has another meaning with its other keys."""
     _check_tools(turn)
+    _check_preferences(turn)
     for key in MEDIA_OF_TURNS:
         if says(turn.get(key)):
             raise ValueError(f"{where} has `{key}`: it is read beside the turns, not in them")

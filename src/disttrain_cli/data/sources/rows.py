@@ -2,7 +2,8 @@
 (`columns`).
 
 The location of a segment is its row in the file and its position in the row; that of a text of a
-conversation the row and how many images stand before the turns (`Row.before`).
+conversation the row and how many images stand before the turns (`Row.before`), that of a document
+or caption the row and 1 where it has images or videos.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import compact, conversation, has_turns, texts_of, unread_keys
+from disttrain_cli.data.sources.chats import (
+    MARK,
+    WRITTEN_FILM,
+    WRITTEN_MARKS,
+    compact,
+    conversation,
+    has_turns,
+    text_pieces,
+    texts_of,
+    unread_keys,
+)
 from disttrain_cli.data.sources.columns import (
     LISTS,
     PAIRS,
@@ -109,20 +120,22 @@ def texts_at(
     before: int = 0,
 ) -> list[str | tuple[int, ...]]:
     """All texts of the only row of the columns `of_texts`, whose images have these numbers; so many
-    of them stand `before` the turns."""
+    of them stand `before` the turns, or there are some beside a text without turns."""
     if not columns.texts:
         record = _record(columns, [_values(cell)[0] for cell in cells], before)
         if has_turns(record):
             return texts_of(record, chat, files)
-        return [clean(next(record[name] for name in TEXTS if record.get(name) is not None))]
+        said = clean(next(record[name] for name in TEXTS if record.get(name) is not None))
+        return [*text_pieces(said)] if before else [said]
     if columns.interleaved:
         return [str(text, "utf-8") for text in _views(_flat(cells[0])[0]) if text is not None]
     (value,) = _views(_first(cells))
     if value is None:
         raise ValueError("there is no text")
     text = _text(value)
-    said = _conversation(text)
-    return [text] if said is None else texts_of(said, chat, files)
+    if (turns := _conversation(text)) is not None:
+        return texts_of(turns, chat, files)
+    return [*text_pieces(text)] if before else [text]
 
 
 def _records(batch: pa.RecordBatch, columns: Columns) -> Iterator[Row | str]:
@@ -156,8 +169,9 @@ def _record(columns: Columns, cells: Sequence[Any], before: int) -> dict[str, An
         pairs = record.pop(PAIRS)
         turns = turns_in(pairs) or pairs
         if before and turns:
-            said = {"type": "text", "text": turns[0].get("content")}
-            turns[0] = {**turns[0], "content": [*[{"type": "image"}] * before, said]}
+            first = int(turns[0].get("role") == "system" and len(turns) > 1)
+            said = {"type": "text", "text": turns[first].get("content")}
+            turns[first] = {**turns[first], "content": [*[{"type": "image"}] * before, said]}
         record[TURNS[1]] = turns
     return with_turns(record)
 
@@ -208,11 +222,12 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
             numbers.extend((row, int(name), *numbers_of(name)))
         return Compact([key], form, texts, array(LONG, (row, 0)), numbers, unread)
     segments = list[Segment]()
+    before = given.before if has_turns(record) else int(any(files.values()))
     for part in conversation(
         record, chat, measure=lambda names: [numbers_of(name) for name in names]
     ):
         if part.kind == TEXT:
-            segments.append(text_segment(part, Location(row, given.before)))
+            segments.append(text_segment(part, Location(row, before)))
         else:
             place = Location(row, int(part.value))
             segments.append(file_segment(IMAGE, place, numbers_of(part.value), part))
@@ -221,6 +236,7 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
     media = [*columns.files, ""]
+    pictured = not {"image", "video"}.isdisjoint(columns.files)
     for cells in _cells(batch, columns):
         text = cells[-1]
         if not all(cells) and (missing := _missing(columns, cells)):
@@ -229,6 +245,8 @@ def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             yield EMPTY
         elif begin in JSON and (said := _conversation(_text(text))) is not None:
             yield _row(columns, said, cells)
+        elif pictured and WRITTEN_MARKS.search(said_text := _text(text)):
+            yield _row(columns, {TEXTS[0]: said_text}, cells)
         else:
             yield [(name, 0, cell) for name, cell in zip(media, cells, strict=True)]
 
@@ -276,6 +294,7 @@ def _together(
 ) -> Iterator[Sample | Compact | Skipped]:
     """The same as of `_pairs` and `_sample`, where no file is a video."""
     media = [MEDIA[name] for name in columns.files]
+    pictured = "image" in columns.files
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
     made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
     for row, cells in enumerate(_cells(batch, columns), first):
@@ -290,6 +309,8 @@ def _together(
                 raise ValueError(EMPTY)
             if text.lstrip()[:1] in ("[", "{") and (said := _conversation(text)) is not None:
                 other = _sample(key, row, _row(columns, said, cells), chat)
+            elif pictured and (MARK in text or WRITTEN_FILM in text):
+                other = _sample(key, row, _row(columns, {TEXTS[0]: text}, cells), chat)
             files = list[int]()
             for one, value in zip(media, values, strict=True):
                 width, height = one.read_sizes(partial(_part, value), len(value))[:2]

@@ -5,7 +5,8 @@ img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; 
 transcript (or caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss:
 false` = not trained), and of image and sound files anywhere in the same tar. Conversations:
 `KEY.json` as `chats` reads it, with images of the same tar, or KEY.jpg where it names none. Places
-are the byte offset and length of a member's content. Names inside a tar are only ever looked up
+are the byte offset and length of a member's content, the length negative of a caption that marks
+where its images stand. Names inside a tar are only ever looked up
 among the names of that tar; nothing is extracted.
 """
 
@@ -22,14 +23,18 @@ from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.chats import (
     KEYS,
     conversation,
+    document_text,
+    file_names,
     has_turns,
+    text_pieces,
     texts_of,
     unread_keys,
+    with_files,
 )
 from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
 from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
 from disttrain_cli.data.sources.pixel_budgets import budget_of
-from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_text
+from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_document
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -47,7 +52,7 @@ from disttrain_cli.data.sources.samples import (
     text_segment,
     unread_of,
 )
-from disttrain_cli.data.sources.turn_forms import TURNS, turns_in, with_turns
+from disttrain_cli.data.sources.turn_forms import TEXTS, TURNS, turns_in, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
@@ -55,6 +60,8 @@ from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 FORMS = tuple(f'"{name}"'.encode() for name in (*TURNS, "segments"))
 
 
+#: Names of files that records may name or mark, by type.
+PICTURES: dict[str, type[str]] = {"image": str, "video": VideoName}
 #: Types of extended headers, which hold long names and the like.
 EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
@@ -102,12 +109,13 @@ class TarShard:
                 return texts_of(value, self._chat, files)
         parts = parse_parts(data)
         if isinstance(parts, str):
-            return [parts]
+            return [*text_pieces(parts)] if record.size < 0 else [parts]
         return [part.value for part in parts if part.kind == TEXT]
 
     def _read(self, location: Location) -> bytes:
-        data = self._file.read(*location)
-        if len(data) < location.size:
+        offset, size = location.offset, abs(location.size)
+        data = self._file.read(offset, size)
+        if len(data) < size:
             raise ValueError("the shard is cut")
         return data
 
@@ -296,26 +304,27 @@ def _segments(
         with contextlib.suppress(ValueError):  # as `TarShard.texts` reads it
             value = _record(described.content)
     if has_turns(value):
-        names = {"image": str, "video": VideoName}
-        beside = [names[name](member.name) for name, member in media if name in names]
 
         def measure(names: Sequence[str]) -> list[Numbers]:
             named = ((_find(Part(IMAGE, name), described.name, by_name), name) for name in names)
             return [_header(member, media_of(name)).sizes for member, name in named]
 
-        parts = conversation(value, chat, beside, measure)
+        parts = conversation(value, chat, _pictures(media), measure)
         unread = unread_keys(value, chat)
     elif described is group.get("txt"):
         parts = parse_parts(described.content)
     else:
         parts = _parse_json(value)
         if isinstance(parts, str):
-            check_text(value)
+            check_document(value)
         unread = _unread_of_json(value)
     if isinstance(parts, str):
         if not parts.strip():
             raise ValueError("the text is empty")
-        if not media:
+        first = dict(reversed(media))
+        beside = _pictures(first.items())
+        names = file_names(value, beside) if described is group.get("json") else beside
+        if not media and not names:
             others = [f"; {one.content}" for one in group.values() if isinstance(one.content, str)]
             raise ValueError(
                 "a caption without its "
@@ -325,12 +334,23 @@ def _segments(
                 )
                 + "".join(others)
             )
-        first = dict(reversed(media))
+        written = with_files(parts, names)
+        place = described.location
+        if len(written) != len(names) + 1 or written[-1].value != parts:  # it has marks
+            place = place._replace(size=-place.size)
         segments = [
-            *(_file(KINDS[MEDIA[name].item], name, first[name]) for name in MEDIA if name in first),
-            Segment(TEXT, described.location, parts, trained=True),
+            (
+                text_segment(part, place)
+                if part.kind == TEXT
+                else _file(IMAGE, _media(part), _find(part, described.name, by_name))
+            )
+            for part in written
         ]
-        used = list(first.values())
+        used = [_find(Part(IMAGE, name), described.name, by_name) for name in names]
+        sounds = [(name, one) for name, one in first.items() if name not in PICTURES]
+        at = int(written[0].kind == IMAGE and _media(written[0]) == "image")
+        segments[at:at] = [_file(KINDS[MEDIA[name].item], name, one) for name, one in sounds]
+        used += [one for _, one in sounds]
     else:
         segments = [
             (
@@ -345,6 +365,11 @@ def _segments(
     used_names = {described.name, *(one.name for one in used)}
     members = {f".{suffix}": one for suffix, one in group.items() if one.name not in used_names}
     return segments, (*unread, *unread_of(members, set(), "member "))
+
+
+def _pictures(media: Iterable[tuple[str, Member]]) -> list[str]:
+    """Return the names of images and videos among files by type."""
+    return [PICTURES[name](member.name) for name, member in media if name in PICTURES]
 
 
 def _described(group: dict[str, Member]) -> Member | None:
@@ -393,19 +418,18 @@ def _record(data: bytes) -> Any:
 def _parse_json(value: Any) -> list[Part] | str:
     if isinstance(value, dict) and "segments" in value:
         return _parts(value["segments"])
-    caption = value.get("caption") if isinstance(value, dict) else None
-    if not isinstance(caption, str):
+    if not isinstance(value, dict) or not any(key in value for key in TEXTS):
         raise ValueError(
             "the JSON has neither `segments`, a conversation (`messages`, `conversations`) nor a"
-            " `caption` text"
+            " `text` or `caption`"
         )
-    return clean(caption)
+    return document_text(value, caption=True)
 
 
 def _unread_of_json(value: dict[str, Any]) -> list[str]:
     """Return the keys of a valid json without turns that nothing reads."""
     if "segments" not in value:
-        return unread_of(value, {"caption", *KEYS})
+        return [*unread_keys(value)]
     keys = {"type", "value", "file", "loss", "generate", *BUDGET_KEYS}
     of_segments = (unread_of(one, keys, "segment key ") for one in value["segments"])
     names = dict.fromkeys(chain.from_iterable(of_segments))

@@ -69,11 +69,23 @@ def turns_in(value: Any) -> list[Any] | None:
         if not isinstance(turn, Mapping):
             return None
         if all(turn.get(side) is not None for side in PAIR):
-            turns += [{"role": side, "content": turn[side]} for side in PAIR]
+            turns += _of_pair(turn, turns)
         elif any(turn.get(who) is not None and what in turn for who, what in SPOKEN):
             turns.append(turn)
         else:
             return None
+    return turns
+
+
+def _of_pair(pair: Mapping[str, Any], before: list[Any]) -> list[dict[str, Any]]:
+    """Return the turns of a pair behind the turns before it: those of the user and the assistant,
+    which has the pair's other keys, and one of the system where the pair has another than they."""
+    turns: list[dict[str, Any]] = [{"role": side, "content": pair[side]} for side in PAIR]
+    given = {key: value for key, value in pair.items() if value is not None}
+    turns[1] |= {key: given[key] for key in given.keys() - {"system", "role", "content", *PAIR}}
+    systems = [turn["content"] for turn in before if turn.get("role") == "system"]
+    if given.get("system") and systems[-1:] != [given["system"]]:
+        turns.insert(0, {"role": "system", "content": given["system"]})
     return turns
 
 
