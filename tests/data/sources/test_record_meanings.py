@@ -240,6 +240,56 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "`query` and `response` are not read",
     ),
 ]
+ELSEWHERE = [
+    ({"image_path": "0.jpg"}, "`image_path` names images: call it `image`"),
+    ({"img": "0.jpg"}, "`img` names images"),
+    ({"image_url": "https://host/a"}, "`image_url` names images"),
+    ({"image_url": {"url": "https://host/a"}}, "`image_url` names images"),
+    ({"pictures": ["0.jpg", "1.jpg"]}, "`pictures` names images"),
+    ({"image_file": "0.JPG"}, "`image_file` names images"),
+    ({"photo": [{"path": "0.png"}]}, "`photo` names images"),
+    ({"file_names": ["0.jpg"]}, "`file_names` names images"),
+    ({"left_file_name": "0.jpg"}, "`left_file_name` names images"),
+    ({"video_path": "a.mp4"}, "`video_path` names videos: call it `video`"),
+    ({"url": "https://host/a", "width": 3, "height": 4}, "`url` names images"),
+]
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize(("keys", "reason"), ELSEWHERE)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"text": "a"},
+        turns("a", "b"),
+        turns("<video>a", "b"),
+        {"text": json.dumps(turns("a", "b"))},
+    ],
+)
+def test_files_under_other_keys_are_refused_by_name(
+    tmp_path: Path, form: str, keys: dict[str, Any], said: dict[str, Any], reason: str
+) -> None:
+    one = found(tmp_path, form, said | keys)
+    if form == "tar" and said == {"text": "a"}:
+        reason = "a caption without its image"
+    assert isinstance(one, Skipped) and reason in one.reason, one
+    assert compact(said | keys) is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"image_path": "x/0.jpg", "image": "0.jpg"},
+        {"image_id": "17", "image_path": ""},
+        {"url": "https://host/a"},
+        {"video_title": "A film", "image_count": 3, "img": None},
+    ],
+)
+def test_other_keys_about_files_are_unread(tmp_path: Path, keys: dict[str, Any]) -> None:
+    for said in ({"text": "a"}, turns("<image>a" if "image" in keys else "a", "b")):
+        assert isinstance(found(tmp_path, "json", said | keys), Sample)
+
+
 ROLES = ["developer", "tool", "ipython", "observation", "function_call", "bot", "User"]
 
 

@@ -29,7 +29,9 @@ from disttrain_cli.data.sources.refusals import (
     TOOLS,
     check_conversation,
     check_document,
+    check_files,
     check_turn,
+    file_keys,
     is_plain,
     is_trained,
     prompted,
@@ -98,8 +100,12 @@ def conversation(
     if not turns:
         text = document_text(record, bool(names))
         check_document(record)
+        if not names:
+            check_files(record)
         return with_files(text, names)
     check_conversation(record, [turn.said for turn in turns])
+    if not names:
+        check_files(record)
     parts = _written(turns, names, chat, measure)
     if not any(part.trained for part in parts if part.kind == TEXT):
         raise ValueError("no token of it is trained")
@@ -203,6 +209,8 @@ def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
     if not is_plain(keys) or any(name in keys for name in VIDEOS):
         return None
     others = sorted({*keys} - OF_RECORD)
+    if not {*file_keys(keys)} <= OF_RECORD:
+        return None
     return list(zip(others, unread_of(dict.fromkeys(others, True), ()), strict=True))
 
 

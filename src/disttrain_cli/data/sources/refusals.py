@@ -3,8 +3,11 @@ left out by name, as reading it without them would give it another meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from disttrain_cli.data.sources.samples import MOST_KEY, printable
 
 #: Of a record or a turn.
 TOOLS = ("tools", "tool_calls", "functions", "function_call", "function_calls")
@@ -30,6 +33,13 @@ OBJECTS, OBJECT_MARKS = "objects", ("<ref-object>", "<bbox>")
 TURN_KEYS = (
     *({"role", "content"}, {"from", "value"}),
     *({"user", "assistant"}, {"human", "assistant"}, {"human", "gpt"}),
+)
+#: Keys that may name images or videos, and values that do: with their suffixes, or addresses.
+FILE_KEY = re.compile(r"image|img|picture|photo|thumbnail|video|file_names?$", re.IGNORECASE)
+FILE_VALUE = re.compile(
+    r"^(data:image|data:video|[a-z][a-z0-9+.-]*://)|"
+    r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mkv|webm|mov|avi)([?#].*)?$",
+    re.IGNORECASE,
 )
 OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
 #: Keys by which other programs know a question and its answer.
@@ -103,6 +113,29 @@ def check_text(record: Mapping[str, Any]) -> None:
     for key, value in record.items():
         if _holds_turns(value):
             raise ValueError(f"`{key}` has turns: they are read from `messages`")
+
+
+def check_files(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record of which no image or video is read names some by another key."""
+    for key in file_keys(record):
+        if _names_files(record[key]):
+            media = "video" if "video" in key.lower() else "image"
+            raise ValueError(f"`{printable(key, MOST_KEY)}` names {media}s: call it `{media}`")
+
+
+def file_keys(keys: Collection[str]) -> list[str]:
+    """Return the keys that may name images or videos: a `url` does beside a caption or sizes."""
+    captioned = "caption" in keys or ("width" in keys and "height" in keys)
+    return [key for key in keys if FILE_KEY.search(key) or (captioned and "url" in key.lower())]
+
+
+def _names_files(value: Any) -> bool:
+    """Return True if a value, or the first one of a list, is the name of a file."""
+    if isinstance(value, list):
+        value = next(filter(None, value), None)
+    if isinstance(value, Mapping):
+        value = value.get("url") or value.get("path") or value.get("file_name")
+    return isinstance(value, str) and FILE_VALUE.search(value.strip()) is not None
 
 
 def prompted(keys: Iterable[str]) -> str:
