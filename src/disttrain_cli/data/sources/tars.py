@@ -86,6 +86,24 @@ class Member(NamedTuple):
     content: bytes | Header | str
 
 
+class Members(dict[str, Member]):
+    """Members of a tar by name, and those of them to which samples refer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.referred: set[str] = set()
+
+    def find(self, name: str, beside: str) -> Member:
+        """Return the member that a text or json named `beside` refers to; ValueError where there is
+        none."""
+        folder, slash, _ = beside.rpartition("/")
+        member = self.get(folder + slash + name) or self.get(name)
+        if member is None:
+            raise missing_file(name, "is missing from the shard")
+        self.referred.add(member.name)
+        return member
+
+
 class TarShard:
     """An open tar."""
 
@@ -133,7 +151,7 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
         yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
     by_key: dict[str, dict[str, Member]] = {}
-    by_name: dict[str, Member] = {}
+    by_name = Members()
     twice: set[str] = set()
     damage: Skipped | None = None
     for member in _members(file, label):
@@ -145,26 +163,39 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
             twice.add(key)
         by_key.setdefault(key, {})[suffix] = by_name[member.name] = member
     captions = any("txt" in group for group in by_key.values())
+    described = captions or any("json" in group for group in by_key.values())
     dotted = list(_dotted(by_key, label))
     yield from dotted
-    if (
-        by_name
-        and not dotted
-        and not captions
-        and not any("json" in group for group in by_key.values())
-    ):
+    if by_name and not dotted and not described:
         example = next(iter(by_name))
         reason = f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
         yield Skipped(label, "", reason, len(by_key))
+    pending = list[Sample | Skipped]()  # from the last sample on, which may leave members unread
+    alone, lost = dict[str, dict[str, Member]](), list[bytes]()
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
-            continue  # a picture or sound that interleaved samples refer to
+            alone[key] = group  # samples refer to it
+            continue
         try:
             if key in twice:
                 raise ValueError("a file of this sample is in the shard twice")
-            yield Sample(key, *_segments(group, by_name, chat))
+            sample = Sample(key, *_segments(group, by_name, chat))
         except ValueError as error:
-            yield Skipped(label, key, str(error))
+            lost += [one.content for one in group.values() if isinstance(one.content, bytes)]
+            pending.append(Skipped(label, key, str(error)))
+            continue
+        yield from pending
+        pending = [sample]
+    unused = {} if dotted or not described else _unreferred(alone, by_name.referred, lost)
+    files = [one.name for group in unused.values() if len(group) == 1 for one in group.values()]
+    if pending and isinstance(first := pending[0], Sample):
+        names = unread_of(dict.fromkeys(files, True), (), "member ")
+        pending[0] = first._replace(unread=(*first.unread, *names))
+    yield from pending
+    for key, group in unused.items():
+        if len(group) > 1:
+            others = ", ".join(f".{suffix}" for suffix in group)
+            yield Skipped(label, key, f"neither KEY.txt nor KEY.json, but {others}")
     if damage is not None:
         yield damage
 
@@ -279,7 +310,7 @@ def _content(file: File, stream: BinaryIO, name: str, location: Location) -> byt
 
 
 def _segments(
-    group: dict[str, Member], by_name: dict[str, Member], chat: ChatForm | None
+    group: dict[str, Member], by_name: Members, chat: ChatForm | None
 ) -> tuple[list[Segment], tuple[str, ...]]:
     """(segments, `Sample.unread`) of one sample: a conversation or interleaved where its json says
     so, else an image or clip with its caption."""
@@ -306,7 +337,7 @@ def _segments(
     if has_turns(value):
 
         def measure(names: Sequence[str]) -> list[Numbers]:
-            named = ((_find(Part(IMAGE, name), described.name, by_name), name) for name in names)
+            named = ((by_name.find(name, described.name), name) for name in names)
             return [_header(member, media_of(name)).sizes for member, name in named]
 
         parts = conversation(value, chat, _pictures(media), measure)
@@ -342,11 +373,11 @@ def _segments(
             (
                 text_segment(part, place)
                 if part.kind == TEXT
-                else _file(IMAGE, _media(part), _find(part, described.name, by_name))
+                else _file(IMAGE, _media(part), by_name.find(part.value, described.name))
             )
             for part in written
         ]
-        used = [_find(Part(IMAGE, name), described.name, by_name) for name in names]
+        used = [by_name.find(name, described.name) for name in names]
         sounds = [(name, one) for name, one in first.items() if name not in PICTURES]
         at = int(written[0].kind == IMAGE and _media(written[0]) == "image")
         segments[at:at] = [_file(KINDS[MEDIA[name].item], name, one) for name, one in sounds]
@@ -356,7 +387,7 @@ def _segments(
             (
                 text_segment(part, described.location)
                 if part.kind == TEXT
-                else _file(part.kind, _media(part), _find(part, described.name, by_name), part)
+                else _file(part.kind, _media(part), by_name.find(part.value, described.name), part)
             )
             for part in parts
         ]
@@ -383,6 +414,20 @@ def _described(group: dict[str, Member]) -> Member | None:
             ):
                 return json_
     return text or json_
+
+
+def _unreferred(
+    alone: dict[str, dict[str, Member]], referred: set[str], lost: list[bytes]
+) -> dict[str, dict[str, Member]]:
+    """Return by key the files without a description to which no sample refers; `lost`: texts and
+    jsons of samples that are left out, which may name some."""
+    names = {key: [one.name for one in group.values()] for key, group in alone.items()}
+    return {
+        key: alone[key]
+        for key, own in names.items()
+        if referred.isdisjoint(own)
+        and not any(name.rpartition("/")[2].encode() in text for name in own for text in lost)
+    }
 
 
 def _dotted(by_key: dict[str, dict[str, Member]], label: str) -> Iterator[Skipped]:
@@ -468,14 +513,6 @@ def _flag(segment: dict[str, Any], index: int, name: str) -> bool:
     if not isinstance(segment[name], bool):
         raise ValueError(f"segments[{index}].{name} must be true or false")
     return bool(segment[name])
-
-
-def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
-    folder, slash, _ = beside.rpartition("/")
-    member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
-    if member is None:
-        raise missing_file(part.value, "is missing from the shard")
-    return member
 
 
 def _media(part: Part) -> str:
