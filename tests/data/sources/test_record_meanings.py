@@ -290,6 +290,23 @@ def test_other_keys_about_files_are_unread(tmp_path: Path, keys: dict[str, Any])
         assert isinstance(found(tmp_path, "json", said | keys), Sample)
 
 
+REFUSED += [
+    (turns("Picture 1: <img>a.jpg</img>", "b"), "messages[0] names a file in its text (<img>a.jpg"),
+    (turns("<video>a.mp4</video>", "b"), "messages[0] names a file in its text"),
+    (turns("a", "b", Rejected="c"), "`rejected`: preference data"),
+    (turns("a", "b", Tools=[{"name": "c"}]), "`tools`: tool calls"),
+    ({"text": "a", "Rejected": "b"}, "`rejected`: preference data"),
+    ({"text": "a", "Audio": "a.wav"}, "`audio`: audio is not read"),
+    ({"text": json.dumps({"question": "a", "chosen": "b", "rejected": "c"})}, "`chosen`: prefer"),
+    ({"text": json.dumps([{"question": "a", "answer": "b"}])}, "JSON of `question` and `answer`"),
+    (
+        {
+            "system": "c",
+            "messages": [{"role": "system", "content": "d"}, *turns("a", "b")["messages"]],
+        },
+        "`system` and the system turn of `messages` differ",
+    ),
+]
 ROLES = ["developer", "tool", "ipython", "observation", "function_call", "bot", "User"]
 
 
@@ -329,6 +346,10 @@ def test_other_speakers_are_refused(tmp_path: Path, role: str) -> None:
         (turns("a", "b", weight=1, mask_history=None, train_on_prompt=False), []),
         (turns("a", "b", conversations=turns("a", "b")["messages"]), []),
         (turns("a", "b", images=[], image=""), []),
+        (turns("a", "b", tools=[""]), []),
+        (turns("a", {"content": "b", "tool_calls": [None]}), []),
+        (turns("<div>a</div>", "<img> and <video>b</video>"), []),
+        ({"text": '{"a": 1, "label": "b"}'}, []),
         (turns("a", "b", rejected_score=0.5, channel="c"), ["`channel`", "`rejected_score`"]),
         (turns("a <audio> tag", "a <bbox> too"), []),
         (turns("a", "b", text="a b", prompt="a"), ["`prompt`", "`text`"]),
@@ -372,7 +393,9 @@ def test_images_of_parts(tmp_path: Path, part: dict[str, Any]) -> None:
     assert not sample.unread
 
 
-@pytest.mark.parametrize("name", [RAW, RAW.replace("\n", ""), URI])
+@pytest.mark.parametrize(
+    "name", [RAW, RAW.replace("\n", ""), URI, URI.rstrip("="), "DATA:" + URI.removeprefix("data:")]
+)
 @pytest.mark.parametrize("listed", [False, True])
 def test_images_of_a_record_in_base64(tmp_path: Path, name: str, listed: bool) -> None:
     sample = found(tmp_path, "jsonl", turns("<image>a", "b", images=[name] if listed else name))
@@ -588,3 +611,45 @@ def test_keys_of_pairs_are_refused_by_name(
     given = json.dumps(pairs) if field == "text" else pairs
     one = found(tmp_path, "parquet" if field == "texts" else "jsonl", {field: given})
     assert isinstance(one, Skipped) and reason in one.reason, one
+
+
+@pytest.mark.parametrize("form", ["txt", "text", "caption", "pair", "parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "`chosen`: preference data"),
+        ({"question": "a", "answer": "c"}, "a JSON of `question` and `answer`"),
+        ([{"prompt": "a", "completion": "c"}], "a JSON of `prompt` and `completion`"),
+    ],
+)
+def test_texts_that_are_json_of_something_else(
+    tmp_path: Path, form: str, said: Any, reason: str
+) -> None:
+    one = beside(tmp_path, form, 1, json.dumps(said))
+    assert isinstance(one, Skipped) and reason in one.reason, one
+
+
+def test_an_equal_system_turn_is_read_once(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "c"}, *turns("a", "b")["messages"]]
+    one = found(tmp_path, "json", {"system": "c", "messages": said})
+    assert isinstance(one, Sample) and one.segments[0].text == "c USER: a ASSISTANT:"
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize(
+    "images", [[{"path": "0.jpg"}], {"bytes": None, "path": "0.jpg"}, ["./0.jpg"], "./0.jpg"]
+)
+def test_paths_of_images(tmp_path: Path, form: str, images: Any) -> None:
+    one = found(tmp_path, form, turns("<image>a", "b", images=images))
+    assert isinstance(one, Sample), one
+    assert [part.width_px for part in one.segments if part.kind == IMAGE] == [20]
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_turns_without_a_record_are_refused(tmp_path: Path, lines: bool) -> None:
+    said = [{"role": "user", "text": "a"}, {"from": "gpt", "text": "b"}]
+    path = tmp_path / ("a.jsonl" if lines else "a.json")
+    path.write_text(json.dumps(said if lines else [said]))
+    skipped = list(read_one_by_one(Shard("llava", str(path), "a", str(tmp_path)), "a"))
+    assert len(skipped) == 2
+    assert all("turns without a record" in one[2] for one in skipped)

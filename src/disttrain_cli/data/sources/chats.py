@@ -50,6 +50,7 @@ from disttrain_cli.data.sources.samples import (
     clean,
     holds,
     media_of,
+    printable,
     unread_of,
 )
 from disttrain_cli.data.sources.turn_forms import TURNS
@@ -63,6 +64,10 @@ WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
 MARKS = re.compile(f"{MARK}|{FILM}")
 #: Marks in a text without turns, beside images or videos.
 WRITTEN_MARKS = re.compile(f"{MARK}|{WRITTEN_FILM}")
+#: A file named inside a text, as Qwen-VL's first form does.
+TAGGED = re.compile(
+    r"<img>[^<>]+</img>|<(image|video|audio)>[^<>]+\.[A-Za-z0-9]{2,4}</\1>", re.IGNORECASE
+)
 MARK_OF = {"image": MARK, "video": FILM}
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
@@ -184,6 +189,8 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
         except (LookupError, TypeError):
             return None
         if len(turn) != 2 or not isinstance(said, str) or FILM in said:
+            return None
+        if "</" in said and TAGGED.search(said):
             return None
         marks += said.count(MARK)
         turns.append((side, said if said.isascii() else clean(said), True))
@@ -360,13 +367,24 @@ def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
     for field in fields:
         if not (given := record.get(field)):
             continue
-        names = [given] if isinstance(given, str) else given
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        names = given if isinstance(given, list) else [given]
+        names = [_path(name) for name in names]
+        if not all(isinstance(name, str) for name in names):
             raise ValueError(f"`{field}` must be a name or a list of names")
         if found and names != found:
             raise ValueError(f"`{field}` and another key of the record name different files")
         found = names
     return found
+
+
+def _path(name: Any) -> Any:
+    """Return the path of a file given as `{path}` or `{bytes: null, path}`, others as they are."""
+    given = (
+        {key: value for key, value in name.items() if value is not None}
+        if isinstance(name, dict)
+        else {}
+    )
+    return given["path"] if [*given] == ["path"] else name
 
 
 def _only(media: str, names: Iterable[str]) -> list[str]:
@@ -401,7 +419,14 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
         turns = [
             turn._replace(trained=turn.trained and at == last) for at, turn in enumerate(turns)
         ]
-    return [_turn({"from": "system", "value": system}, "system"), *turns] if system else turns
+    if not system:
+        return turns
+    first = _turn({"from": "system", "value": system}, "system")
+    if turns[0].role != "system":
+        return [first, *turns]
+    if turns[0].said != first.said:
+        raise ValueError(f"`system` and the system turn of `{field}` differ: keep what is meant")
+    return turns
 
 
 def _turn(turn: Any, where: str) -> Turn:
@@ -429,6 +454,12 @@ def _turn(turn: Any, where: str) -> Turn:
     parts = [said] if isinstance(said, str) else said
     read = [read_part(part, where) for part in parts]
     texts = [part if isinstance(part, str) else MARK_OF[part.media] for part in read]
+    for text in texts:
+        if "</" in text and (tagged := TAGGED.search(text)):
+            named = printable(tagged[0], 80)
+            raise ValueError(
+                f"{where} names a file in its text ({named}): write `image` and {MARK}"
+            )
     files = [part for part in read if not isinstance(part, str)]
     others = {}
     if not given.keys() <= SAID:

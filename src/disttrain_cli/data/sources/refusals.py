@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from disttrain_cli.data.sources.samples import MOST_KEY, printable
+from disttrain_cli.data.sources.turn_forms import TEXTS, parsed
 
 #: Of a record or a turn.
 TOOLS = ("tools", "tool_calls", "functions", "function_call", "function_calls")
@@ -59,14 +60,24 @@ OF_TURNS = frozenset((*TOOLS, *FLAGS, MASKED, *DETAILS, *MEDIA_OF_TURNS))
 
 def is_plain(keys: Iterable[str]) -> bool:
     """Return True if no key of a record with turns changes what it means."""
-    return OF_RECORDS.isdisjoint(keys) and not any(key.startswith(PREFERENCES) for key in keys)
+    lower = [key.lower() for key in keys]
+    return OF_RECORDS.isdisjoint(lower) and not any(key.startswith(PREFERENCES) for key in lower)
 
 
 def says(value: Any) -> bool:
     """Return True if a value is a text, list or mapping with something in it."""
     if isinstance(value, Mapping):
         return any(map(says, value.values()))
-    return isinstance(value, str | bytes | list) and value not in EMPTY
+    if isinstance(value, list):
+        return not all(map(_is_empty, value))
+    return isinstance(value, str | bytes) and value not in EMPTY
+
+
+def _is_empty(value: Any) -> bool:
+    """Return True if nothing stands in a value; a number does."""
+    if isinstance(value, Mapping | list):
+        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
+    return value is None or value in EMPTY
 
 
 def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
@@ -74,6 +85,7 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
     other keys."""
     if is_plain(record):
         return
+    record = {key.lower(): value for key, value in record.items()}
     _check_tools(record)
     _check_preferences(record)
     _check_clips(record)
@@ -101,12 +113,19 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
 def check_document(record: Mapping[str, Any]) -> None:
     """Raise ValueError if the text and the images of a record without turns are not all that it
     means."""
-    _check_clips(record)
+    _check_clips({key.lower(): value for key, value in record.items()})
     check_text(record)
 
 
 def check_text(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record says more than its text does."""
+    record = {key.lower(): value for key, value in record.items()}
+    inside = parsed(next((record[key] for key in TEXTS if record.get(key) is not None), None))
+    for one in inside if isinstance(inside, list) else [inside]:
+        if isinstance(one, Mapping):
+            _check_preferences(one)
+            if form := prompted(key for key in one if says(one[key])):
+                raise ValueError(f"a text that is a JSON of {form}: write them as turns")
     _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
         raise ValueError(f"a text beside {form}: keep what is meant")

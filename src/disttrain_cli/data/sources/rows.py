@@ -33,6 +33,7 @@ from disttrain_cli.data.sources.columns import (
     is_list,
 )
 from disttrain_cli.data.sources.files import missing_file
+from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (
     LONG,
     MAX_TEXT_BYTES,
@@ -243,8 +244,8 @@ def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
             yield missing
         elif not (begin := (bytes(text[:HEAD_BYTES]).lstrip() or bytes(text).lstrip())[:1]):
             yield EMPTY
-        elif begin in JSON and (said := _conversation(_text(text))) is not None:
-            yield _row(columns, said, cells)
+        elif begin in JSON and (said := _turns_or_reason(text)) is not None:
+            yield said if isinstance(said, str) else _row(columns, said, cells)
         elif pictured and WRITTEN_MARKS.search(said_text := _text(text)):
             yield _row(columns, {TEXTS[0]: said_text}, cells)
         else:
@@ -276,10 +277,22 @@ def _missing(columns: Columns, cells: Sequence[Any]) -> str:
 
 
 def _conversation(text: str) -> dict[str, Any] | None:
-    """Return the record of a text that is all turns of a conversation."""
+    """Return the record of a text that is all turns; ValueError where it is a JSON
+    that means something else."""
     record = {TEXTS[0]: text}
     said = with_turns(record)
-    return None if said is record else said
+    if said is record:
+        check_text(record)
+        return None
+    return said
+
+
+def _turns_or_reason(text: memoryview) -> dict[str, Any] | str | None:
+    """Return the same of a cell, or why it cannot be read."""
+    try:
+        return _conversation(_text(text))
+    except ValueError as error:
+        return str(error)
 
 
 def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:

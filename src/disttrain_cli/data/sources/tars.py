@@ -34,7 +34,7 @@ from disttrain_cli.data.sources.chats import (
 from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
 from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
 from disttrain_cli.data.sources.pixel_budgets import budget_of
-from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_document
+from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_document, check_text
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -97,6 +97,7 @@ class Members(dict[str, Member]):
         """Return the member that a text or json named `beside` refers to; ValueError where there is
         none."""
         folder, slash, _ = beside.rpartition("/")
+        name = name.removeprefix("./")
         member = self.get(folder + slash + name) or self.get(name)
         if member is None:
             raise missing_file(name, "is missing from the shard")
@@ -259,7 +260,8 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
                     yield Skipped(label, "", reason, None, cut=True)
                     return
                 if info.isreg() and not info.issparse():
-                    yield Member(info.name, location, _content(file, stream, info.name, location))
+                    content = _content(file, stream, info.name, location)
+                    yield Member(info.name.removeprefix("./"), location, content)
                 elif not info.isdir():
                     reason = f"{info.name} is no regular file in the tar, but a link or the like"
                     yield Member(info.name, location, reason)
@@ -344,6 +346,8 @@ def _segments(
         unread = unread_keys(value, chat)
     elif described is group.get("txt"):
         parts = parse_parts(described.content)
+        if isinstance(parts, str):
+            check_text({TEXTS[0]: parts})
     else:
         parts = _parse_json(value)
         if isinstance(parts, str):
