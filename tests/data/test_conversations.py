@@ -233,3 +233,20 @@ def test_what_cannot_be_written_is_skipped_and_named(tmp_path: Path) -> None:
         "row 2": "1 marks <image> for 0 images",
         "row 3": "`messages` must be a list with at least one turn",
     }
+
+
+def test_documents_with_the_models_placeholder_are_skipped(tmp_path: Path) -> None:
+    texts = ["a <|image_pad|>", "b", "an <image> and a <video> tag"]
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "texts").mkdir()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "chats" / "a.parquet")
+    lines = "\n".join(json.dumps({"text": text}) for text in texts)
+    (tmp_path / "texts" / "a.jsonl").write_text(lines)
+    folder = write_folder(tmp_path / "tokens", "vision")
+    sources = [{"path": "chats"}, {"path": "texts"}]
+    run = make_run(tmp_path, sources, tokenizer=str(folder), max_bad_fraction=0.9)
+    index, tokenizer = build_index(run, WIDE), read_tokenizer(run)
+    reader = ShardReader(index, tokenizer)
+    assert [tokenizer.decode(reader.texts(at)[0]) for at in range(len(index))] == texts[1:] * 2
+    reason = "a text contains <|image_pad|>, which stands for an image or a video"
+    assert [one[1:3] for one in index.skipped] == [("row 0", reason), ("line 1", reason)]

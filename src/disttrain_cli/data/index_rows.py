@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from disttrain_cli.data.parts import counts_of_parts, cutting, first_parts, in_p
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Compact, OpenShard, Sample, Segment, Skipped, printable
 from disttrain_cli.data.sources.samples import ENDED, KIND, LONG, TRAINED
-from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.data.tokenizer import NONE, Tokenizer
 from disttrain_cli.data.unread_keys import merged
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.index import (
@@ -210,7 +211,7 @@ def _batch(
         Sample(sample.key, _read(sample.segments, present, films))
         if isinstance(sample, Sample)
         else sample
-        for sample in samples
+        for sample in _without_placeholders(samples, label, tokenizer, skipped)
     ]
     samples, of_texts = _in_pieces(
         _cut(_budgeted(samples, label, inputs, skipped), label, inputs, skipped),
@@ -246,6 +247,29 @@ def _batch(
         for name in LISTS
     ]
     return pa.RecordBatch.from_arrays([pa.array(kept, pa.string()), *lists], schema=form)
+
+
+def _without_placeholders(
+    samples: Samples, label: str, tokenizer: Tokenizer, skipped: list[Skipped]
+) -> Samples:
+    """Return the samples whose texts contain no token that stands for an image or video."""
+    ids = {tokenizer.image, tokenizer.video} - {NONE}
+    placeholders = [token for id_ in sorted(ids) if (token := tokenizer.token(id_))]
+    if not placeholders:
+        return samples
+    kept, inside = Samples(), re.compile("|".join(map(re.escape, placeholders)))
+    for one in samples:
+        if isinstance(one, Compact) and not any(map(inside.search, one.texts)):
+            kept.append(one)
+            continue
+        for sample in one.samples if isinstance(one, Compact) else [one]:
+            texts = (own.text for own in sample.segments if own.kind == TEXT)
+            if found := next(filter(None, map(inside.search, texts)), None):
+                reason = f"a text contains {found[0]}, which stands for an image or a video"
+                skipped.append(Skipped(label, sample.key, reason))
+            else:
+                kept.append(sample)
+    return kept
 
 
 def _taken_whole(inputs: ModelInputs) -> frozenset[int]:

@@ -46,7 +46,7 @@ TEXT = 0
 SAMPLE_SPECIALS = 2
 TEMPLATED = -1  # `heights` of a text that a chat template wrote
 AROUND = -1  # `parts` of a text that stands around a file's parts, outside of chat templates
-INDEX_VERSION = 5
+INDEX_VERSION = 6
 COLUMNS = (
     "sample",
     "source",

@@ -51,8 +51,8 @@ def write_json_tar(folder: Path, record: dict[str, Any]) -> Shard:
 
 def table(record: dict[str, Any]) -> pa.Table:
     images = [PICTURES[NAMES.index(name)] for name in record.get("images", [])]
-    columns = {**record, "images": images}
-    return pa.table({name: pa.array([value]) for name, value in columns.items()})
+    columns = {name: pa.array([value]) for name, value in record.items()}
+    return pa.table(columns | {"images": pa.array([images], pa.list_(pa.binary()))})
 
 
 def write_table(folder: Path, record: dict[str, Any]) -> Shard:
@@ -78,7 +78,7 @@ def found(folder: Path, form: str, record: dict[str, Any]) -> Sample | Skipped:
     (one,) = read_one_by_one(shard, "a")
     if isinstance(one, Sample):  # what is read again is what was indexed
         opened, texts = open_shard(shard, RowGroups()), _texts(one)
-        record_at = one.segments[0].location
+        record_at = next(part.location for part in one.segments if part.kind == TEXT)
         assert opened.texts(record_at) == [text for text, _ in texts]
         widths = [
             _width(opened.file("image", segment.location, record_at))
@@ -240,6 +240,73 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "`query` and `response` are not read",
     ),
 ]
+ELSEWHERE = [
+    ({"image_path": "0.jpg"}, "`image_path` names images: call it `image`"),
+    ({"img": "0.jpg"}, "`img` names images"),
+    ({"image_url": "https://host/a"}, "`image_url` names images"),
+    ({"image_url": {"url": "https://host/a"}}, "`image_url` names images"),
+    ({"pictures": ["0.jpg", "1.jpg"]}, "`pictures` names images"),
+    ({"image_file": "0.JPG"}, "`image_file` names images"),
+    ({"photo": [{"path": "0.png"}]}, "`photo` names images"),
+    ({"file_names": ["0.jpg"]}, "`file_names` names images"),
+    ({"left_file_name": "0.jpg"}, "`left_file_name` names images"),
+    ({"video_path": "a.mp4"}, "`video_path` names videos: call it `video`"),
+    ({"url": "https://host/a", "width": 3, "height": 4}, "`url` names images"),
+]
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize(("keys", "reason"), ELSEWHERE)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"text": "a"},
+        turns("a", "b"),
+        turns("<video>a", "b"),
+        {"text": json.dumps(turns("a", "b"))},
+    ],
+)
+def test_files_under_other_keys_are_refused_by_name(
+    tmp_path: Path, form: str, keys: dict[str, Any], said: dict[str, Any], reason: str
+) -> None:
+    one = found(tmp_path, form, said | keys)
+    if form == "tar" and said == {"text": "a"}:
+        reason = "a caption without its image"
+    assert isinstance(one, Skipped) and reason in one.reason, one
+    assert compact(said | keys) is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"image_path": "x/0.jpg", "image": "0.jpg"},
+        {"image_id": "17", "image_path": ""},
+        {"url": "https://host/a"},
+        {"video_title": "A film", "image_count": 3, "img": None},
+    ],
+)
+def test_other_keys_about_files_are_unread(tmp_path: Path, keys: dict[str, Any]) -> None:
+    for said in ({"text": "a"}, turns("<image>a" if "image" in keys else "a", "b")):
+        assert isinstance(found(tmp_path, "json", said | keys), Sample)
+
+
+REFUSED += [
+    (turns("Picture 1: <img>a.jpg</img>", "b"), "messages[0] names a file in its text (<img>a.jpg"),
+    (turns("<video>a.mp4</video>", "b"), "messages[0] names a file in its text"),
+    (turns("a", "b", Rejected="c"), "`rejected`: preference data"),
+    (turns("a", "b", Tools=[{"name": "c"}]), "`tools`: tool calls"),
+    ({"text": "a", "Rejected": "b"}, "`rejected`: preference data"),
+    ({"text": "a", "Audio": "a.wav"}, "`audio`: audio is not read"),
+    ({"text": json.dumps({"question": "a", "chosen": "b", "rejected": "c"})}, "`chosen`: prefer"),
+    ({"text": json.dumps([{"question": "a", "answer": "b"}])}, "JSON of `question` and `answer`"),
+    (
+        {
+            "system": "c",
+            "messages": [{"role": "system", "content": "d"}, *turns("a", "b")["messages"]],
+        },
+        "`system` and the system turn of `messages` differ",
+    ),
+]
 ROLES = ["developer", "tool", "ipython", "observation", "function_call", "bot", "User"]
 
 
@@ -279,6 +346,10 @@ def test_other_speakers_are_refused(tmp_path: Path, role: str) -> None:
         (turns("a", "b", weight=1, mask_history=None, train_on_prompt=False), []),
         (turns("a", "b", conversations=turns("a", "b")["messages"]), []),
         (turns("a", "b", images=[], image=""), []),
+        (turns("a", "b", tools=[""]), []),
+        (turns("a", {"content": "b", "tool_calls": [None]}), []),
+        (turns("<div>a</div>", "<img> and <video>b</video>"), []),
+        ({"text": '{"a": 1, "label": "b"}'}, []),
         (turns("a", "b", rejected_score=0.5, channel="c"), ["`channel`", "`rejected_score`"]),
         (turns("a <audio> tag", "a <bbox> too"), []),
         (turns("a", "b", text="a b", prompt="a"), ["`prompt`", "`text`"]),
@@ -322,7 +393,9 @@ def test_images_of_parts(tmp_path: Path, part: dict[str, Any]) -> None:
     assert not sample.unread
 
 
-@pytest.mark.parametrize("name", [RAW, RAW.replace("\n", ""), URI])
+@pytest.mark.parametrize(
+    "name", [RAW, RAW.replace("\n", ""), URI, URI.rstrip("="), "DATA:" + URI.removeprefix("data:")]
+)
 @pytest.mark.parametrize("listed", [False, True])
 def test_images_of_a_record_in_base64(tmp_path: Path, name: str, listed: bool) -> None:
     sample = found(tmp_path, "jsonl", turns("<image>a", "b", images=[name] if listed else name))
@@ -436,3 +509,147 @@ def test_turns_beat_a_caption_beside_them(tmp_path: Path) -> None:
     chat, caption = read_one_by_one(tar, "a")
     assert trained(chat) == ["b"] and chat.unread == ("member `.txt`",)  # type: ignore[union-attr]
     assert trained(caption) == ["a caption"] and caption.unread == ("member `.json`",)  # type: ignore[union-attr]
+
+
+def beside(folder: Path, form: str, images: int, text: str) -> Sample | Skipped:
+    """Read a text with so many images beside it."""
+    if form in FILES | TABLES:
+        return found(folder, form, {"text": text, "images": NAMES[:images]})
+    if form == "pair":
+        pair = pa.table({"image": [PICTURES[0]], "caption": [text]})
+        shard = Shard("parquet", str(write_parquet(folder / "a.parquet", pair)), "a")
+    else:
+        content = text if form == "txt" else json.dumps({form: text})
+        described = ("0.txt" if form == "txt" else "0.json", content.encode())
+        path = write_tar(folder / "a.tar", [("0.jpg", PICTURES[0]), described])
+        shard = Shard("tar", str(path), "a")
+    (one,) = read_one_by_one(shard, "a")
+    if isinstance(one, Sample):
+        at = next(part.location for part in one.segments if part.kind == TEXT)
+        assert open_shard(shard, RowGroups()).texts(at) == [text for text, _ in _texts(one)]
+    return one
+
+
+@pytest.mark.parametrize("form", [*FILES, *TABLES, "txt", "text", "caption", "pair"])
+@pytest.mark.parametrize(
+    ("text", "images", "expected"),
+    [
+        ("<image>\na", 1, [20, "\na"]),
+        ("a <image> b", 1, ["a ", 20, " b"]),
+        ("a<image>", 1, ["a", 20]),
+        ("a", 1, [20, "a"]),
+        ("a <image><image>b", 2, ["a ", 20, 28, "b"]),
+        ("<image>a<image>", 1, "2 marks <image> for 1 images"),
+        ("<video>a", 1, "0 marks <image> for 1 images"),
+        ("<image>a<video>", 1, "1 marks <video> for 0 videos"),
+        ("<image>\n", 1, "the text has marks alone"),
+        ("an <image> tag", 0, ["an <image> tag"]),
+    ],
+)
+def test_marks_in_texts_beside_images(
+    tmp_path: Path, form: str, text: str, images: int, expected: Any
+) -> None:
+    if images != 1 and form not in FILES | TABLES:
+        pytest.skip("one image a caption")
+    one = beside(tmp_path, form, images, text)
+    if isinstance(expected, str):
+        assert isinstance(one, Skipped) and expected in one.reason, one
+    elif form == "tar" and not images:
+        assert isinstance(one, Skipped) and "a caption without its image" in one.reason
+    else:
+        assert isinstance(one, Sample), one
+        assert [s.text if s.kind == TEXT else s.width_px for s in one.segments] == expected
+        assert all(is_trained for _, is_trained in _texts(one))
+
+
+PAIRS = [
+    ({"system": "s", "loss": False}, [("system", "s"), "no", "yes"], ["yes"]),
+    ({"weight": 1}, ["no", "yes"], ["no", "yes"]),
+    ({"train": None, "system": None, "rejected": ""}, ["no", "yes"], ["no", "yes"]),
+    ({"loss_mask": 0, "source": "web"}, ["no", "yes"], ["yes"]),
+]
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations", "text", "texts"])
+@pytest.mark.parametrize(("keys", "said", "expected"), PAIRS)
+def test_keys_of_pairs(
+    tmp_path: Path, field: str, keys: dict[str, Any], said: list[Any], expected: list[str]
+) -> None:
+    pairs = [{"user": "a", "assistant": "no", **keys}, {"user": "b", "assistant": "yes"}]
+    given: Any = json.dumps(pairs) if field == "text" else pairs
+    one = found(tmp_path, "parquet" if field == "texts" else "jsonl", {field: given})
+    assert trained(one) == expected
+    system = [said[0][1]] if isinstance(said[0], tuple) else []
+    before = one.segments[0].text  # type: ignore[union-attr]
+    assert before == f"{''.join(system)}{' ' if system else ''}USER: a ASSISTANT:"
+    assert [*one.unread] == ["turn key `source`"] * ("source" in keys)  # type: ignore[union-attr]
+
+
+def test_images_of_pairs_stand_behind_their_system_turn(tmp_path: Path) -> None:
+    pairs = [{"system": "s", "user": "a", "assistant": "b"}]
+    one = found(tmp_path, "parquet", {"texts": pairs, "images": NAMES[:1]})
+    assert isinstance(one, Sample), one
+    said = [part.text if part.kind == TEXT else part.width_px for part in one.segments]
+    assert said == ["s USER: ", 20, "a ASSISTANT:", " b"]
+
+
+@pytest.mark.parametrize("field", ["messages", "text", "texts"])
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"rejected": "c"}, "`rejected`: preference data"),
+        ({"chosen": "c"}, "`chosen`: preference data"),
+        ({"tool_calls": [{"name": "c"}]}, "`tool_calls`: tool calls"),
+        ({"image": "0.jpg"}, "has `image`: it is read beside the turns"),
+        ({"weight": 0.5}, "has the weight 0.5"),
+    ],
+)
+def test_keys_of_pairs_are_refused_by_name(
+    tmp_path: Path, field: str, keys: dict[str, Any], reason: str
+) -> None:
+    pairs: Any = [{"user": "a", "assistant": "b", **keys}]
+    given = json.dumps(pairs) if field == "text" else pairs
+    one = found(tmp_path, "parquet" if field == "texts" else "jsonl", {field: given})
+    assert isinstance(one, Skipped) and reason in one.reason, one
+
+
+@pytest.mark.parametrize("form", ["txt", "text", "caption", "pair", "parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "`chosen`: preference data"),
+        ({"question": "a", "answer": "c"}, "a JSON of `question` and `answer`"),
+        ([{"prompt": "a", "completion": "c"}], "a JSON of `prompt` and `completion`"),
+    ],
+)
+def test_texts_that_are_json_of_something_else(
+    tmp_path: Path, form: str, said: Any, reason: str
+) -> None:
+    one = beside(tmp_path, form, 1, json.dumps(said))
+    assert isinstance(one, Skipped) and reason in one.reason, one
+
+
+def test_an_equal_system_turn_is_read_once(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "c"}, *turns("a", "b")["messages"]]
+    one = found(tmp_path, "json", {"system": "c", "messages": said})
+    assert isinstance(one, Sample) and one.segments[0].text == "c USER: a ASSISTANT:"
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize(
+    "images", [[{"path": "0.jpg"}], {"bytes": None, "path": "0.jpg"}, ["./0.jpg"], "./0.jpg"]
+)
+def test_paths_of_images(tmp_path: Path, form: str, images: Any) -> None:
+    one = found(tmp_path, form, turns("<image>a", "b", images=images))
+    assert isinstance(one, Sample), one
+    assert [part.width_px for part in one.segments if part.kind == IMAGE] == [20]
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_turns_without_a_record_are_refused(tmp_path: Path, lines: bool) -> None:
+    said = [{"role": "user", "text": "a"}, {"from": "gpt", "text": "b"}]
+    path = tmp_path / ("a.jsonl" if lines else "a.json")
+    path.write_text(json.dumps(said if lines else [said]))
+    skipped = list(read_one_by_one(Shard("llava", str(path), "a", str(tmp_path)), "a"))
+    assert len(skipped) == 2
+    assert all("turns without a record" in one[2] for one in skipped)

@@ -236,3 +236,28 @@ def test_extended_headers_are_bounded(tmp_path: Path, kind: bytes, size: int, sm
     assert peak < 16 << 20
     assert list(samples) == (["good"] if small else [])
     assert small or f"an extended header of {size} bytes" in skipped[""]
+
+
+def test_files_to_which_no_record_refers_are_named(tmp_path: Path) -> None:
+    picture = encoded(20, 30)
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
+    files = [
+        *(("0.jpg", picture), ("0.cls", b"3")),
+        *(("1.jpg", picture), ("1.jsonl", b"{}")),
+        *(("2.jpg", picture), ("3.jpg", picture), ("4.png", picture)),
+        *(("d/5.jpg", picture), ("6.jpg", picture), ("7.jpg", picture)),
+        ("a.json", json.dumps({"messages": turns, "image": "2.jpg"}).encode()),
+        ("b.json", json.dumps({"messages": turns, "image": "2.jpg"}).encode()),
+        ("d/c.json", json.dumps({"segments": [text("a"), image("5.jpg")]}).encode()),
+        ("e.json", json.dumps({"messages": turns[:1], "image": "6.jpg"}).encode()),
+        *(("7.json", json.dumps({"messages": turns}).encode()),),
+    ]
+    samples, skipped = read(write_tar(tmp_path / "a.tar", files))
+    assert list(samples) == ["7", "a", "b", "d/c"]
+    assert skipped == {
+        "e": "no token of it is trained",
+        "0": "neither KEY.txt nor KEY.json, but .jpg, .cls",
+        "1": "neither KEY.txt nor KEY.json, but .jpg, .jsonl",
+    }
+    unread = [name for one in samples.values() for name in one.unread]
+    assert unread == ["member `3.jpg`", "member `4.png`"]

@@ -29,7 +29,9 @@ from disttrain_cli.data.sources.refusals import (
     TOOLS,
     check_conversation,
     check_document,
+    check_files,
     check_turn,
+    file_keys,
     is_plain,
     is_trained,
     prompted,
@@ -48,6 +50,7 @@ from disttrain_cli.data.sources.samples import (
     clean,
     holds,
     media_of,
+    printable,
     unread_of,
 )
 from disttrain_cli.data.sources.turn_forms import TURNS
@@ -59,13 +62,20 @@ MARK = "<image>"
 #: Of a video, in a record's texts, and once they are read: no text means it otherwise.
 WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
 MARKS = re.compile(f"{MARK}|{FILM}")
+#: Marks in a text without turns, beside images or videos.
+WRITTEN_MARKS = re.compile(f"{MARK}|{WRITTEN_FILM}")
+#: A file named inside a text, as Qwen-VL's first form does.
+TAGGED = re.compile(
+    r"<img>[^<>]+</img>|<(image|video|audio)>[^<>]+\.[A-Za-z0-9]{2,4}</\1>", re.IGNORECASE
+)
 MARK_OF = {"image": MARK, "video": FILM}
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
 BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
 # keys of a turn that are read without a template
-SAID = {"from", "role", "value", "content", *OF_TURNS}
+WORDS = {"from", "role", "value", "content"}
+SAID = {*WORDS, *OF_TURNS}
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
 KEYS = ("id", "__key__", "__url__")  # which sample it is
@@ -93,14 +103,47 @@ def conversation(
     """
     turns, names = _said(record, beside)
     if not turns:
-        text = _document(record, bool(names))
+        text = document_text(record, bool(names))
         check_document(record)
-        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
+        if not names:
+            check_files(record)
+        return with_files(text, names)
     check_conversation(record, [turn.said for turn in turns])
+    if not names:
+        check_files(record)
     parts = _written(turns, names, chat, measure)
     if not any(part.trained for part in parts if part.kind == TEXT):
         raise ValueError("no token of it is trained")
     return parts
+
+
+def with_files(text: str, names: Sequence[str]) -> list[Part]:
+    """Return the parts of a document or caption: its images and videos each at its mark, or all
+    before a text without marks.
+
+    Raises:
+        ValueError: the numbers of marks and files differ.
+    """
+    marks = WRITTEN_MARKS.findall(text) if names else []
+    if not marks:
+        return [*(Part(IMAGE, name) for name in names), Part(TEXT, text)]
+    each = {MARK: _only("image", names), WRITTEN_FILM: _only("video", names)}
+    for mark, what in ((MARK, "images"), (WRITTEN_FILM, "videos")):
+        if (count := marks.count(mark)) != len(each[mark]):
+            raise ValueError(f"{count} marks {mark} for {len(each[mark])} {what}")
+    pieces = WRITTEN_MARKS.split(text)
+    if not any(piece.strip() for piece in pieces):
+        raise ValueError("the text has marks alone")
+    files = {mark: iter(own) for mark, own in each.items()}
+    parts = [Part(TEXT, pieces[0])]
+    for mark, piece in zip(marks, pieces[1:], strict=True):
+        parts += [Part(IMAGE, next(files[mark])), Part(TEXT, piece)]
+    return [part for part in parts if part.value]
+
+
+def text_pieces(text: str) -> list[str]:
+    """Return the texts of `with_files`, of a text that has files."""
+    return [piece for piece in WRITTEN_MARKS.split(text) if piece]
 
 
 def _written(
@@ -147,6 +190,8 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
             return None
         if len(turn) != 2 or not isinstance(said, str) or FILM in said:
             return None
+        if "</" in said and TAGGED.search(said):
+            return None
         marks += said.count(MARK)
         turns.append((side, said if said.isascii() else clean(said), True))
     try:
@@ -171,6 +216,8 @@ def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
     if not is_plain(keys) or any(name in keys for name in VIDEOS):
         return None
     others = sorted({*keys} - OF_RECORD)
+    if not {*file_keys(keys)} <= OF_RECORD:
+        return None
     return list(zip(others, unread_of(dict.fromkeys(others, True), ()), strict=True))
 
 
@@ -320,13 +367,24 @@ def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
     for field in fields:
         if not (given := record.get(field)):
             continue
-        names = [given] if isinstance(given, str) else given
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        names = given if isinstance(given, list) else [given]
+        names = [_path(name) for name in names]
+        if not all(isinstance(name, str) for name in names):
             raise ValueError(f"`{field}` must be a name or a list of names")
         if found and names != found:
             raise ValueError(f"`{field}` and another key of the record name different files")
         found = names
     return found
+
+
+def _path(name: Any) -> Any:
+    """Return the path of a file given as `{path}` or `{bytes: null, path}`, others as they are."""
+    given = (
+        {key: value for key, value in name.items() if value is not None}
+        if isinstance(name, dict)
+        else {}
+    )
+    return given["path"] if [*given] == ["path"] else name
 
 
 def _only(media: str, names: Iterable[str]) -> list[str]:
@@ -361,7 +419,14 @@ def _turns(record: dict[str, Any]) -> list[Turn]:
         turns = [
             turn._replace(trained=turn.trained and at == last) for at, turn in enumerate(turns)
         ]
-    return [_turn({"from": "system", "value": system}, "system"), *turns] if system else turns
+    if not system:
+        return turns
+    first = _turn({"from": "system", "value": system}, "system")
+    if turns[0].role != "system":
+        return [first, *turns]
+    if turns[0].said != first.said:
+        raise ValueError(f"`system` and the system turn of `{field}` differ: keep what is meant")
+    return turns
 
 
 def _turn(turn: Any, where: str) -> Turn:
@@ -372,7 +437,7 @@ def _turn(turn: Any, where: str) -> Turn:
     )
     who, said = given.get("from", given.get("role")), given.get("value", given.get("content"))
     role = ROLES.get(who, who) if isinstance(who, str) else None
-    flagged = not OF_TURNS.isdisjoint(given)
+    flagged = not given.keys() <= WORDS
     if flagged:
         check_turn(given, where)
     if role not in BEFORE or not isinstance(said, str | list):
@@ -389,6 +454,12 @@ def _turn(turn: Any, where: str) -> Turn:
     parts = [said] if isinstance(said, str) else said
     read = [read_part(part, where) for part in parts]
     texts = [part if isinstance(part, str) else MARK_OF[part.media] for part in read]
+    for text in texts:
+        if "</" in text and (tagged := TAGGED.search(text)):
+            named = printable(tagged[0], 80)
+            raise ValueError(
+                f"{where} names a file in its text ({named}): write `image` and {MARK}"
+            )
     files = [part for part in read if not isinstance(part, str)]
     others = {}
     if not given.keys() <= SAID:
@@ -410,7 +481,9 @@ def _budgets(parts: list[str | PartFile]) -> dict[int, PixelBudget]:
     return budgets
 
 
-def _document(record: dict[str, Any], caption: bool) -> str:
+def document_text(record: Mapping[str, Any], caption: bool) -> str:
+    """Return the text of a record without turns, with `caption` that of its files too; ValueError
+    where it has none."""
     field = "caption" if caption and record.get("text") is None else "text"
     if record.get(field) is None and field not in record:
         form = prompted(record)

@@ -56,13 +56,14 @@ from disttrain_cli.data.sources.samples import (
     shown_name,
     text_segment,
 )
-from disttrain_cli.data.sources.turn_forms import with_turns
+from disttrain_cli.data.sources.turn_forms import SPOKEN, TURNS, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 HEAD_BYTES = 64  # of a file, which mostly tell whether it is a list
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
 
+SPEAKERS = {who for who, _ in SPOKEN}
 DECODER = json.JSONDecoder()
 #: A whole path or URL, or one that leads up.
 LEADS_OUT = re.compile(rf"^[/\\]|{URL.pattern}|\0|(^|[/\\])\.\.($|[/\\])")
@@ -194,10 +195,11 @@ def open_image(folder: str, name: str) -> File:
 def _held(name: str) -> bytes:
     """The bytes of an image that its name holds, as a data URI or as base64 alone."""
     head, _, content = name.rpartition(",")
-    if head and not head.endswith(";base64"):
+    if head and not head.lower().endswith(";base64"):
         raise ValueError("an image in a data URI must be in base64")
     try:
-        return base64.b64decode("".join(content.split()), validate=True)
+        content = "".join(content.split())
+        return base64.b64decode(content + "=" * (-len(content) % 4), validate=True)
     except ValueError:
         raise ValueError(f"{shown_name(name)} is not valid base64") from None
 
@@ -286,7 +288,7 @@ def _lines(file: File) -> Iterator[Record]:
                     value, wrong = None, f"not valid JSON: {error}"
             if isinstance(value, list) and value:
                 inside = _list(io.BytesIO(line), location.offset)
-                yield from (record._replace(line=number) for record in inside)
+                yield from (_of_list(record)._replace(line=number) for record in inside)
             elif line.strip():
                 cut = bool(wrong) and not line.endswith(b"\n")
                 yield Record(location, value, wrong, cut, number)
@@ -308,6 +310,15 @@ def _list(stream: BinaryIO, start: int = 0) -> Iterator[Record]:
             yield from window.elements()
         if window.next():
             raise window.damage("more behind the end of the list")
+
+
+def _of_list(record: Record) -> Record:
+    """Return an element of a list in the list or line of records, which may be no record but a
+    turn."""
+    value = record.value if isinstance(record.value, dict) else {}
+    if not value.keys().isdisjoint(SPEAKERS) and value.keys().isdisjoint(TURNS):
+        return record._replace(wrong="turns without a record: write them in `messages`")
+    return record
 
 
 class _Window:
@@ -336,7 +347,8 @@ class _Window:
         there is no end."""
         while True:
             if self.next() != "[" or inside:
-                yield self._element()
+                record = self._element()
+                yield _of_list(record) if inside else record
             else:
                 begin = self.start + self.at
                 self.at += 1

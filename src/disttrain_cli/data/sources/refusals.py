@@ -3,8 +3,12 @@ left out by name, as reading it without them would give it another meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from disttrain_cli.data.sources.samples import MOST_KEY, printable
+from disttrain_cli.data.sources.turn_forms import TEXTS, parsed
 
 #: Of a record or a turn.
 TOOLS = ("tools", "tool_calls", "functions", "function_call", "function_calls")
@@ -31,6 +35,13 @@ TURN_KEYS = (
     *({"role", "content"}, {"from", "value"}),
     *({"user", "assistant"}, {"human", "assistant"}, {"human", "gpt"}),
 )
+#: Keys that may name images or videos, and values that do: with their suffixes, or addresses.
+FILE_KEY = re.compile(r"image|img|picture|photo|thumbnail|video|file_names?$", re.IGNORECASE)
+FILE_VALUE = re.compile(
+    r"^(data:image|data:video|[a-z][a-z0-9+.-]*://)|"
+    r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mkv|webm|mov|avi)([?#].*)?$",
+    re.IGNORECASE,
+)
 OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
 #: Keys by which other programs know a question and its answer.
 QUESTIONS = ("prompt", "instruction", "query", "question", "problem")
@@ -49,14 +60,24 @@ OF_TURNS = frozenset((*TOOLS, *FLAGS, MASKED, *DETAILS, *MEDIA_OF_TURNS))
 
 def is_plain(keys: Iterable[str]) -> bool:
     """Return True if no key of a record with turns changes what it means."""
-    return OF_RECORDS.isdisjoint(keys) and not any(key.startswith(PREFERENCES) for key in keys)
+    lower = [key.lower() for key in keys]
+    return OF_RECORDS.isdisjoint(lower) and not any(key.startswith(PREFERENCES) for key in lower)
 
 
 def says(value: Any) -> bool:
     """Return True if a value is a text, list or mapping with something in it."""
     if isinstance(value, Mapping):
         return any(map(says, value.values()))
-    return isinstance(value, str | bytes | list) and value not in EMPTY
+    if isinstance(value, list):
+        return not all(map(_is_empty, value))
+    return isinstance(value, str | bytes) and value not in EMPTY
+
+
+def _is_empty(value: Any) -> bool:
+    """Return True if nothing stands in a value; a number does."""
+    if isinstance(value, Mapping | list):
+        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
+    return value is None or value in EMPTY
 
 
 def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
@@ -64,6 +85,7 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
     other keys."""
     if is_plain(record):
         return
+    record = {key.lower(): value for key, value in record.items()}
     _check_tools(record)
     _check_preferences(record)
     _check_clips(record)
@@ -91,18 +113,48 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
 def check_document(record: Mapping[str, Any]) -> None:
     """Raise ValueError if the text and the images of a record without turns are not all that it
     means."""
-    _check_clips(record)
+    _check_clips({key.lower(): value for key, value in record.items()})
     check_text(record)
 
 
 def check_text(record: Mapping[str, Any]) -> None:
     """Raise ValueError if a record says more than its text does."""
+    record = {key.lower(): value for key, value in record.items()}
+    inside = parsed(next((record[key] for key in TEXTS if record.get(key) is not None), None))
+    for one in inside if isinstance(inside, list) else [inside]:
+        if isinstance(one, Mapping):
+            _check_preferences(one)
+            if form := prompted(key for key in one if says(one[key])):
+                raise ValueError(f"a text that is a JSON of {form}: write them as turns")
     _check_preferences(record)
     if form := prompted(key for key in record if says(record[key])):
         raise ValueError(f"a text beside {form}: keep what is meant")
     for key, value in record.items():
         if _holds_turns(value):
             raise ValueError(f"`{key}` has turns: they are read from `messages`")
+
+
+def check_files(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record of which no image or video is read names some by another key."""
+    for key in file_keys(record):
+        if _names_files(record[key]):
+            media = "video" if "video" in key.lower() else "image"
+            raise ValueError(f"`{printable(key, MOST_KEY)}` names {media}s: call it `{media}`")
+
+
+def file_keys(keys: Collection[str]) -> list[str]:
+    """Return the keys that may name images or videos: a `url` does beside a caption or sizes."""
+    captioned = "caption" in keys or ("width" in keys and "height" in keys)
+    return [key for key in keys if FILE_KEY.search(key) or (captioned and "url" in key.lower())]
+
+
+def _names_files(value: Any) -> bool:
+    """Return True if a value, or the first one of a list, is the name of a file."""
+    if isinstance(value, list):
+        value = next(filter(None, value), None)
+    if isinstance(value, Mapping):
+        value = value.get("url") or value.get("path") or value.get("file_name")
+    return isinstance(value, str) and FILE_VALUE.search(value.strip()) is not None
 
 
 def prompted(keys: Iterable[str]) -> str:
@@ -118,6 +170,7 @@ def prompted(keys: Iterable[str]) -> str:
 def check_turn(turn: Mapping[str, Any], where: str) -> None:
     """Raise ValueError if a turn has another meaning with its other keys."""
     _check_tools(turn)
+    _check_preferences(turn)
     for key in MEDIA_OF_TURNS:
         if says(turn.get(key)):
             raise ValueError(f"{where} has `{key}`: it is read beside the turns, not in them")

@@ -2,7 +2,8 @@
 (`columns`).
 
 The location of a segment is its row in the file and its position in the row; that of a text of a
-conversation the row and how many images stand before the turns (`Row.before`).
+conversation the row and how many images stand before the turns (`Row.before`), that of a document
+or caption the row and 1 where it has images or videos.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
-from disttrain_cli.data.sources.chats import compact, conversation, has_turns, texts_of, unread_keys
+from disttrain_cli.data.sources.chats import (
+    MARK,
+    WRITTEN_FILM,
+    WRITTEN_MARKS,
+    compact,
+    conversation,
+    has_turns,
+    text_pieces,
+    texts_of,
+    unread_keys,
+)
 from disttrain_cli.data.sources.columns import (
     LISTS,
     PAIRS,
@@ -22,6 +33,7 @@ from disttrain_cli.data.sources.columns import (
     is_list,
 )
 from disttrain_cli.data.sources.files import missing_file
+from disttrain_cli.data.sources.refusals import check_text
 from disttrain_cli.data.sources.samples import (
     LONG,
     MAX_TEXT_BYTES,
@@ -107,20 +119,22 @@ def texts_at(
     before: int = 0,
 ) -> list[str | tuple[int, ...]]:
     """All texts of the only row of the columns `of_texts`, whose images have these numbers; so many
-    of them stand `before` the turns."""
+    of them stand `before` the turns, or there are some beside a text without turns."""
     if not columns.texts:
         record = _record(columns, [_values(cell)[0] for cell in cells], before)
         if has_turns(record):
             return texts_of(record, chat, files)
-        return [clean(next(record[name] for name in TEXTS if record.get(name) is not None))]
+        said = clean(next(record[name] for name in TEXTS if record.get(name) is not None))
+        return [*text_pieces(said)] if before else [said]
     if columns.interleaved:
         return [str(text, "utf-8") for text in _views(_flat(cells[0])[0]) if text is not None]
     (value,) = _views(_first(cells))
     if value is None:
         raise ValueError("there is no text")
     text = _text(value)
-    said = _conversation(text)
-    return [text] if said is None else texts_of(said, chat, files)
+    if (turns := _conversation(text)) is not None:
+        return texts_of(turns, chat, files)
+    return [*text_pieces(text)] if before else [text]
 
 
 def _records(batch: pa.RecordBatch, columns: Columns) -> Iterator[Row | str]:
@@ -171,8 +185,9 @@ def _record(columns: Columns, cells: Sequence[Any], before: int) -> dict[str, An
         pairs = record.pop(PAIRS)
         turns = turns_in(pairs) or pairs
         if before and turns:
-            said = {"type": "text", "text": turns[0].get("content")}
-            turns[0] = {**turns[0], "content": [*[{"type": "image"}] * before, said]}
+            first = int(turns[0].get("role") == "system" and len(turns) > 1)
+            said = {"type": "text", "text": turns[first].get("content")}
+            turns[first] = {**turns[first], "content": [*[{"type": "image"}] * before, said]}
         record[TURNS[1]] = turns
     return with_turns(record)
 
@@ -228,11 +243,12 @@ def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Com
             numbers.extend((row, int(name), *sides))
         return Compact([key], form, texts, array(LONG, (row, 0)), numbers, unread)
     segments = list[Segment]()
+    before = given.before if has_turns(record) else int(any(files.values()))
     for part in conversation(
         record, chat, measure=lambda names: [numbers_of(name) for name in names]
     ):
         if part.kind == TEXT:
-            segments.append(text_segment(part, Location(row, given.before)))
+            segments.append(text_segment(part, Location(row, before)))
         else:
             sides = numbers_of(part.value)  # refuses a name that is no number
             place = Location(row, int(part.value))
@@ -258,6 +274,9 @@ def _pair(batch: pa.RecordBatch, columns: Columns, row: int, cells: Sequence[Any
         raise ValueError(EMPTY)
     if begin in JSON and (said := _conversation(_text(text))) is not None:
         return _row(columns, said, cells)
+    pictured = not {"image", "video"}.isdisjoint(columns.files)
+    if pictured and WRITTEN_MARKS.search(marked := _text(text)):
+        return _row(columns, {TEXTS[0]: marked}, cells)
     media = (*columns.files, "")
     return [(name, 0, cell) for name, cell in zip(media, cells, strict=True) if cell is not None]
 
@@ -294,10 +313,14 @@ def _check_missing(batch: pa.RecordBatch, columns: Columns, row: int, cells: Seq
 
 
 def _conversation(text: str) -> dict[str, Any] | None:
-    """Return the record of a text that is all turns of a conversation."""
+    """Return the record of a text that is all turns; ValueError where it is a JSON
+    that means something else."""
     record = {TEXTS[0]: text}
     said = with_turns(record)
-    return None if said is record else said
+    if said is record:
+        check_text(record)
+        return None
+    return said
 
 
 def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
@@ -314,6 +337,7 @@ def _together(
     """The same as of `_pairs` and `_sample`, where no file is a video: rows with all their files
     and a text that is no JSON without an object for each."""
     media = [MEDIA[name] for name in columns.files]
+    pictured = "image" in columns.files
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
     made = Compact([], form, [], array(LONG), array(LONG), columns.unread)
     for at, cells in enumerate(_cells(batch, columns)):
@@ -322,7 +346,11 @@ def _together(
         other: Sample | Compact | Skipped | None = None
         files = list[int]()
         try:
-            if not all(cells) or (text := _text(cells[-1])).lstrip()[:1] in ("", "[", "{"):
+            if (
+                not all(cells)
+                or (text := _text(cells[-1])).lstrip()[:1] in ("", "[", "{")
+                or (pictured and (MARK in text or WRITTEN_FILM in text))
+            ):
                 other = _sample(key, row, _pair(batch, columns, at, cells), columns, chat)
             else:
                 for one, value in zip(media, cells, strict=False):

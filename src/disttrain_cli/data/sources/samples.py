@@ -285,7 +285,7 @@ def clean(text: str) -> str:
 
 def is_held(name: str) -> bool:
     """Return True if the name of a file holds the file itself, in base64."""
-    if name.startswith(DATA):
+    if name[: len(DATA)].lower() == DATA:
         return True
     return name.startswith(HELD) and len(name) >= LEAST_HELD and BASE64.fullmatch(name) is not None
 
@@ -293,7 +293,7 @@ def is_held(name: str) -> bool:
 def shown_name(name: str) -> str:
     """How messages name an image, which may be in its name itself."""
     if is_held(name):
-        return DATA + "…" if name.startswith(DATA) else "an image in base64"
+        return DATA + "…" if name[: len(DATA)].lower() == DATA else "an image in base64"
     return printable(name)
 
 

@@ -5,7 +5,8 @@ img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; 
 transcript (or caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss:
 false` = not trained), and of image and sound files anywhere in the same tar. Conversations:
 `KEY.json` as `chats` reads it, with images of the same tar, or KEY.jpg where it names none. Places
-are the byte offset and length of a member's content. Names inside a tar are only ever looked up
+are the byte offset and length of a member's content, the length negative of a caption that marks
+where its images stand. Names inside a tar are only ever looked up
 among the names of that tar; nothing is extracted.
 """
 
@@ -22,14 +23,18 @@ from disttrain_cli.data.modalities.registry import MEDIA, MODALITIES, Media
 from disttrain_cli.data.sources.chats import (
     KEYS,
     conversation,
+    document_text,
+    file_names,
     has_turns,
+    text_pieces,
     texts_of,
     unread_keys,
+    with_files,
 )
 from disttrain_cli.data.sources.files import File, LocalFile, missing_file, open_file
 from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
 from disttrain_cli.data.sources.pixel_budgets import budget_of
-from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_text
+from disttrain_cli.data.sources.refusals import FLAGS, MASKED, check_document, check_text
 from disttrain_cli.data.sources.samples import (
     MAX_TEXT_BYTES,
     ChatForm,
@@ -47,7 +52,7 @@ from disttrain_cli.data.sources.samples import (
     text_segment,
     unread_of,
 )
-from disttrain_cli.data.sources.turn_forms import TURNS, turns_in, with_turns
+from disttrain_cli.data.sources.turn_forms import TEXTS, TURNS, turns_in, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
@@ -55,6 +60,8 @@ from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 FORMS = tuple(f'"{name}"'.encode() for name in (*TURNS, "segments"))
 
 
+#: Names of files that records may name or mark, by type.
+PICTURES: dict[str, type[str]] = {"image": str, "video": VideoName}
 #: Types of extended headers, which hold long names and the like.
 EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
@@ -77,6 +84,25 @@ class Member(NamedTuple):
     name: str
     location: Location
     content: bytes | Header | str
+
+
+class Members(dict[str, Member]):
+    """Members of a tar by name, and those of them to which samples refer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.referred: set[str] = set()
+
+    def find(self, name: str, beside: str) -> Member:
+        """Return the member that a text or json named `beside` refers to; ValueError where there is
+        none."""
+        folder, slash, _ = beside.rpartition("/")
+        name = name.removeprefix("./")
+        member = self.get(folder + slash + name) or self.get(name)
+        if member is None:
+            raise missing_file(name, "is missing from the shard")
+        self.referred.add(member.name)
+        return member
 
 
 class TarShard:
@@ -102,12 +128,13 @@ class TarShard:
                 return texts_of(value, self._chat, files)
         parts = parse_parts(data)
         if isinstance(parts, str):
-            return [parts]
+            return [*text_pieces(parts)] if record.size < 0 else [parts]
         return [part.value for part in parts if part.kind == TEXT]
 
     def _read(self, location: Location) -> bytes:
-        data = self._file.read(*location)
-        if len(data) < location.size:
+        offset, size = location.offset, abs(location.size)
+        data = self._file.read(offset, size)
+        if len(data) < size:
             raise ValueError("the shard is cut")
         return data
 
@@ -125,7 +152,7 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
         yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
     by_key: dict[str, dict[str, Member]] = {}
-    by_name: dict[str, Member] = {}
+    by_name = Members()
     twice: set[str] = set()
     damage: Skipped | None = None
     for member in _members(file, label):
@@ -137,26 +164,39 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
             twice.add(key)
         by_key.setdefault(key, {})[suffix] = by_name[member.name] = member
     captions = any("txt" in group for group in by_key.values())
+    described = captions or any("json" in group for group in by_key.values())
     dotted = list(_dotted(by_key, label))
     yield from dotted
-    if (
-        by_name
-        and not dotted
-        and not captions
-        and not any("json" in group for group in by_key.values())
-    ):
+    if by_name and not dotted and not described:
         example = next(iter(by_name))
         reason = f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
         yield Skipped(label, "", reason, len(by_key))
+    pending = list[Sample | Skipped]()  # from the last sample on, which may leave members unread
+    alone, lost = dict[str, dict[str, Member]](), list[bytes]()
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
-            continue  # a picture or sound that interleaved samples refer to
+            alone[key] = group  # samples refer to it
+            continue
         try:
             if key in twice:
                 raise ValueError("a file of this sample is in the shard twice")
-            yield Sample(key, *_segments(group, by_name, chat))
+            sample = Sample(key, *_segments(group, by_name, chat))
         except ValueError as error:
-            yield Skipped(label, key, str(error))
+            lost += [one.content for one in group.values() if isinstance(one.content, bytes)]
+            pending.append(Skipped(label, key, str(error)))
+            continue
+        yield from pending
+        pending = [sample]
+    unused = {} if dotted or not described else _unreferred(alone, by_name.referred, lost)
+    files = [one.name for group in unused.values() if len(group) == 1 for one in group.values()]
+    if pending and isinstance(first := pending[0], Sample):
+        names = unread_of(dict.fromkeys(files, True), (), "member ")
+        pending[0] = first._replace(unread=(*first.unread, *names))
+    yield from pending
+    for key, group in unused.items():
+        if len(group) > 1:
+            others = ", ".join(f".{suffix}" for suffix in group)
+            yield Skipped(label, key, f"neither KEY.txt nor KEY.json, but {others}")
     if damage is not None:
         yield damage
 
@@ -220,7 +260,8 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
                     yield Skipped(label, "", reason, None, cut=True)
                     return
                 if info.isreg() and not info.issparse():
-                    yield Member(info.name, location, _content(file, stream, info.name, location))
+                    content = _content(file, stream, info.name, location)
+                    yield Member(info.name.removeprefix("./"), location, content)
                 elif not info.isdir():
                     reason = f"{info.name} is no regular file in the tar, but a link or the like"
                     yield Member(info.name, location, reason)
@@ -271,7 +312,7 @@ def _content(file: File, stream: BinaryIO, name: str, location: Location) -> byt
 
 
 def _segments(
-    group: dict[str, Member], by_name: dict[str, Member], chat: ChatForm | None
+    group: dict[str, Member], by_name: Members, chat: ChatForm | None
 ) -> tuple[list[Segment], tuple[str, ...]]:
     """(segments, `Sample.unread`) of one sample: a conversation or interleaved where its json says
     so, else an image or clip with its caption."""
@@ -296,26 +337,29 @@ def _segments(
         with contextlib.suppress(ValueError):  # as `TarShard.texts` reads it
             value = _record(described.content)
     if has_turns(value):
-        names = {"image": str, "video": VideoName}
-        beside = [names[name](member.name) for name, member in media if name in names]
 
         def measure(names: Sequence[str]) -> list[Numbers]:
-            named = ((_find(Part(IMAGE, name), described.name, by_name), name) for name in names)
+            named = ((by_name.find(name, described.name), name) for name in names)
             return [_header(member, media_of(name)).sizes for member, name in named]
 
-        parts = conversation(value, chat, beside, measure)
+        parts = conversation(value, chat, _pictures(media), measure)
         unread = unread_keys(value, chat)
     elif described is group.get("txt"):
         parts = parse_parts(described.content)
+        if isinstance(parts, str):
+            check_text({TEXTS[0]: parts})
     else:
         parts = _parse_json(value)
         if isinstance(parts, str):
-            check_text(value)
+            check_document(value)
         unread = _unread_of_json(value)
     if isinstance(parts, str):
         if not parts.strip():
             raise ValueError("the text is empty")
-        if not media:
+        first = dict(reversed(media))
+        beside = _pictures(first.items())
+        names = file_names(value, beside) if described is group.get("json") else beside
+        if not media and not names:
             others = [f"; {one.content}" for one in group.values() if isinstance(one.content, str)]
             raise ValueError(
                 "a caption without its "
@@ -325,18 +369,29 @@ def _segments(
                 )
                 + "".join(others)
             )
-        first = dict(reversed(media))
+        written = with_files(parts, names)
+        place = described.location
+        if len(written) != len(names) + 1 or written[-1].value != parts:  # it has marks
+            place = place._replace(size=-place.size)
         segments = [
-            *(_file(KINDS[MEDIA[name].item], name, first[name]) for name in MEDIA if name in first),
-            Segment(TEXT, described.location, parts, trained=True),
+            (
+                text_segment(part, place)
+                if part.kind == TEXT
+                else _file(IMAGE, _media(part), by_name.find(part.value, described.name))
+            )
+            for part in written
         ]
-        used = list(first.values())
+        used = [by_name.find(name, described.name) for name in names]
+        sounds = [(name, one) for name, one in first.items() if name not in PICTURES]
+        at = int(written[0].kind == IMAGE and _media(written[0]) == "image")
+        segments[at:at] = [_file(KINDS[MEDIA[name].item], name, one) for name, one in sounds]
+        used += [one for _, one in sounds]
     else:
         segments = [
             (
                 text_segment(part, described.location)
                 if part.kind == TEXT
-                else _file(part.kind, _media(part), _find(part, described.name, by_name), part)
+                else _file(part.kind, _media(part), by_name.find(part.value, described.name), part)
             )
             for part in parts
         ]
@@ -345,6 +400,11 @@ def _segments(
     used_names = {described.name, *(one.name for one in used)}
     members = {f".{suffix}": one for suffix, one in group.items() if one.name not in used_names}
     return segments, (*unread, *unread_of(members, set(), "member "))
+
+
+def _pictures(media: Iterable[tuple[str, Member]]) -> list[str]:
+    """Return the names of images and videos among files by type."""
+    return [PICTURES[name](member.name) for name, member in media if name in PICTURES]
 
 
 def _described(group: dict[str, Member]) -> Member | None:
@@ -358,6 +418,20 @@ def _described(group: dict[str, Member]) -> Member | None:
             ):
                 return json_
     return text or json_
+
+
+def _unreferred(
+    alone: dict[str, dict[str, Member]], referred: set[str], lost: list[bytes]
+) -> dict[str, dict[str, Member]]:
+    """Return by key the files without a description to which no sample refers; `lost`: texts and
+    jsons of samples that are left out, which may name some."""
+    names = {key: [one.name for one in group.values()] for key, group in alone.items()}
+    return {
+        key: alone[key]
+        for key, own in names.items()
+        if referred.isdisjoint(own)
+        and not any(name.rpartition("/")[2].encode() in text for name in own for text in lost)
+    }
 
 
 def _dotted(by_key: dict[str, dict[str, Member]], label: str) -> Iterator[Skipped]:
@@ -393,19 +467,18 @@ def _record(data: bytes) -> Any:
 def _parse_json(value: Any) -> list[Part] | str:
     if isinstance(value, dict) and "segments" in value:
         return _parts(value["segments"])
-    caption = value.get("caption") if isinstance(value, dict) else None
-    if not isinstance(caption, str):
+    if not isinstance(value, dict) or not any(key in value for key in TEXTS):
         raise ValueError(
             "the JSON has neither `segments`, a conversation (`messages`, `conversations`) nor a"
-            " `caption` text"
+            " `text` or `caption`"
         )
-    return clean(caption)
+    return document_text(value, caption=True)
 
 
 def _unread_of_json(value: dict[str, Any]) -> list[str]:
     """Return the keys of a valid json without turns that nothing reads."""
     if "segments" not in value:
-        return unread_of(value, {"caption", *KEYS})
+        return [*unread_keys(value)]
     keys = {"type", "value", "file", "loss", "generate", *BUDGET_KEYS}
     of_segments = (unread_of(one, keys, "segment key ") for one in value["segments"])
     names = dict.fromkeys(chain.from_iterable(of_segments))
@@ -444,14 +517,6 @@ def _flag(segment: dict[str, Any], index: int, name: str) -> bool:
     if not isinstance(segment[name], bool):
         raise ValueError(f"segments[{index}].{name} must be true or false")
     return bool(segment[name])
-
-
-def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
-    folder, slash, _ = beside.rpartition("/")
-    member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
-    if member is None:
-        raise missing_file(part.value, "is missing from the shard")
-    return member
 
 
 def _media(part: Part) -> str:

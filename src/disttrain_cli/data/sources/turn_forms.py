@@ -40,7 +40,7 @@ def with_turns(record: Any) -> Any:
 
 def _unfolded(record: dict[str, Any], field: str) -> dict[str, Any]:
     """Return a record with the turns of one of its fields as a list of mappings."""
-    given = _parsed(record[field])
+    given = parsed(record[field])
     others = {key: value for key, value in record.items() if key != field}
     if isinstance(given, Mapping) and any(given.get(name) is not None for name in TURNS):
         if field in TEXTS and not any(turns_in(given.get(name)) for name in TURNS):
@@ -59,17 +59,17 @@ def _is_usual(value: Any) -> bool:
 
 def turns_in(value: Any) -> list[Any] | None:
     """Return the turns that a value holds, None if it holds something else."""
-    value = _parsed(value)
+    value = parsed(value)
     if isinstance(value, Mapping):
         value = _rows(value)
     if not isinstance(value, list) or not value:
         return None
     turns = list[Any]()
-    for turn in map(_parsed, value):
+    for turn in map(parsed, value):
         if not isinstance(turn, Mapping):
             return None
         if all(turn.get(side) is not None for side in PAIR):
-            turns += [{"role": side, "content": turn[side]} for side in PAIR]
+            turns += _of_pair(turn, turns)
         elif any(turn.get(who) is not None and what in turn for who, what in SPOKEN):
             turns.append(turn)
         else:
@@ -77,7 +77,19 @@ def turns_in(value: Any) -> list[Any] | None:
     return turns
 
 
-def _parsed(value: Any) -> Any:
+def _of_pair(pair: Mapping[str, Any], before: list[Any]) -> list[dict[str, Any]]:
+    """Return the turns of a pair behind the turns before it: those of the user and the assistant,
+    which has the pair's other keys, and one of the system where the pair has another than they."""
+    turns: list[dict[str, Any]] = [{"role": side, "content": pair[side]} for side in PAIR]
+    given = {key: value for key, value in pair.items() if value is not None}
+    turns[1] |= {key: given[key] for key in given.keys() - {"system", "role", "content", *PAIR}}
+    systems = [turn["content"] for turn in before if turn.get("role") == "system"]
+    if given.get("system") and systems[-1:] != [given["system"]]:
+        turns.insert(0, {"role": "system", "content": given["system"]})
+    return turns
+
+
+def parsed(value: Any) -> Any:
     """Return the value of a JSON that may hold turns; others as they are."""
     if isinstance(value, str | bytes) and value.lstrip()[:1] in ("[", "{", b"[", b"{"):
         try:
