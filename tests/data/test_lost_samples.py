@@ -152,6 +152,53 @@ def test_a_damaged_shard_counts_by_what_its_neighbours_hold(
         build_index(strict, INPUTS)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 912345678\n"
+PAGE = "<html>\n<body>404</body>\n</html>\n"
+HOLDERS = [
+    '{"data": [RECORDS]}\n',
+    '{"instances": [RECORDS]}',
+    '{"a": RECORD, "b": RECORD}\n',
+    '{\n"a": RECORD,\n"b": RECORD\n}\n',
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "content"),
+    [
+        *((form, POINTER) for form in WRITERS),
+        *((form, PAGE) for form in ("json", "lines")),
+        *(("lines", content) for content in HOLDERS),
+        ("json", HOLDERS[0]),
+    ],
+)
+def test_a_shard_of_something_else_counts_as_its_neighbours(
+    tmp_path: Path, form: str, content: str
+) -> None:
+    path = write(tmp_path, form)
+    said = [json.dumps(one) for one in records(texts(0, 3))]
+    path.write_text(content.replace("RECORDS", ", ".join(said)).replace("RECORD", said[0]))
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3), INPUTS)
+    assert [one.samples for one in index.skipped] == [EACH] and len(index) == 3 * EACH
+    assert (content == POINTER) == ("a Git LFS pointer" in index.skipped[0].reason)
+    other = path.rename(tmp_path / f"other{path.suffix}").name
+    run = make_run(tmp_path, [{"path": "own"}, {"path": other}], max_bad_fraction=0.99)
+    if form not in ("json", "lines"):  # other tars and tables tell
+        return
+    with pytest.raises(BadSamplesError, match="nothing tells how many"):
+        build_index(run, INPUTS)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10), (5, 25), (12, 36)])
+def test_a_hole_of_zeros_in_lines_counts_by_bytes(tmp_path: Path, first: int, last: int) -> None:
+    path = write(tmp_path, "lines", shards=1)
+    said = path.read_bytes().splitlines(keepends=True)
+    start, end = len(b"".join(said[:first])), len(b"".join(said[:last])) - 20
+    path.write_bytes(b"".join(said)[:start] + bytes(end - start) + b"".join(said)[end:])
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.9), INPUTS)
+    assert len(index) == EACH - (last - first)
+    assert samples_lost(index.skipped) == pytest.approx(last - first, abs=1)
+
+
 @pytest.mark.parametrize("damage", [cut, zeroed])
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_single_shard_of_which_nothing_tells_how_much_is_lost_is_refused(

@@ -134,10 +134,16 @@ def read_llava(
         yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
     named_so, at = shard.path.partition("?")[0].endswith(".json"), 0
+    good = good_bytes = mappings = 0
+    bad, damaged = list[Skipped](), dict[int, int]()  # bytes of lines of it that are no JSON
+    damage: Skipped | None = None
+    is_list = True
     try:
-        records = _list(file.stream()) if _is_list(file, named_so) else _lines(file)
+        is_list = _is_list(file, named_so)
+        records = _list(file.stream()) if is_list else _lines(file)
         for number, record in enumerate(records):
             at = sum(record.location)
+            mappings += isinstance(record.value, dict)
             name = record.value.get("id") if isinstance(record.value, dict) else None
             place = f"line {record.line}" if record.line else f"record {number}"
             key = str(name) if isinstance(name, str | int) else place
@@ -150,15 +156,33 @@ def read_llava(
                         " read"
                     )
                 yield _sample(key, record, shard.images, chat)
+                good += 1
+                good_bytes += record.location.size
             except ValueError as error:
-                # a single mapping in a .json may hold any number of records
-                only = named_so and record.location == (0, file.size)
-                cut = record.cut or only
                 reason = str(error) if key == place else f"{place}: {error}"
-                yield Skipped(label, key, reason, None if cut else 1, cut=cut)
+                if record.wrong and record.line:
+                    damaged[len(bad)] = record.location.size
+                samples = None if record.cut else 1
+                bad.append(Skipped(label, key, reason, samples, cut=record.cut))
     except (OSError, ValueError, RecursionError) as error:
         reason, at = f"not a whole list of records: {error}", getattr(error, "at", at)
-        yield Skipped(label, "", reason, None, file.size - at, cut=True)
+        damage = Skipped(label, "", reason, None, file.size - at, cut=True)
+    if bad and not good and not is_list and mappings < 2:
+        # a page of a server, or a mapping that may hold any number of records
+        bad = [bad[0]._replace(samples=None, cut=True)]
+    elif good:
+        for place_of, size in damaged.items():
+            bad[place_of] = _by_size(bad[place_of], size * good // good_bytes)
+    yield from bad
+    if damage is not None:
+        yield damage
+
+
+def _by_size(one: Skipped, samples: int) -> Skipped:
+    """A line that is no JSON, which counts for the lines of its size."""
+    if one.samples is None or samples < 2:
+        return one
+    return one._replace(samples=samples, reason=f"{one.reason}: about {samples:,} samples are lost")
 
 
 def open_image(folder: str, name: str) -> File:
@@ -272,23 +296,24 @@ def _lines(file: File) -> Iterator[Record]:
     with file.stream() as stream:
         while line := stream.readline(MAX_TEXT_BYTES + 1):
             number += 1
-            location = Location(offset, len(line))
-            offset += len(line)
-            while location.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
-                line = stream.readline(MAX_TEXT_BYTES)  # the rest of a line that is too long
-                offset += len(line)
-            if location.size > MAX_TEXT_BYTES or not line.strip():
-                value, wrong = None, ""
-            else:
+            start, offset, end = offset, offset + len(line), line
+            while offset - start > MAX_TEXT_BYTES and end and not end.endswith(b"\n"):
+                end = stream.readline(MAX_TEXT_BYTES)  # the rest of a line that is too long
+                offset += len(end)
+            location = Location(start, offset - start)
+            value, wrong = None, ""
+            if location.size > MAX_TEXT_BYTES:
+                wrong = "not valid JSON: it holds zero bytes" if b"\0" in line else ""
+            elif line.strip():
                 try:
-                    value, wrong = json.loads(line), ""
+                    value = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    value, wrong = None, f"not valid JSON: {error}"
+                    wrong = f"not valid JSON: {error}"
             if isinstance(value, list) and value:
                 inside = _list(io.BytesIO(line), location.offset)
                 yield from (record._replace(line=number) for record in inside)
             elif line.strip():
-                cut = bool(wrong) and not line.endswith(b"\n")
+                cut = bool(wrong) and not end.endswith(b"\n")
                 yield Record(location, value, wrong, cut, number)
 
 
