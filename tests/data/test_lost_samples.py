@@ -102,6 +102,11 @@ def zeroed(path: Path) -> None:
     os.truncate(path, size)
 
 
+def linked_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 def gone(path: Path) -> None:
     path.unlink()
 
@@ -121,7 +126,11 @@ def at_a_border(path: Path) -> None:
 
 
 DAMAGE = [
-    *((form, damage) for form in WRITERS for damage in (cut, emptied, zeroed, gone)),
+    *(
+        (form, damage)
+        for form in WRITERS
+        for damage in (cut, emptied, zeroed, gone, linked_nowhere)
+    ),
     *((form, without_samples) for form in ("tar", "parquet", "stream", "json")),
     *((form, at_a_border) for form in ("tar", "stream")),
 ]

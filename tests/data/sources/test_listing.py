@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,7 @@ def names(tmp_path: Path, files: list[str], **options: bool) -> tuple[list[str],
             ["train/data-00000-of-00001.arrow"],
             {"validation": ["validation/data-00000-of-00001.arrow"]},
         ),
+        (["test_set/train/a.parquet"], {"validation": ["train_set/val/a.parquet"]}),  # the inner
         (["en/train/a.parquet"], {"test": ["de/test/train.parquet"]}),  # folders come first
         (["split-train/a.parquet"], {"test": ["evaluation 2/a.parquet"]}),
         (["train/metadata.jsonl"], {"test": ["test/metadata.jsonl"]}),
@@ -211,6 +214,8 @@ def test_folders_that_can_be_read_in_several_ways_are_refused(
         ),
         (["1.tar", "2.tar", "4.tar"], [], "not there: 3.tar (a gap"),
         (["1.tar", "3.tar", "5.tar"], [], ""),
+        (["a.parquet"], ["_temporary/0/a.parquet"], "_temporary/0/a.parquet (left over"),
+        (["a.parquet"], ["_SUCCESS", "_metadata", "_common_metadata"], ""),
         (["0.tar", "2.tar", "3.tar"], [], ""),  # it is counted as a lost sample is
     ],
 )
@@ -236,3 +241,50 @@ def test_shards_in_folders_below_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no shard") as caught:
         list_source(str(tmp_path), "f")
     assert "first/0.tar" in caught.value.why and "Name the folder" in caught.value.next_step
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl", ".tar", ".arrow"])
+@pytest.mark.parametrize("where", ["", "memory://"])
+def test_a_folder_is_one_whatever_its_name(tmp_path: Path, suffix: str, where: str) -> None:
+    folder = tmp_path / f"out{suffix}"
+    touch(folder, f"part-0{suffix}", f"what?.{suffix[1:]}")
+    path = str(folder)
+    if where:
+        fsspec = pytest.importorskip("fsspec")
+        path = f"memory://{tmp_path.name}/out{suffix}"
+        fsspec.filesystem("memory").put(str(folder), path, recursive=True)
+    shards = list_source(path, "f").shards
+    assert [shard.name for shard in shards] == [f"part-0{suffix}", f"what?{suffix}"]
+    if not where:
+        named = list_source(f"{folder}/what?{suffix}", "f").shards
+        assert [shard.name for shard in named] == [f"what?{suffix}"]
+
+
+def test_links_to_folders_and_what_is_no_file_are_named(tmp_path: Path) -> None:
+    touch(tmp_path, "own/a.parquet", "elsewhere/b.parquet")
+    (tmp_path / "own" / "sub").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(tmp_path / "own" / "c.parquet")
+    found, said = names(tmp_path / "own", [])
+    assert found == ["a.parquet"]
+    assert "sub/ (a link to a folder, not followed)" in said and "c.parquet (no regular" in said
+    (tmp_path / "own" / "a.parquet").unlink()
+    with pytest.raises(DataError, match="holds no shard") as caught:
+        names(tmp_path / "own", [])
+    assert "sub/: a link to a folder" in caught.value.why
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl")
+    Path(os.fsdecode(bytes(tmp_path) + b"/b\xff.jsonl")).write_text("{}")
+    with pytest.raises(DataError, match="not UTF-8"):
+        names(tmp_path, [])
+
+
+def test_a_dataset_saved_over_an_older_one_is_read_alone(tmp_path: Path) -> None:
+    new, old = ([f"a/data-{n:05d}-of-{of:05d}.arrow" for n in range(of)] for of in (2, 4))
+    touch(tmp_path, *new, *old, "b/data-00000-of-00001.arrow")
+    files = [{"filename": Path(name).name} for name in new]
+    (tmp_path / "a" / "state.json").write_text(json.dumps({"_data_files": files}))
+    found, said = names(tmp_path, [])
+    assert found == [*new, "b/data-00000-of-00001.arrow"]
+    assert f"{', '.join(old[:3])} and 1 more (not of the dataset" in said

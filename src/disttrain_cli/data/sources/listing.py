@@ -6,7 +6,6 @@ keywords in names of folders or, where no folder has one, of files, between sepa
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -15,14 +14,17 @@ from typing import NamedTuple
 from disttrain_cli.data.modalities.registry import MEDIA
 from disttrain_cli.data.sources.files import (
     is_file,
+    is_folder,
     is_url,
     join,
     list_files,
     open_file,
     shown_url,
+    without_query,
 )
 from disttrain_cli.data.sources.numbering import gaps
 from disttrain_cli.data.sources.samples import Shard, printable
+from disttrain_cli.data.sources.setting_aside import set_aside
 from disttrain_cli.errors import DataError
 
 FORMS = {
@@ -59,7 +61,7 @@ SPLITS = {
 #: Files that records name or that describe the data, which nobody expects to be read as samples.
 EXPECTED = {f".{suffix}" for media in MEDIA.values() for suffix in media.suffixes}
 EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
-EXPECTED_NAMES = ("license", "readme", "notice", "_success")
+EXPECTED_NAMES = ("license", "readme", "notice", "_success", "_metadata", "_common_metadata")
 HEAD_BYTES = 64  # of a JSON that tell whether it may be a list of records
 MOST_NAMED = 3  # files that a message lists
 
@@ -102,7 +104,7 @@ def list_source(
         " --sample-data"
     )
     given = f"given by {printable(field)}"
-    form = _form(path)
+    form = _form(without_query(path))
     # a web page that lists files counts as a folder
     if (form or not is_url(path)) and is_file(path):
         if form is None:
@@ -111,21 +113,21 @@ def list_source(
                 f"known: {', '.join(FORMS)}; {given}",
                 hint,
             )
-        folder, _, name = path.partition("?")[0].rpartition("/")
+        folder, _, name = without_query(path).rpartition("/")
         return Listing([Shard(form, path, name, images or folder if form == "llava" else "")], [])
-    if form:
+    if form and not is_folder(path):
         raise DataError(
             f"There is no file at {shown(path)}, or it cannot be reached",
             given,
             "Correct data.sources in the run file, or check the network.",
         )
-    files = sorted(list_files(path))
+    files, aside = set_aside(path, sorted(list_files(path)), _form)
     is_shard = _counts
     forms = _forms(files, is_shard)
     if not forms:
         is_shard = _in_split
         forms = _forms(files, is_shard)
-    if not forms and not is_url(path) and not os.path.isdir(path):
+    if not forms and not is_url(path) and not is_folder(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not forms and any(name.lower().endswith(PICTURES) for name in files):
         raise DataError(
@@ -143,10 +145,12 @@ def list_source(
         raise DataError(
             (
                 f"The dataset {shown(path)} is empty"
-                if not files
+                if not files and not aside
                 else f"The dataset {shown(path)} holds no shard"
             ),
-            f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}; {given}",
+            f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}"
+            + "".join(f"; {_listed(names)}: {why}" for names, why in aside)
+            + f"; {given}",
             hint,
         )
 
@@ -171,7 +175,7 @@ def list_source(
         )
         for name, held_out in chosen.items()
     ]
-    return Listing(shards, notes)
+    return Listing(shards, [*notes, *_not_read(aside)])
 
 
 def _chosen(
@@ -208,10 +212,11 @@ def _chosen(
         for gap in gaps([name for name in own if name in chosen]):
             if not gap.certain:
                 notes.append(f"not there: {printable(gap.shown)} (a gap in the numbers)")
-    return chosen, [
-        *notes,
-        *(f"not read: {_listed(names)} ({why})" for names, why in unread if names),
-    ]
+    return chosen, [*notes, *_not_read(unread)]
+
+
+def _not_read(unread: Unread) -> list[str]:
+    return [f"not read: {_listed(names)} ({why})" for names, why in unread if names]
 
 
 def _by_split(
@@ -248,7 +253,7 @@ def _by_split(
 def _splits(names: Sequence[str]) -> dict[str, str | None]:
     """Split of each file: what folders say of any file, or else what its name says."""
     of_folders = {
-        name: next(filter(None, map(_split, PurePosixPath(name).parent.parts)), None)
+        name: next(filter(None, map(_split, PurePosixPath(name).parent.parts[::-1])), None)
         for name in names
     }
     if any(of_folders.values()):
@@ -339,7 +344,7 @@ def _counts(name: str, form: str) -> bool:
 
 
 def _form(name: str) -> str | None:
-    return FORMS.get(_suffix(name.partition("?")[0]))
+    return FORMS.get(_suffix(name))
 
 
 def _suffix(name: str) -> str:

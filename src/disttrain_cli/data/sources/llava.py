@@ -39,6 +39,7 @@ from disttrain_cli.data.sources.files import (
     join,
     missing_file,
     open_file,
+    without_query,
 )
 from disttrain_cli.data.sources.samples import (
     LONG,
@@ -133,7 +134,7 @@ def read_llava(
     except OSError as error:
         yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
-    named_so, at = shard.path.partition("?")[0].endswith(".json"), 0
+    named_so, at = without_query(shard.path).endswith(".json"), 0
     good = good_bytes = mappings = 0
     bad, damaged = list[Skipped](), dict[int, int]()  # bytes of lines of it that are no JSON
     damage: Skipped | None = None
