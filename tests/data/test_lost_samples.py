@@ -131,7 +131,7 @@ DAMAGE = [
         for form in WRITERS
         for damage in (cut, emptied, zeroed, gone, linked_nowhere)
     ),
-    *((form, without_samples) for form in ("tar", "parquet", "stream", "json")),
+    ("tar", without_samples),
     *((form, at_a_border) for form in ("tar", "stream")),
 ]
 
@@ -159,6 +159,52 @@ def test_a_damaged_shard_counts_by_what_its_neighbours_hold(
     strict = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.001)
     with pytest.raises(BadSamplesError, match=f"{lost} of {len(index) + lost} samples"):
         build_index(strict, INPUTS)
+
+
+@pytest.mark.parametrize("form", ["parquet", "stream", "arrow", "json"])
+def test_a_whole_shard_without_rows_loses_nothing(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, form)
+    WRITERS[form][0](path, [])
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0), INPUTS)
+    assert len(index) == 3 * EACH and samples_lost(index.skipped) == 0
+    assert [one.reason for one in index.skipped] == ["it holds no sample"]
+
+
+def test_a_lower_limit_holds_for_an_index_that_is_there(tmp_path: Path) -> None:
+    cut(write(tmp_path, "lines"))
+    index = open_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3), INPUTS)
+    strict = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.001)
+    lost = samples_lost(index.skipped)
+    with pytest.raises(BadSamplesError, match=f"{lost} of {len(index) + lost} samples"):
+        open_index(strict, INPUTS)
+    assert open_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3), INPUTS)
+
+
+@pytest.mark.parametrize("form", ["arrow", "stream"])
+def test_a_damaged_batch_of_arrow_is_left_out(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, form)
+    content = path.read_bytes()
+    place = content.index(texts(2)[10].encode()) + 20
+    path.write_bytes(content[:place] + b"\xff" * 3 + content[place + 3 :])
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.9), INPUTS)
+    assert len(index) == 4 * EACH - 10
+    assert [(one.key, one.samples) for one in index.skipped] == [("rows 10 to 19", 10)]
+
+
+@pytest.mark.parametrize("factor", [1, 20, 64, 128, 512, 2048])
+def test_a_tar_is_padded_to_the_records_of_its_writer(tmp_path: Path, factor: int) -> None:
+    path = write(tmp_path, "tar", shards=1)
+    with tarfile.open(path) as opened:
+        while (last := opened.next()) is not None:
+            end = last.offset_data + -(-last.size // 512) * 512 + 1024
+    os.truncate(path, end)
+    os.truncate(path, -(-end // (512 * factor)) * 512 * factor)
+    run = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0)
+    assert len(build_index(run, INPUTS)) == EACH
+    with path.open("ab") as file:
+        file.write(b"more" * 128)
+    with pytest.raises(BadSamplesError):
+        build_index(run, INPUTS)
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 912345678\n"

@@ -60,7 +60,10 @@ def lost_samples(shards: Sequence[ReadShard]) -> list[tuple[int, Skipped]]:
             lost.append((place, one if known else _counted(one, _lost(one, shard, whole))))
         if not shard.held and not shard.skipped and _stated(shard.shard) != 0:
             empty = Skipped(shard.label, "", "it holds no sample", None, cut=True)
-            others.append(_counted(empty, _lost(empty, shard, whole)))
+            if shard.size and shard.shard.form != "tar":  # a whole table or list that has no row
+                others.append(empty._replace(samples=0, cut=False))
+            else:
+                others.append(_counted(empty, _lost(empty, shard, whole)))
     others += _missing(shards, whole)
     return [*lost, *((NO_SHARD, one) for one in others)]
 

@@ -236,6 +236,17 @@ def test_a_list_of_records_beside_shards_is_no_metadata(tmp_path: Path) -> None:
         list_source(str(tmp_path), "f")
 
 
+@pytest.mark.parametrize("content", ['{"00000.tar": 10}', '["cat", "dog"]', "[1, 2]"])
+def test_what_describes_tars_hides_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "sizes.json").write_text(content)
+    found, said = names(tmp_path, ["train/0.tar", "val/0.tar"])
+    assert found == ["train/0.tar"] and "sizes.json (another form" in said
+    touch(tmp_path, "flat/0.tar")
+    (tmp_path / "flat" / "classes.json").write_text(content)
+    found, said = names(tmp_path / "flat", [])
+    assert found == ["0.tar"] and "classes.json (another form" in said
+
+
 def test_shards_in_folders_below_are_asked_for(tmp_path: Path) -> None:
     touch(tmp_path, "first/0.tar", "first/1.tar")
     with pytest.raises(DataError, match="holds no shard") as caught:

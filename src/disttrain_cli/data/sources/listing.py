@@ -62,6 +62,7 @@ SPLITS = {
 EXPECTED = {f".{suffix}" for media in MEDIA.values() for suffix in media.suffixes}
 EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
 EXPECTED_NAMES = ("license", "readme", "notice", "_success", "_metadata", "_common_metadata")
+DESCRIBES = "another form, which describes the data"
 HEAD_BYTES = 64  # of a JSON that tell whether it may be a list of records
 MOST_NAMED = 3  # files that a message lists
 
@@ -124,9 +125,8 @@ def list_source(
     files, aside = set_aside(path, sorted(list_files(path)), _form)
     is_shard = _counts
     forms = _forms(files, is_shard)
-    if not forms:
-        is_shard = _in_split
-        forms = _forms(files, is_shard)
+    if all(_is_mapping(path, name) for name in forms) and (below := _forms(files, _in_split)):
+        forms, is_shard = below, _in_split
     if not forms and not is_url(path) and not is_folder(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not forms and any(name.lower().endswith(PICTURES) for name in files):
@@ -195,7 +195,7 @@ def _chosen(
             path, files, {n: forms[n] for n in names if n in forms}, ambiguous
         )
         chosen |= dict.fromkeys(own, held_out)
-        unread.append((others, "another form, which describes the data"))
+        unread.append((others, DESCRIBES))
     read = {forms[name] for name in chosen}
     for name in (*train, *held):
         if name in packed and (not chosen or packed[name] in read):
@@ -296,19 +296,27 @@ def _describes(
         return of_tars and ("/" in name or str(file.with_suffix(".tar")) in shards)
     if file.name == CAPTIONS:
         return not any(one.lower().endswith(PICTURES) for one in files)
-    if file.suffix.lower() == ".jsonl":
+    return _is_mapping(path, name)
+
+
+def _is_mapping(path: str, name: str) -> bool:
+    """True if a file is a JSON that is a mapping, or a list of texts or numbers: no records."""
+    if _suffix(name) != ".json":
         return False
     try:
         head = open_file(join(path, name)).read(0, HEAD_BYTES)
     except OSError:
         return False
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    return head[:1] == b"{" or (head[:1] == b"[" and head[1:].lstrip()[:1] not in b"[{")
 
 
 def _kind(name: str) -> str:
     """Why a file is not read of which nothing else was said."""
     if _is_packed(name):
         return "packed"
+    if _form(name) and "/" not in name:
+        return DESCRIBES
     return "in folders below" if _form(name) else "no form that is read"
 
 

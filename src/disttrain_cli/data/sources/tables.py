@@ -189,13 +189,21 @@ def read_arrow(
     Raises:
         DataError: its columns do not tell images and texts.
     """
+    import pyarrow as pa
+
     row, columns = 0, None
     for batch in _arrow_batches(shard.path, label):
         if isinstance(batch, Skipped):
             yield batch
             return
         columns = columns or find_columns(batch.schema, label, shard.text)
-        yield from read_rows(batch, columns, row, label, chat)
+        try:
+            batch.validate(full=True)
+        except pa.ArrowInvalid as error:
+            lost = f"rows {row} to {row + len(batch) - 1}"
+            yield Skipped(label, lost, f"damaged Arrow: {error}", len(batch))
+        else:
+            yield from read_rows(batch, columns, row, label, chat)
         row += len(batch)
 
 

@@ -60,6 +60,7 @@ EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
+RECORD_SIZES = [tarfile.BLOCKSIZE << power for power in range(12)]
 MOST_HEADER_BYTES = 1024 * 1024
 
 
@@ -226,7 +227,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
                     yield Member(info.name, location, reason)
             end = tar.offset
             stream.seek(end)
-            padded = -(-(end + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+            padded = _padded(end + 2 * tarfile.BLOCKSIZE, file.size)
             rest = stream.read(padded - end)
     except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
         yield _damaged(file, label, f"not a whole tar: {error}", at)
@@ -239,6 +240,13 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
     elif any(rest) or file.size > padded:  # two tars in one, or a hole of zeros
         reason = f"damaged tar: {file.size - end} bytes behind the end marker at byte {end}"
         yield _damaged(file, label, reason, end)
+
+
+def _padded(end: int, size: int) -> int:
+    """Return the size to which a tar that ends there is padded: to whole records, which writers
+    make larger than the usual one by powers of two (`tar --blocking-factor`)."""
+    sizes = [-(-end // record) * record for record in (tarfile.RECORDSIZE, *RECORD_SIZES)]
+    return size if size in sizes else sizes[0]
 
 
 def _damaged(file: File, label: str, reason: str, at: int) -> Skipped:
