@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -181,14 +182,26 @@ def test_a_lower_limit_holds_for_an_index_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["arrow", "stream"])
-def test_a_damaged_batch_of_arrow_is_left_out(tmp_path: Path, form: str) -> None:
+def test_damaged_rows_of_arrow_are_left_out(tmp_path: Path, form: str) -> None:
     path = write(tmp_path, form)
-    content = path.read_bytes()
-    place = content.index(texts(2)[10].encode()) + 20
-    path.write_bytes(content[:place] + b"\xff" * 3 + content[place + 3 :])
+    content, size = path.read_bytes(), len(texts(2)[10])
+    offsets = struct.pack("<11i", *range(0, 11 * size, size))  # of rows 10 to 19
+    place = content.index(offsets) + 5 * 4
+    path.write_bytes(content[:place] + struct.pack("<i", 1 << 30) + content[place + 4 :])
     index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.9), INPUTS)
-    assert len(index) == 4 * EACH - 10
-    assert [(one.key, one.samples) for one in index.skipped] == [("rows 10 to 19", 10)]
+    assert len(index) == 4 * EACH - 2
+    assert [(one.key, one.samples) for one in index.skipped] == [("row 14", 1), ("row 15", 1)]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_pipe_is_never_read(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, form)
+    path.unlink()
+    os.mkfifo(path)
+    run = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3, deduplicate=True)
+    index = build_index(run, INPUTS)
+    assert [one.samples for one in index.skipped] == [EACH] and len(index) == 3 * EACH
+    assert "not a regular file" in index.skipped[0].reason
 
 
 @pytest.mark.parametrize("factor", [1, 20, 64, 128, 512, 2048])
@@ -243,15 +256,21 @@ def test_a_shard_of_something_else_counts_as_its_neighbours(
         build_index(run, INPUTS)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 10), (5, 25), (12, 36)])
-def test_a_hole_of_zeros_in_lines_counts_by_bytes(tmp_path: Path, first: int, last: int) -> None:
+@pytest.mark.parametrize("holes", [[(0, 10)], [(5, 25)], [(12, 36)], [(0, 10), (20, 35)]])
+def test_holes_of_zeros_in_lines_count_by_bytes(
+    tmp_path: Path, holes: list[tuple[int, int]]
+) -> None:
     path = write(tmp_path, "lines", shards=1)
-    said = path.read_bytes().splitlines(keepends=True)
-    start, end = len(b"".join(said[:first])), len(b"".join(said[:last])) - 20
-    path.write_bytes(b"".join(said)[:start] + bytes(end - start) + b"".join(said)[end:])
+    content = bytearray(path.read_bytes())
+    ends = [0, *(at + 1 for at, byte in enumerate(content) if byte == 10)]
+    for first, last in holes:
+        start, end = ends[first], ends[last] - 20
+        content[start:end] = bytes(end - start)
+    path.write_bytes(content)
     index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.9), INPUTS)
-    assert len(index) == EACH - (last - first)
-    assert samples_lost(index.skipped) == pytest.approx(last - first, abs=1)
+    lost = sum(last - first for first, last in holes)
+    assert len(index) == EACH - lost
+    assert samples_lost(index.skipped) == pytest.approx(lost, abs=len(holes))
 
 
 @pytest.mark.parametrize("damage", [cut, zeroed])

@@ -109,7 +109,8 @@ def _lost(one: Skipped, shard: ReadShard, whole: _Whole) -> int | None:
 def _by_bytes(one: Skipped, shard: ReadShard, like: Sequence[ReadShard]) -> int:
     """Samples in the bytes behind a damage, by the bytes per sample before it or, where there is
     none before it, in other shards; 0 where nothing tells."""
-    size, samples = (shard.size or 0) - one.unread_bytes, shard.held
+    unread = sum(other.unread_bytes for other in shard.skipped)
+    size, samples = (shard.size or 0) - unread, shard.held
     if not samples:
         size, samples = sum(other.size or 0 for other in like), sum(other.held for other in like)
     return -(-one.unread_bytes * samples // size) if size > 0 else 0

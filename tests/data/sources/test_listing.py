@@ -186,6 +186,14 @@ def test_what_is_named_is_read_whatever_split_it_is(tmp_path: Path, path: str) -
         (["a.jsonl", "b.jsonl.gz"], "b.jsonl.gz is packed"),
         (["train.jsonl.zst", "test.jsonl"], "train.jsonl.zst is packed"),
         (["0.tar", "1.tgz"], "1.tgz is packed"),
+        (
+            [
+                f"data/{one}-00000-of-00001.parquet"
+                for one in ("train_sft", "train_gen", "test_sft")
+            ],
+            "train_gen-00000-of-00001.parquet and data/train_sft-00000-of-00001.parquet",
+        ),
+        ([f"{one}-00000-of-00001.parquet" for one in ("red", "blue")], "several sets"),
         (["validation.jsonl", "test.jsonl"], "validation and test, and none to train on"),
     ],
 )
@@ -271,13 +279,12 @@ def test_a_folder_is_one_whatever_its_name(tmp_path: Path, suffix: str, where: s
         assert [shard.name for shard in named] == [f"what?{suffix}"]
 
 
-def test_links_to_folders_and_what_is_no_file_are_named(tmp_path: Path) -> None:
+def test_links_to_folders_are_named(tmp_path: Path) -> None:
     touch(tmp_path, "own/a.parquet", "elsewhere/b.parquet")
     (tmp_path / "own" / "sub").symlink_to(tmp_path / "elsewhere")
-    os.mkfifo(tmp_path / "own" / "c.parquet")
     found, said = names(tmp_path / "own", [])
     assert found == ["a.parquet"]
-    assert "sub/ (a link to a folder, not followed)" in said and "c.parquet (no regular" in said
+    assert "sub/ (a link to a folder, not followed)" in said
     (tmp_path / "own" / "a.parquet").unlink()
     with pytest.raises(DataError, match="holds no shard") as caught:
         names(tmp_path / "own", [])
@@ -299,3 +306,67 @@ def test_a_dataset_saved_over_an_older_one_is_read_alone(tmp_path: Path) -> None
     found, said = names(tmp_path, [])
     assert found == [*new, "b/data-00000-of-00001.arrow"]
     assert f"{', '.join(old[:3])} and 1 more (not of the dataset" in said
+
+
+ONE = "configs: [{config_name: x, data_files: [{split: train, path: a.parquet}, SPLIT]}]"
+FILES = ["a.parquet", "b.parquet", "data/train-0.parquet", "data/test-0.parquet", "en/a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("head", "found", "held", "said"),
+    [
+        (ONE.replace("SPLIT", "{split: test, path: b.parquet}"), FILES[:1], [], "b.parquet (the"),
+        (ONE.replace("SPLIT", "{split: dev, path: [b.*]}"), FILES[:1], FILES[1:2], "held out: b"),
+        (ONE.replace("SPLIT", "{split: more, path: b.*}"), FILES[:1], [], "b.parquet (the split m"),
+        (
+            ONE.replace(", SPLIT", ""),
+            FILES[:1],
+            [],
+            "b.parquet, data/test-0.parquet, data/train-0.parquet (not among",
+        ),
+        ("configs: [{data_files: 'data/*-0.parquet'}]", FILES[3:1:-1], [], "a.parquet, b.parquet"),
+        ("configs: [{data_files: '**/a*'}]\n# both", [], [], "a.parquet and en/a.jsonl"),
+        ("configs: [{data_dir: en, data_files: '*'}]", FILES[4:], [], "a.parquet"),
+        (
+            "configs: [{config_name: x, data_files: a.*}, {default: true, data_files: b.*}]",
+            FILES[1:2],
+            [],
+            "a.parquet",
+        ),
+        (
+            "configs: [{data_files: a.*}, {config_name: de, data_files: b.*}]",
+            [],
+            [],
+            "configs 0, de",
+        ),
+        (
+            "configs: [{data_files: {train_sft: a.*, train_gen: b.*}}]",
+            [],
+            [],
+            "the splits train_sft, train_gen, and none to train on",
+        ),
+        (
+            "configs: [{data_files: {train_sft: a.*, test_sft: [b.*]}}]",
+            FILES[:1],
+            [],
+            "b.parquet (the split test)",
+        ),
+        ("configs: [{data_files: nowhere.csv}]", [], [], "no file of train is read"),
+        ("language: en", FILES[2:3], [], "the split test"),
+        ("configs: [", FILES[2:3], [], "the split test"),
+    ],
+)
+def test_splits_that_a_readme_declares(
+    tmp_path: Path, head: str, found: list[str], held: list[str], said: str
+) -> None:
+    touch(tmp_path, *FILES)
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n# A dataset\n")
+    if not found:
+        with pytest.raises(DataError, match="can be read in several ways") as caught:
+            list_source(str(tmp_path), "f", validation=True)
+        assert said in caught.value.why
+        return
+    listing = list_source(str(tmp_path), "f", validation=True)
+    assert [one.name for one in listing.shards if not one.held_out] == found
+    assert [one.name for one in listing.shards if one.held_out] == held
+    assert said in "; ".join(listing.unread)

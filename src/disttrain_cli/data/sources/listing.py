@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
+from disttrain_cli.data.sources.declared_splits import declared_splits
 from disttrain_cli.data.sources.files import (
     is_file,
     is_folder,
@@ -62,6 +63,8 @@ SPLITS = {
 EXPECTED = {f".{suffix}" for media in MEDIA.values() for suffix in media.suffixes}
 EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
 EXPECTED_NAMES = ("license", "readme", "notice", "_success", "_metadata", "_common_metadata")
+#: A shard of a set that a folder may hold beside others.
+NAMED_SET = re.compile(r"(?P<folder>.*/)?(?P<set>[^/]+)-\d{5}-of-\d{5}")
 DESCRIBES = "another form, which describes the data"
 HEAD_BYTES = 64  # of a JSON that tell whether it may be a list of records
 MOST_NAMED = 3  # files that a message lists
@@ -123,7 +126,20 @@ def list_source(
             "Correct data.sources in the run file, or check the network.",
         )
     files, aside = set_aside(path, sorted(list_files(path)), _form)
-    is_shard = _counts
+
+    def ambiguous(why: str, next_step: str) -> DataError:
+        what = f"The dataset {shown(path)} can be read in several ways"
+        return DataError(what, f"{why}; {given}", next_step)
+
+    declared = _declared(path, files, ambiguous)
+    if declared:
+        others = [n for n in files if n not in declared and (own := _form(n)) and _counts(n, own)]
+        aside.append((others, "not among the files of the splits that README.md declares"))
+        files = [name for name in files if name not in others]
+
+    def is_shard(name: str, form: str) -> bool:
+        return name in declared if declared else _counts(name, form)
+
     forms = _forms(files, is_shard)
     if all(_is_mapping(path, name) for name in forms) and (below := _forms(files, _in_split)):
         forms, is_shard = below, _in_split
@@ -154,17 +170,16 @@ def list_source(
             hint,
         )
 
-    def ambiguous(why: str, next_step: str) -> DataError:
-        what = f"The dataset {shown(path)} can be read in several ways"
-        return DataError(what, f"{why}; {given}", next_step)
-
     packed = {
         name: form_of
         for name in filter(_is_packed, files)
         if (inner := _unpacked(name)) not in forms
         for form_of in _forms([inner], is_shard).values()
     }
-    chosen, notes = _chosen(path, files, forms, packed, validation, ambiguous)
+    split_of = declared or _splits([*forms, *packed])
+    chosen, notes = _chosen(path, files, forms, packed, split_of, validation, ambiguous)
+    if not declared:
+        _check_sets([name for name, held_out in chosen.items() if not held_out], ambiguous)
     shards = [
         Shard(
             forms[name],
@@ -183,12 +198,13 @@ def _chosen(
     files: Sequence[str],
     forms: Mapping[str, str],
     packed: Mapping[str, str],
+    split_of: Mapping[str, str | None],
     validation: bool,
     ambiguous: Ambiguous,
 ) -> tuple[dict[str, bool], list[str]]:
     """(shards among the files of a folder, with True if they are held out; what is to be said of
     the others), by the forms of those that may be shards, and may be once they are unpacked."""
-    train, held, unread, notes = _by_split([*forms, *packed], validation, ambiguous)
+    train, held, unread, notes = _by_split([*forms, *packed], split_of, validation, ambiguous)
     chosen = dict[str, bool]()
     for names, held_out in ((train, False), (held, True)):
         own, others = _of_one_form(
@@ -220,16 +236,18 @@ def _not_read(unread: Unread) -> list[str]:
 
 
 def _by_split(
-    names: Sequence[str], validation: bool, ambiguous: Ambiguous
+    names: Sequence[str],
+    split_of: Mapping[str, str | None],
+    validation: bool,
+    ambiguous: Ambiguous,
 ) -> tuple[list[str], list[str], Unread, list[str]]:
     """(files to train on, those of the validation split where it is asked for, unread ones, what is
     to be said of the others) by their split; a file without one belongs to none where there is a
     train split, else it is trained on."""
-    split_of = _splits(names)
-    by_split = {
-        split: [name for name in names if split_of[name] == split] for split in (*SPLITS, None)
-    }
-    splits = [split for split in SPLITS if by_split[split]]
+    by_split: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
+    for name in names:
+        by_split.setdefault(split_of[name], []).append(name)
+    splits = [split for split in by_split if split and by_split[split]]
     if not splits:
         return [*names], [], [], []
     used = TRAIN if TRAIN in splits else None
@@ -248,6 +266,46 @@ def _by_split(
     ]
     notes = [f"held out: {_listed(held)} (the split {VALIDATION})"] if held else []
     return by_split[used], held, unread, notes
+
+
+def _declared(path: str, files: Sequence[str], ambiguous: Ambiguous) -> dict[str, str]:
+    """Return the split of each file for which README.md declares one; DataError where it does not
+    tell which are to be trained on, or none of these is there."""
+    configs = declared_splits(path, files)
+    if not configs:
+        return {}
+    (splits, *others), next_step = configs.values(), "Name the folder or the files that are meant."
+    if others:
+        raise ambiguous(f"its README.md declares the configs {_listed([*configs])}", next_step)
+    to_train = [split for split in splits if _split(split) == TRAIN]
+    train = to_train if len(to_train) == 1 else [one for one in to_train if one == TRAIN]
+    train = train or ([*splits] if len(splits) == 1 else [])
+    if not train or not any(map(_form, splits[train[0]])):
+        none = f"no file of {printable(train[0])} is read" if train else "none to train on"
+        raise ambiguous(
+            f"its README.md declares the splits {_listed([*splits])}, and {none}", next_step
+        )
+    split_of = dict.fromkeys(splits[train[0]], TRAIN)
+    for split, names in splits.items():
+        for name in names:
+            kind = _split(split)
+            split_of.setdefault(name, kind if kind and kind != TRAIN else split)
+    return split_of
+
+
+def _check_sets(names: Sequence[str], ambiguous: Ambiguous) -> None:
+    """Raise DataError where a folder has several sets of numbered shards, which `datasets` takes
+    for splits: train_sft-00000-of-00002 and train_gen-00000-of-00001."""
+    first = dict[str, re.Match[str]]()
+    for one in filter(None, map(NAMED_SET.match, names)):
+        other = first.setdefault(one["folder"] or "", one)
+        if other["set"] != one["set"]:
+            raise ambiguous(
+                f"it holds several sets of shards, such as {printable(other.string)} and"
+                f" {printable(one.string)}",
+                "Name the files that are meant as sources, or move each set to a folder of its"
+                " own.",
+            )
 
 
 def _splits(names: Sequence[str]) -> dict[str, str | None]:

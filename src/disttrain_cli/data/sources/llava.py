@@ -136,8 +136,7 @@ def read_llava(
         return
     named_so, at = without_query(shard.path).endswith(".json"), 0
     good = good_bytes = mappings = 0
-    bad, damaged = list[Skipped](), dict[int, int]()  # bytes of lines of it that are no JSON
-    damage: Skipped | None = None
+    early = list[Skipped]()  # what is left out before the first sample
     is_list = True
     try:
         is_list = _is_list(file, named_so)
@@ -156,34 +155,37 @@ def read_llava(
                         f"a record of {record.location.size} bytes, at most {MAX_TEXT_BYTES} are"
                         " read"
                     )
-                yield _sample(key, record, shard.images, chat)
-                good += 1
-                good_bytes += record.location.size
+                sample = _sample(key, record, shard.images, chat)
             except ValueError as error:
                 reason = str(error) if key == place else f"{place}: {error}"
-                if record.wrong and record.line:
-                    damaged[len(bad)] = record.location.size
+                size = record.location.size if record.wrong and record.line else 0
                 samples = None if record.cut else 1
-                bad.append(Skipped(label, key, reason, samples, cut=record.cut))
+                one = Skipped(label, key, reason, samples, 0 if record.cut else size, record.cut)
+                if good:
+                    yield _by_size(one, good_bytes / good)
+                else:
+                    early.append(one)
+                continue
+            good += 1
+            good_bytes += record.location.size
+            if early:
+                yield from (_by_size(one, good_bytes) for one in early)
+                early.clear()
+            yield sample
+        if early and not is_list and mappings < 2:
+            # a page of a server, or a mapping that may hold any number of records
+            early = [early[0]._replace(samples=None, unread_bytes=0, cut=True)]
+        yield from early
     except (OSError, ValueError, RecursionError) as error:
+        yield from early
         reason, at = f"not a whole list of records: {error}", getattr(error, "at", at)
-        damage = Skipped(label, "", reason, None, file.size - at, cut=True)
-    if bad and not good and not is_list and mappings < 2:
-        # a page of a server, or a mapping that may hold any number of records
-        bad = [bad[0]._replace(samples=None, cut=True)]
-    elif good:
-        for place_of, size in damaged.items():
-            bad[place_of] = _by_size(bad[place_of], size * good // good_bytes)
-    yield from bad
-    if damage is not None:
-        yield damage
+        yield Skipped(label, "", reason, None, file.size - at, cut=True)
 
 
-def _by_size(one: Skipped, samples: int) -> Skipped:
-    """A line that is no JSON, which counts for the lines of its size."""
-    if one.samples is None or samples < 2:
-        return one
-    return one._replace(samples=samples, reason=f"{one.reason}: about {samples:,} samples are lost")
+def _by_size(one: Skipped, mean: float) -> Skipped:
+    """A line that is no JSON: a large one counts for as many as have its size."""
+    large = one.unread_bytes > 2 * mean
+    return one._replace(samples=None) if large else one._replace(unread_bytes=0)
 
 
 def open_image(folder: str, name: str) -> File:

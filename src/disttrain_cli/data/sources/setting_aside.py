@@ -1,11 +1,9 @@
-"""Files below a folder that are no shards, whatever their names: left over by a program, or no
-regular files."""
+"""Files below a folder that are no shards, whatever their names: left over by a program, or below a
+link to a folder."""
 
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
@@ -55,11 +53,7 @@ def _reason(
             f"in {printable(path)}",
             "Give it another name, and index the data again.",
         )
-    try:
-        mode = os.stat(join(path, name)).st_mode
-    except OSError:  # reading it tells
-        return None
-    return None if stat.S_ISREG(mode) else "no regular file"
+    return None
 
 
 def _saved(path: str, files: Sequence[str]) -> dict[str, set[str]]:

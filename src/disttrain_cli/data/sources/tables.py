@@ -189,7 +189,7 @@ def read_arrow(
     Raises:
         DataError: its columns do not tell images and texts.
     """
-    import pyarrow as pa
+    from pyarrow import RecordBatch
 
     row, columns = 0, None
     for batch in _arrow_batches(shard.path, label):
@@ -197,14 +197,35 @@ def read_arrow(
             yield batch
             return
         columns = columns or find_columns(batch.schema, label, shard.text)
+        for rows in _whole_rows(batch):
+            if isinstance(rows, RecordBatch):
+                yield from read_rows(rows, columns, row, label, chat)
+                row += len(rows)
+            else:
+                yield Skipped(label, f"row {row}", f"damaged Arrow: {rows}")
+                row += 1
+
+
+def _whole_rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | str]:
+    """Yield a batch or, where it is damaged, its rows one by one, or what is wrong with them; texts
+    that are no UTF-8 are told by whoever reads them."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        rows = [batch.slice(number, 1) for number in range(len(batch))]
+    else:
+        yield batch
+        return
+    for row in rows:
         try:
-            batch.validate(full=True)
+            row.validate(full=True)
         except pa.ArrowInvalid as error:
-            lost = f"rows {row} to {row + len(batch) - 1}"
-            yield Skipped(label, lost, f"damaged Arrow: {error}", len(batch))
-        else:
-            yield from read_rows(batch, columns, row, label, chat)
-        row += len(batch)
+            if "UTF8" not in str(error):
+                yield str(error)
+                continue
+        yield row
 
 
 def _without_paths(columns: Columns, form: pa.Schema) -> list[str]:
@@ -290,6 +311,7 @@ def _open_parquet(path: str) -> Any:
     import pyarrow.parquet as pq
 
     if not is_url(path):
+        open_file(path)  # no pipe, which would wait
         return pq.ParquetFile(path, memory_map=True)
     return pq.ParquetFile(open_file(path).stream(), pre_buffer=True)
 
@@ -316,6 +338,7 @@ def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skip
     size = rows = read = at = 0
     batches: int | None = None  # of the file format
     try:
+        open_file(path)  # no pipe, which would wait
         mapped = pa.memory_map(path)
         size = mapped.size()
         whole = mapped.read(6) == b"ARROW1"
