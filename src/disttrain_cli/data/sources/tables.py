@@ -154,6 +154,8 @@ def read_parquet(
         reason = f"not a whole Parquet file: {error}"
         yield Skipped(label, "", reason, None, _bytes_of(shard.path), cut=True)
         return
+    if not file.metadata.num_rows:  # its columns may have no type
+        return
     columns, ends = find_columns(file.schema_arrow, label, shard.text), _ends(file.metadata)
     names = _without_paths(columns, file.schema_arrow)
     first, last = shard.groups or (0, len(ends))
@@ -196,6 +198,8 @@ def read_arrow(
         if isinstance(batch, Skipped):
             yield batch
             return
+        if not len(batch):  # its columns may have no type
+            continue
         columns = columns or find_columns(batch.schema, label, shard.text)
         for rows in _whole_rows(batch):
             if isinstance(rows, RecordBatch):

@@ -60,7 +60,12 @@ EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
-RECORD_SIZES = [tarfile.BLOCKSIZE << power for power in range(12)]
+#: Of tars, up to 16 MiB: powers of two of blocks and of the usual size.
+RECORD_SIZES = [
+    size << power
+    for size, most in ((tarfile.BLOCKSIZE, 16), (tarfile.RECORDSIZE, 11))
+    for power in range(most)
+]
 MOST_HEADER_BYTES = 1024 * 1024
 
 
@@ -245,8 +250,8 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
 def _padded(end: int, size: int) -> int:
     """Return the size to which a tar that ends there is padded: to whole records, which writers
     make larger than the usual one by powers of two (`tar --blocking-factor`)."""
-    sizes = [-(-end // record) * record for record in (tarfile.RECORDSIZE, *RECORD_SIZES)]
-    return size if size in sizes else sizes[0]
+    sizes = [-(-end // record) * record for record in RECORD_SIZES]
+    return size if size in sizes else -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _damaged(file: File, label: str, reason: str, at: int) -> Skipped:
