@@ -285,6 +285,11 @@ def test_links_to_folders_are_named(tmp_path: Path) -> None:
     found, said = names(tmp_path / "own", [])
     assert found == ["a.parquet"]
     assert "sub/ (a link to a folder, not followed)" in said
+    (tmp_path / "own" / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="several ways") as caught:
+        names(tmp_path / "own", [])
+    assert "train/ is a link to a folder" in caught.value.why
+    (tmp_path / "own" / "train").unlink()
     (tmp_path / "own" / "a.parquet").unlink()
     with pytest.raises(DataError, match="holds no shard") as caught:
         names(tmp_path / "own", [])

@@ -131,6 +131,13 @@ def list_source(
         what = f"The dataset {shown(path)} can be read in several ways"
         return DataError(what, f"{why}; {given}", next_step)
 
+    for link in (name for names, _ in aside for name in names if name.endswith("/")):
+        if any(map(_split, PurePosixPath(link).parts)):
+            raise ambiguous(
+                f"{printable(link)} is a link to a folder, which is not followed, and may be a"
+                " split",
+                "Name the folder that it leads to as the source, or put the files there.",
+            )
     declared = _declared(path, files, ambiguous)
     if declared:
         others = [n for n in files if n not in declared and (own := _form(n)) and _counts(n, own)]
