@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,6 +103,11 @@ def zeroed(path: Path) -> None:
     os.truncate(path, size)
 
 
+def linked_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 def gone(path: Path) -> None:
     path.unlink()
 
@@ -121,8 +127,12 @@ def at_a_border(path: Path) -> None:
 
 
 DAMAGE = [
-    *((form, damage) for form in WRITERS for damage in (cut, emptied, zeroed, gone)),
-    *((form, without_samples) for form in ("tar", "parquet", "stream", "json")),
+    *(
+        (form, damage)
+        for form in WRITERS
+        for damage in (cut, emptied, zeroed, gone, linked_nowhere)
+    ),
+    ("tar", without_samples),
     *((form, at_a_border) for form in ("tar", "stream")),
 ]
 
@@ -150,6 +160,119 @@ def test_a_damaged_shard_counts_by_what_its_neighbours_hold(
     strict = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.001)
     with pytest.raises(BadSamplesError, match=f"{lost} of {len(index) + lost} samples"):
         build_index(strict, INPUTS)
+
+
+@pytest.mark.parametrize("form", ["parquet", "stream", "arrow", "json"])
+def test_a_whole_shard_without_rows_loses_nothing(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, form)
+    WRITERS[form][0](path, [])
+    if form == "parquet":  # as pandas and Spark write a column without a value
+        pq.write_table(pa.table({"text": pa.nulls(0)}), path)
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0), INPUTS)
+    assert len(index) == 3 * EACH and samples_lost(index.skipped) == 0
+    assert [one.reason for one in index.skipped] == ["it holds no sample"]
+
+
+def test_a_lower_limit_holds_for_an_index_that_is_there(tmp_path: Path) -> None:
+    cut(write(tmp_path, "lines"))
+    index = open_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3), INPUTS)
+    strict = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.001)
+    lost = samples_lost(index.skipped)
+    with pytest.raises(BadSamplesError, match=f"{lost} of {len(index) + lost} samples"):
+        open_index(strict, INPUTS)
+    assert open_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3), INPUTS)
+
+
+@pytest.mark.parametrize("form", ["arrow", "stream"])
+def test_damaged_rows_of_arrow_are_left_out(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, form)
+    content, size = path.read_bytes(), len(texts(2)[10])
+    offsets = struct.pack("<11i", *range(0, 11 * size, size))  # of rows 10 to 19
+    place = content.index(offsets) + 5 * 4
+    path.write_bytes(content[:place] + struct.pack("<i", 1 << 30) + content[place + 4 :])
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.9), INPUTS)
+    assert len(index) == 4 * EACH - 2
+    assert [(one.key, one.samples) for one in index.skipped] == [("row 14", 1), ("row 15", 1)]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_pipe_is_never_read(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, form)
+    path.unlink()
+    os.mkfifo(path)
+    run = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3, deduplicate=True)
+    index = build_index(run, INPUTS)
+    assert [one.samples for one in index.skipped] == [EACH] and len(index) == 3 * EACH
+    assert "not a regular file" in index.skipped[0].reason
+
+
+@pytest.mark.parametrize("factor", [1, 20, 64, 128, 512, 2048, 20480])
+def test_a_tar_is_padded_to_the_records_of_its_writer(tmp_path: Path, factor: int) -> None:
+    path = write(tmp_path, "tar", shards=1)
+    with tarfile.open(path) as opened:
+        while (last := opened.next()) is not None:
+            end = last.offset_data + -(-last.size // 512) * 512 + 1024
+    os.truncate(path, end)
+    os.truncate(path, -(-end // (512 * factor)) * 512 * factor)
+    run = make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0)
+    assert len(build_index(run, INPUTS)) == EACH
+    with path.open("ab") as file:
+        file.write(b"more" * 128)
+    with pytest.raises(BadSamplesError):
+        build_index(run, INPUTS)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 912345678\n"
+PAGE = "<html>\n<body>404</body>\n</html>\n"
+HOLDERS = [
+    '{"data": [RECORDS]}\n',
+    '{"instances": [RECORDS]}',
+    '{"a": RECORD, "b": RECORD}\n',
+    '{\n"a": RECORD,\n"b": RECORD\n}\n',
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "content"),
+    [
+        *((form, POINTER) for form in WRITERS),
+        *((form, PAGE) for form in ("json", "lines")),
+        *(("lines", content) for content in HOLDERS),
+        ("json", HOLDERS[0]),
+    ],
+)
+def test_a_shard_of_something_else_counts_as_its_neighbours(
+    tmp_path: Path, form: str, content: str
+) -> None:
+    path = write(tmp_path, form)
+    said = [json.dumps(one) for one in records(texts(0, 3))]
+    path.write_text(content.replace("RECORDS", ", ".join(said)).replace("RECORD", said[0]))
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.3), INPUTS)
+    assert [one.samples for one in index.skipped] == [EACH] and len(index) == 3 * EACH
+    assert (content == POINTER) == ("a Git LFS pointer" in index.skipped[0].reason)
+    other = path.rename(tmp_path / f"other{path.suffix}").name
+    run = make_run(tmp_path, [{"path": "own"}, {"path": other}], max_bad_fraction=0.99)
+    if form not in ("json", "lines"):  # other tars and tables tell
+        return
+    with pytest.raises(BadSamplesError, match="nothing tells how many"):
+        build_index(run, INPUTS)
+
+
+@pytest.mark.parametrize("holes", [[(0, 10)], [(5, 25)], [(12, 36)], [(0, 10), (20, 35)]])
+def test_holes_of_zeros_in_lines_count_by_bytes(
+    tmp_path: Path, holes: list[tuple[int, int]]
+) -> None:
+    path = write(tmp_path, "lines", shards=1)
+    content = bytearray(path.read_bytes())
+    ends = [0, *(at + 1 for at, byte in enumerate(content) if byte == 10)]
+    for first, last in holes:
+        start, end = ends[first], ends[last] - 20
+        content[start:end] = bytes(end - start)
+    path.write_bytes(content)
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=0.9), INPUTS)
+    lost = sum(last - first for first, last in holes)
+    assert len(index) == EACH - lost
+    assert samples_lost(index.skipped) == pytest.approx(lost, abs=len(holes))
 
 
 @pytest.mark.parametrize("damage", [cut, zeroed])

@@ -89,3 +89,18 @@ def test_a_split_that_is_named_is_trained_on(folder: Path) -> None:
     source = {"path": "own/validation-00000-of-00002.jsonl"}
     index = build_index(run_in(folder, evaluation=False, sources=[source]), INPUTS)
     assert drawn(index) == ["validation0"] and not index.skipped and not index.unread_files
+
+
+def test_what_one_source_holds_out_is_trained_on_by_none(folder: Path) -> None:
+    (folder / "all").mkdir()
+    for shard in range(2):
+        name = f"validation-{shard:05d}-of-00002.jsonl"
+        (folder / "all" / f"copy{shard}.jsonl").symlink_to(folder / "own" / name)
+    (folder / "more.jsonl").rename(folder / "all" / "more.jsonl")
+    index = build_index(run_in(folder, sources=[{"path": "own"}, {"path": "all"}]), INPUTS)
+    assert drawn(index) == ["more", "train0", "train1"]
+    assert drawn(held_out(index)) == ["validation0", "validation1"]
+    assert any("copy0.jsonl (the validation split of another" in one for one in index.unread_files)
+    named = {"path": "own/validation-00001-of-00002.jsonl"}
+    with pytest.raises(DataError, match="is evaluated and cannot be trained on"):
+        build_index(run_in(folder, sources=[named, {"path": "own"}]), INPUTS)

@@ -23,6 +23,7 @@ from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.index_checks import (
     Listed,
     State,
+    check_bad,
     check_files,
     check_same,
     check_sources,
@@ -189,6 +190,12 @@ class Index:
         """Samples that say what an earlier one says."""
         return 0 if self.repeated is None else int(self.repeated.sum())
 
+    @property
+    def sample_count(self) -> int:
+        """Samples of the shards: the pieces of a document are one."""
+        later = 0 if self.pieces is None else int((self.pieces[:, 0] > 0).sum())
+        return len(self) - later
+
     @derived
     def lengths(self) -> Ints:
         """[N] tokens of each sample, BOS and EOS included."""
@@ -283,7 +290,9 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
     if stored and states_of(shards) == [State(*indexed[:4]) for indexed in stored.files]:
         made = made_for(run, inputs, tokenizer)
         if extended(stored, made) == made:  # no source has another weight
-            return _index(run, inputs, stored, listed, progress)
+            index = _index(run, inputs, stored, listed, progress)
+            check_bad(run, index.sample_count, index.skipped)  # the limit may be another one
+            return index
     write_index(run, inputs, tokenizer, shards, progress, stored)
     return _index(run, inputs, read_stored(run.dir.index), listed, progress)
 

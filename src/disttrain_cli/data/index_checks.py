@@ -3,6 +3,7 @@ samples."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from disttrain_cli.data.index_file import PROFILE, Stored
-from disttrain_cli.data.sources import Shard, Skipped, list_source, printable, shown
+from disttrain_cli.data.sources import Listing, Shard, Skipped, list_source, printable, shown
 from disttrain_cli.data.sources.files import content_of, is_url, state_of
 from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
@@ -149,6 +150,7 @@ def list_shards(run: Run) -> Listed:
         )
         for number, source in enumerate(run.file.data.sources)
     ]
+    listings = [_without_held_out(listing, listings) for listing in listings]
     of_all = list(zip(run.file.data.sources, listings, strict=True))
     return Listed(
         [
@@ -158,6 +160,35 @@ def list_shards(run: Run) -> Listed:
         ],
         [f"{shown(source.path)}: {line}" for source, listing in of_all for line in listing.unread],
     )
+
+
+def _without_held_out(listing: Listing, of_all: Sequence[Listing]) -> Listing:
+    """The shards of a source, where those of the validation split of any source are held out."""
+    held = {_real(one.path) for other in of_all for one in other.shards if one.held_out}
+    if not held:
+        return listing
+    also = [one for one in listing.shards if not one.held_out and _real(one.path) in held]
+    if len(also) == sum(not one.held_out for one in listing.shards):
+        raise DataError(
+            f"{shown(also[0].path)} is evaluated and cannot be trained on",
+            "it is of the validation split of another source, and its own source has nothing else",
+            "Take it out of data.sources, or give data.held_out, the share of the samples to"
+            " evaluate on.",
+        )
+    return Listing(
+        [one._replace(held_out=True) if one in also else one for one in listing.shards],
+        [
+            *listing.unread,
+            *(
+                f"held out: {printable(one.name)} (the validation split of another source)"
+                for one in also
+            ),
+        ],
+    )
+
+
+def _real(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)
 
 
 def _with_text(shard: Shard, source: int, text: str | None) -> Shard:

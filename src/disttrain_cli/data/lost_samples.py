@@ -60,7 +60,10 @@ def lost_samples(shards: Sequence[ReadShard]) -> list[tuple[int, Skipped]]:
             lost.append((place, one if known else _counted(one, _lost(one, shard, whole))))
         if not shard.held and not shard.skipped and _stated(shard.shard) != 0:
             empty = Skipped(shard.label, "", "it holds no sample", None, cut=True)
-            others.append(_counted(empty, _lost(empty, shard, whole)))
+            if shard.size and shard.shard.form != "tar":  # a whole table or list that has no row
+                others.append(empty._replace(samples=0, cut=False))
+            else:
+                others.append(_counted(empty, _lost(empty, shard, whole)))
     others += _missing(shards, whole)
     return [*lost, *((NO_SHARD, one) for one in others)]
 
@@ -106,7 +109,8 @@ def _lost(one: Skipped, shard: ReadShard, whole: _Whole) -> int | None:
 def _by_bytes(one: Skipped, shard: ReadShard, like: Sequence[ReadShard]) -> int:
     """Samples in the bytes behind a damage, by the bytes per sample before it or, where there is
     none before it, in other shards; 0 where nothing tells."""
-    size, samples = (shard.size or 0) - one.unread_bytes, shard.held
+    unread = sum(other.unread_bytes for other in shard.skipped)
+    size, samples = (shard.size or 0) - unread, shard.held
     if not samples:
         size, samples = sum(other.size or 0 for other in like), sum(other.held for other in like)
     return -(-one.unread_bytes * samples // size) if size > 0 else 0

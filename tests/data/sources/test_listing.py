@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,7 @@ def names(tmp_path: Path, files: list[str], **options: bool) -> tuple[list[str],
             ["train/data-00000-of-00001.arrow"],
             {"validation": ["validation/data-00000-of-00001.arrow"]},
         ),
+        (["test_set/train/a.parquet"], {"validation": ["train_set/val/a.parquet"]}),  # the inner
         (["en/train/a.parquet"], {"test": ["de/test/train.parquet"]}),  # folders come first
         (["split-train/a.parquet"], {"test": ["evaluation 2/a.parquet"]}),
         (["train/metadata.jsonl"], {"test": ["test/metadata.jsonl"]}),
@@ -183,6 +186,14 @@ def test_what_is_named_is_read_whatever_split_it_is(tmp_path: Path, path: str) -
         (["a.jsonl", "b.jsonl.gz"], "b.jsonl.gz is packed"),
         (["train.jsonl.zst", "test.jsonl"], "train.jsonl.zst is packed"),
         (["0.tar", "1.tgz"], "1.tgz is packed"),
+        (
+            [
+                f"data/{one}-00000-of-00001.parquet"
+                for one in ("train_sft", "train_gen", "test_sft")
+            ],
+            "train_gen-00000-of-00001.parquet and data/train_sft-00000-of-00001.parquet",
+        ),
+        ([f"{one}-00000-of-00001.parquet" for one in ("red", "blue")], "several sets"),
         (["validation.jsonl", "test.jsonl"], "validation and test, and none to train on"),
     ],
 )
@@ -211,6 +222,8 @@ def test_folders_that_can_be_read_in_several_ways_are_refused(
         ),
         (["1.tar", "2.tar", "4.tar"], [], "not there: 3.tar (a gap"),
         (["1.tar", "3.tar", "5.tar"], [], ""),
+        (["a.parquet"], ["_temporary/0/a.parquet"], "_temporary/0/a.parquet (left over"),
+        (["a.parquet"], ["_SUCCESS", "_metadata", "_common_metadata"], ""),
         (["0.tar", "2.tar", "3.tar"], [], ""),  # it is counted as a lost sample is
     ],
 )
@@ -231,8 +244,134 @@ def test_a_list_of_records_beside_shards_is_no_metadata(tmp_path: Path) -> None:
         list_source(str(tmp_path), "f")
 
 
+@pytest.mark.parametrize("content", ['{"00000.tar": 10}', '["cat", "dog"]', "[1, 2]"])
+def test_what_describes_tars_hides_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "sizes.json").write_text(content)
+    found, said = names(tmp_path, ["train/0.tar", "val/0.tar"])
+    assert found == ["train/0.tar"] and "sizes.json (another form" in said
+    touch(tmp_path, "flat/0.tar")
+    (tmp_path / "flat" / "classes.json").write_text(content)
+    found, said = names(tmp_path / "flat", [])
+    assert found == ["0.tar"] and "classes.json (another form" in said
+
+
 def test_shards_in_folders_below_are_asked_for(tmp_path: Path) -> None:
     touch(tmp_path, "first/0.tar", "first/1.tar")
     with pytest.raises(DataError, match="holds no shard") as caught:
         list_source(str(tmp_path), "f")
     assert "first/0.tar" in caught.value.why and "Name the folder" in caught.value.next_step
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl", ".tar", ".arrow"])
+@pytest.mark.parametrize("where", ["", "memory://"])
+def test_a_folder_is_one_whatever_its_name(tmp_path: Path, suffix: str, where: str) -> None:
+    folder = tmp_path / f"out{suffix}"
+    touch(folder, f"part-0{suffix}", f"what?.{suffix[1:]}")
+    path = str(folder)
+    if where:
+        fsspec = pytest.importorskip("fsspec")
+        path = f"memory://{tmp_path.name}/out{suffix}"
+        fsspec.filesystem("memory").put(str(folder), path, recursive=True)
+    shards = list_source(path, "f").shards
+    assert [shard.name for shard in shards] == [f"part-0{suffix}", f"what?{suffix}"]
+    if not where:
+        named = list_source(f"{folder}/what?{suffix}", "f").shards
+        assert [shard.name for shard in named] == [f"what?{suffix}"]
+
+
+def test_links_to_folders_are_named(tmp_path: Path) -> None:
+    touch(tmp_path, "own/a.parquet", "elsewhere/b.parquet")
+    (tmp_path / "own" / "sub").symlink_to(tmp_path / "elsewhere")
+    found, said = names(tmp_path / "own", [])
+    assert found == ["a.parquet"]
+    assert "sub/ (a link to a folder, not followed)" in said
+    (tmp_path / "own" / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="several ways") as caught:
+        names(tmp_path / "own", [])
+    assert "train/ is a link to a folder" in caught.value.why
+    (tmp_path / "own" / "train").unlink()
+    (tmp_path / "own" / "a.parquet").unlink()
+    with pytest.raises(DataError, match="holds no shard") as caught:
+        names(tmp_path / "own", [])
+    assert "sub/: a link to a folder" in caught.value.why
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl")
+    Path(os.fsdecode(bytes(tmp_path) + b"/b\xff.jsonl")).write_text("{}")
+    with pytest.raises(DataError, match="not UTF-8"):
+        names(tmp_path, [])
+
+
+def test_a_dataset_saved_over_an_older_one_is_read_alone(tmp_path: Path) -> None:
+    new, old = ([f"a/data-{n:05d}-of-{of:05d}.arrow" for n in range(of)] for of in (2, 4))
+    touch(tmp_path, *new, *old, "b/data-00000-of-00001.arrow")
+    files = [{"filename": Path(name).name} for name in new]
+    (tmp_path / "a" / "state.json").write_text(json.dumps({"_data_files": files}))
+    found, said = names(tmp_path, [])
+    assert found == [*new, "b/data-00000-of-00001.arrow"]
+    assert f"{', '.join(old[:3])} and 1 more (not of the dataset" in said
+
+
+ONE = "configs: [{config_name: x, data_files: [{split: train, path: a.parquet}, SPLIT]}]"
+FILES = ["a.parquet", "b.parquet", "data/train-0.parquet", "data/test-0.parquet", "en/a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("head", "found", "held", "said"),
+    [
+        (ONE.replace("SPLIT", "{split: test, path: b.parquet}"), FILES[:1], [], "b.parquet (the"),
+        (ONE.replace("SPLIT", "{split: dev, path: [b.*]}"), FILES[:1], FILES[1:2], "held out: b"),
+        (ONE.replace("SPLIT", "{split: more, path: b.*}"), FILES[:1], [], "b.parquet (the split m"),
+        (
+            ONE.replace(", SPLIT", ""),
+            FILES[:1],
+            [],
+            "b.parquet, data/test-0.parquet, data/train-0.parquet (not among",
+        ),
+        ("configs: [{data_files: 'data/*-0.parquet'}]", FILES[3:1:-1], [], "a.parquet, b.parquet"),
+        ("configs: [{data_files: '**/a*'}]\n# both", [], [], "a.parquet and en/a.jsonl"),
+        ("configs: [{data_dir: en, data_files: '*'}]", FILES[4:], [], "a.parquet"),
+        (
+            "configs: [{config_name: x, data_files: a.*}, {default: true, data_files: b.*}]",
+            FILES[1:2],
+            [],
+            "a.parquet",
+        ),
+        (
+            "configs: [{data_files: a.*}, {config_name: de, data_files: b.*}]",
+            [],
+            [],
+            "configs 0, de",
+        ),
+        (
+            "configs: [{data_files: {train_sft: a.*, train_gen: b.*}}]",
+            [],
+            [],
+            "the splits train_sft, train_gen, and none to train on",
+        ),
+        (
+            "configs: [{data_files: {train_sft: a.*, test_sft: [b.*]}}]",
+            FILES[:1],
+            [],
+            "b.parquet (the split test)",
+        ),
+        ("configs: [{data_files: nowhere.csv}]", [], [], "no file of train is read"),
+        ("language: en", FILES[2:3], [], "the split test"),
+        ("configs: [", FILES[2:3], [], "the split test"),
+    ],
+)
+def test_splits_that_a_readme_declares(
+    tmp_path: Path, head: str, found: list[str], held: list[str], said: str
+) -> None:
+    touch(tmp_path, *FILES)
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n# A dataset\n")
+    if not found:
+        with pytest.raises(DataError, match="can be read in several ways") as caught:
+            list_source(str(tmp_path), "f", validation=True)
+        assert said in caught.value.why
+        return
+    listing = list_source(str(tmp_path), "f", validation=True)
+    assert [one.name for one in listing.shards if not one.held_out] == found
+    assert [one.name for one in listing.shards if one.held_out] == held
+    assert said in "; ".join(listing.unread)

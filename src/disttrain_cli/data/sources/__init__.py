@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from disttrain_cli.data.sources.files import open_file
 from disttrain_cli.data.sources.listing import Listing, list_source, shown
 from disttrain_cli.data.sources.llava import LlavaShard, read_llava
 from disttrain_cli.data.sources.samples import (
@@ -55,6 +56,8 @@ __all__ = [
     "shown",
 ]
 
+POINTER, POINTER_BYTES = b"version https://git-lfs", 1024  # of Git LFS: its beginning and most size
+
 
 def read_shard(
     shard: Shard, label: str, chat: ChatForm | None = None
@@ -66,8 +69,23 @@ def read_shard(
     Raises:
         DataError: a URL cannot be read, or the columns of a table do not tell images and texts.
     """
+    if (damage := _no_shard(shard, label)) is not None:
+        return iter([damage])
     readers = {"tar": read_tar, "llava": read_llava, "parquet": read_parquet, "arrow": read_arrow}
     return readers[shard.form](shard, label, chat)
+
+
+def _no_shard(shard: Shard, label: str) -> Skipped | None:
+    """Return what is wrong with a file of which no reader could read anything."""
+    try:
+        file = open_file(shard.path)
+    except OSError as error:
+        reason = f"cannot be opened: {error.strerror}"
+        return Skipped(label, "", reason, None, cut=True)
+    if file.size <= POINTER_BYTES and file.read(0, len(POINTER)) == POINTER:
+        reason = "a Git LFS pointer in place of the file: git lfs pull"
+        return Skipped(label, "", reason, None, cut=True)
+    return None
 
 
 def open_shard(shard: Shard, cache: RowGroups, chat: ChatForm | None = None) -> OpenShard:

@@ -186,13 +186,13 @@ def state_of(path: str) -> list[Any]:
     gone."""
     if not is_url(path):
         try:
-            status = os.stat(path)
+            # a link that leads nowhere is a shard that cannot be read
+            status = os.stat(path) if os.path.exists(path) else os.lstat(path)
         except OSError as error:
             raise DataError(
                 f"Cannot read the shard {printable(path)}",
                 error.strerror or str(error),
-                "Bring it back (a link may lead nowhere), or index what is there: "
-                "disttrain profile --reindex",
+                "Bring it back, or take it out of data.sources.",
             ) from None
         return [status.st_size, status.st_mtime_ns]
     system, inside = file_system(path)
@@ -240,8 +240,9 @@ def file_system(url: str) -> tuple[Any, str]:
 
 def list_files(folder: str) -> Iterator[str]:
     """Names of all files below a folder, relative to it, without hidden ones; nothing where there
-    is no folder. Hidden are names that begin with a dot (`._x` of macOS), and folders that begin
-    with two underscores (`__MACOSX`), as for the `datasets` library.
+    is no folder. A link to a folder is not followed: its name ends with a slash. Hidden are names
+    that begin with a dot (`._x` of macOS), and folders that begin with two underscores
+    (`__MACOSX`), as for the `datasets` library.
 
     Raises:
         DataError: the URL cannot be listed.
@@ -249,6 +250,9 @@ def list_files(folder: str) -> Iterator[str]:
     if not is_url(folder):
         for root, folders, files in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+            for name in folders:
+                if os.path.islink(os.path.join(root, name)):
+                    yield f"{Path(root, name).relative_to(folder).as_posix()}/"
             for name in files:
                 if not name.startswith("."):
                     yield Path(root, name).relative_to(folder).as_posix()
@@ -276,6 +280,22 @@ def is_file(path: str) -> bool:
         return False
     except Exception as error:
         raise _unreachable(path, error) from None
+
+
+def is_folder(path: str) -> bool:
+    """Return True if there is a folder, also behind a URL."""
+    if not is_url(path):
+        return os.path.isdir(path)
+    system, inside = file_system(path)
+    try:
+        return bool(system.isdir(inside))
+    except Exception:  # file systems have no common error
+        return False
+
+
+def without_query(path: str) -> str:
+    """Return a URL without what follows its path; names of files may have question marks."""
+    return path.partition("?")[0] if is_url(path) else path
 
 
 def join(folder: str, name: str) -> str:

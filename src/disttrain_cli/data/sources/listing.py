@@ -6,23 +6,26 @@ keywords in names of folders or, where no folder has one, of files, between sepa
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from disttrain_cli.data.modalities.registry import MEDIA
+from disttrain_cli.data.sources.declared_splits import declared_splits
 from disttrain_cli.data.sources.files import (
     is_file,
+    is_folder,
     is_url,
     join,
     list_files,
     open_file,
     shown_url,
+    without_query,
 )
 from disttrain_cli.data.sources.numbering import gaps
 from disttrain_cli.data.sources.samples import Shard, printable
+from disttrain_cli.data.sources.setting_aside import set_aside
 from disttrain_cli.errors import DataError
 
 FORMS = {
@@ -59,7 +62,10 @@ SPLITS = {
 #: Files that records name or that describe the data, which nobody expects to be read as samples.
 EXPECTED = {f".{suffix}" for media in MEDIA.values() for suffix in media.suffixes}
 EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
-EXPECTED_NAMES = ("license", "readme", "notice", "_success")
+EXPECTED_NAMES = ("license", "readme", "notice", "_success", "_metadata", "_common_metadata")
+#: A shard of a set that a folder may hold beside others.
+NAMED_SET = re.compile(r"(?P<folder>.*/)?(?P<set>[^/]+)-\d{5}-of-\d{5}")
+DESCRIBES = "another form, which describes the data"
 HEAD_BYTES = 64  # of a JSON that tell whether it may be a list of records
 MOST_NAMED = 3  # files that a message lists
 
@@ -102,7 +108,7 @@ def list_source(
         " --sample-data"
     )
     given = f"given by {printable(field)}"
-    form = _form(path)
+    form = _form(without_query(path))
     # a web page that lists files counts as a folder
     if (form or not is_url(path)) and is_file(path):
         if form is None:
@@ -111,21 +117,40 @@ def list_source(
                 f"known: {', '.join(FORMS)}; {given}",
                 hint,
             )
-        folder, _, name = path.partition("?")[0].rpartition("/")
+        folder, _, name = without_query(path).rpartition("/")
         return Listing([Shard(form, path, name, images or folder if form == "llava" else "")], [])
-    if form:
+    if form and not is_folder(path):
         raise DataError(
             f"There is no file at {shown(path)}, or it cannot be reached",
             given,
             "Correct data.sources in the run file, or check the network.",
         )
-    files = sorted(list_files(path))
-    is_shard = _counts
+    files, aside = set_aside(path, sorted(list_files(path)), _form)
+
+    def ambiguous(why: str, next_step: str) -> DataError:
+        what = f"The dataset {shown(path)} can be read in several ways"
+        return DataError(what, f"{why}; {given}", next_step)
+
+    for link in (name for names, _ in aside for name in names if name.endswith("/")):
+        if any(map(_split, PurePosixPath(link).parts)):
+            raise ambiguous(
+                f"{printable(link)} is a link to a folder, which is not followed, and may be a"
+                " split",
+                "Name the folder that it leads to as the source, or put the files there.",
+            )
+    declared = _declared(path, files, ambiguous)
+    if declared:
+        others = [n for n in files if n not in declared and (own := _form(n)) and _counts(n, own)]
+        aside.append((others, "not among the files of the splits that README.md declares"))
+        files = [name for name in files if name not in others]
+
+    def is_shard(name: str, form: str) -> bool:
+        return name in declared if declared else _counts(name, form)
+
     forms = _forms(files, is_shard)
-    if not forms:
-        is_shard = _in_split
-        forms = _forms(files, is_shard)
-    if not forms and not is_url(path) and not os.path.isdir(path):
+    if all(_is_mapping(path, name) for name in forms) and (below := _forms(files, _in_split)):
+        forms, is_shard = below, _in_split
+    if not forms and not is_url(path) and not is_folder(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not forms and any(name.lower().endswith(PICTURES) for name in files):
         raise DataError(
@@ -143,16 +168,14 @@ def list_source(
         raise DataError(
             (
                 f"The dataset {shown(path)} is empty"
-                if not files
+                if not files and not aside
                 else f"The dataset {shown(path)} holds no shard"
             ),
-            f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}; {given}",
+            f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}"
+            + "".join(f"; {_listed(names)}: {why}" for names, why in aside)
+            + f"; {given}",
             hint,
         )
-
-    def ambiguous(why: str, next_step: str) -> DataError:
-        what = f"The dataset {shown(path)} can be read in several ways"
-        return DataError(what, f"{why}; {given}", next_step)
 
     packed = {
         name: form_of
@@ -160,7 +183,10 @@ def list_source(
         if (inner := _unpacked(name)) not in forms
         for form_of in _forms([inner], is_shard).values()
     }
-    chosen, notes = _chosen(path, files, forms, packed, validation, ambiguous)
+    split_of = declared or _splits([*forms, *packed])
+    chosen, notes = _chosen(path, files, forms, packed, split_of, validation, ambiguous)
+    if not declared:
+        _check_sets([name for name, held_out in chosen.items() if not held_out], ambiguous)
     shards = [
         Shard(
             forms[name],
@@ -171,7 +197,7 @@ def list_source(
         )
         for name, held_out in chosen.items()
     ]
-    return Listing(shards, notes)
+    return Listing(shards, [*notes, *_not_read(aside)])
 
 
 def _chosen(
@@ -179,19 +205,20 @@ def _chosen(
     files: Sequence[str],
     forms: Mapping[str, str],
     packed: Mapping[str, str],
+    split_of: Mapping[str, str | None],
     validation: bool,
     ambiguous: Ambiguous,
 ) -> tuple[dict[str, bool], list[str]]:
     """(shards among the files of a folder, with True if they are held out; what is to be said of
     the others), by the forms of those that may be shards, and may be once they are unpacked."""
-    train, held, unread, notes = _by_split([*forms, *packed], validation, ambiguous)
+    train, held, unread, notes = _by_split([*forms, *packed], split_of, validation, ambiguous)
     chosen = dict[str, bool]()
     for names, held_out in ((train, False), (held, True)):
         own, others = _of_one_form(
             path, files, {n: forms[n] for n in names if n in forms}, ambiguous
         )
         chosen |= dict.fromkeys(own, held_out)
-        unread.append((others, "another form, which describes the data"))
+        unread.append((others, DESCRIBES))
     read = {forms[name] for name in chosen}
     for name in (*train, *held):
         if name in packed and (not chosen or packed[name] in read):
@@ -208,23 +235,26 @@ def _chosen(
         for gap in gaps([name for name in own if name in chosen]):
             if not gap.certain:
                 notes.append(f"not there: {printable(gap.shown)} (a gap in the numbers)")
-    return chosen, [
-        *notes,
-        *(f"not read: {_listed(names)} ({why})" for names, why in unread if names),
-    ]
+    return chosen, [*notes, *_not_read(unread)]
+
+
+def _not_read(unread: Unread) -> list[str]:
+    return [f"not read: {_listed(names)} ({why})" for names, why in unread if names]
 
 
 def _by_split(
-    names: Sequence[str], validation: bool, ambiguous: Ambiguous
+    names: Sequence[str],
+    split_of: Mapping[str, str | None],
+    validation: bool,
+    ambiguous: Ambiguous,
 ) -> tuple[list[str], list[str], Unread, list[str]]:
     """(files to train on, those of the validation split where it is asked for, unread ones, what is
     to be said of the others) by their split; a file without one belongs to none where there is a
     train split, else it is trained on."""
-    split_of = _splits(names)
-    by_split = {
-        split: [name for name in names if split_of[name] == split] for split in (*SPLITS, None)
-    }
-    splits = [split for split in SPLITS if by_split[split]]
+    by_split: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
+    for name in names:
+        by_split.setdefault(split_of[name], []).append(name)
+    splits = [split for split in by_split if split and by_split[split]]
     if not splits:
         return [*names], [], [], []
     used = TRAIN if TRAIN in splits else None
@@ -245,10 +275,50 @@ def _by_split(
     return by_split[used], held, unread, notes
 
 
+def _declared(path: str, files: Sequence[str], ambiguous: Ambiguous) -> dict[str, str]:
+    """Return the split of each file for which README.md declares one; DataError where it does not
+    tell which are to be trained on, or none of these is there."""
+    configs = declared_splits(path, files)
+    if not configs:
+        return {}
+    (splits, *others), next_step = configs.values(), "Name the folder or the files that are meant."
+    if others:
+        raise ambiguous(f"its README.md declares the configs {_listed([*configs])}", next_step)
+    to_train = [split for split in splits if _split(split) == TRAIN]
+    train = to_train if len(to_train) == 1 else [one for one in to_train if one == TRAIN]
+    train = train or ([*splits] if len(splits) == 1 else [])
+    if not train or not any(map(_form, splits[train[0]])):
+        none = f"no file of {printable(train[0])} is read" if train else "none to train on"
+        raise ambiguous(
+            f"its README.md declares the splits {_listed([*splits])}, and {none}", next_step
+        )
+    split_of = dict.fromkeys(splits[train[0]], TRAIN)
+    for split, names in splits.items():
+        for name in names:
+            kind = _split(split)
+            split_of.setdefault(name, kind if kind and kind != TRAIN else split)
+    return split_of
+
+
+def _check_sets(names: Sequence[str], ambiguous: Ambiguous) -> None:
+    """Raise DataError where a folder has several sets of numbered shards, which `datasets` takes
+    for splits: train_sft-00000-of-00002 and train_gen-00000-of-00001."""
+    first = dict[str, re.Match[str]]()
+    for one in filter(None, map(NAMED_SET.match, names)):
+        other = first.setdefault(one["folder"] or "", one)
+        if other["set"] != one["set"]:
+            raise ambiguous(
+                f"it holds several sets of shards, such as {printable(other.string)} and"
+                f" {printable(one.string)}",
+                "Name the files that are meant as sources, or move each set to a folder of its"
+                " own.",
+            )
+
+
 def _splits(names: Sequence[str]) -> dict[str, str | None]:
     """Split of each file: what folders say of any file, or else what its name says."""
     of_folders = {
-        name: next(filter(None, map(_split, PurePosixPath(name).parent.parts)), None)
+        name: next(filter(None, map(_split, PurePosixPath(name).parent.parts[::-1])), None)
         for name in names
     }
     if any(of_folders.values()):
@@ -291,19 +361,27 @@ def _describes(
         return of_tars and ("/" in name or str(file.with_suffix(".tar")) in shards)
     if file.name == CAPTIONS:
         return not any(one.lower().endswith(PICTURES) for one in files)
-    if file.suffix.lower() == ".jsonl":
+    return _is_mapping(path, name)
+
+
+def _is_mapping(path: str, name: str) -> bool:
+    """True if a file is a JSON that is a mapping, or a list of texts or numbers: no records."""
+    if _suffix(name) != ".json":
         return False
     try:
         head = open_file(join(path, name)).read(0, HEAD_BYTES)
     except OSError:
         return False
-    return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+    head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    return head[:1] == b"{" or (head[:1] == b"[" and head[1:].lstrip()[:1] not in b"[{")
 
 
 def _kind(name: str) -> str:
     """Why a file is not read of which nothing else was said."""
     if _is_packed(name):
         return "packed"
+    if _form(name) and "/" not in name:
+        return DESCRIBES
     return "in folders below" if _form(name) else "no form that is read"
 
 
@@ -339,7 +417,7 @@ def _counts(name: str, form: str) -> bool:
 
 
 def _form(name: str) -> str | None:
-    return FORMS.get(_suffix(name.partition("?")[0]))
+    return FORMS.get(_suffix(name))
 
 
 def _suffix(name: str) -> str:

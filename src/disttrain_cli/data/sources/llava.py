@@ -39,6 +39,7 @@ from disttrain_cli.data.sources.files import (
     join,
     missing_file,
     open_file,
+    without_query,
 )
 from disttrain_cli.data.sources.samples import (
     LONG,
@@ -134,11 +135,16 @@ def read_llava(
     except OSError as error:
         yield Skipped(label, "", f"cannot be opened: {error.strerror}", None, cut=True)
         return
-    named_so, at = shard.path.partition("?")[0].endswith(".json"), 0
+    named_so, at = without_query(shard.path).endswith(".json"), 0
+    good = good_bytes = mappings = 0
+    early = list[Skipped]()  # what is left out before the first sample
+    is_list = True
     try:
-        records = _list(file.stream()) if _is_list(file, named_so) else _lines(file)
+        is_list = _is_list(file, named_so)
+        records = _list(file.stream()) if is_list else _lines(file)
         for number, record in enumerate(records):
             at = sum(record.location)
+            mappings += isinstance(record.value, dict)
             name = record.value.get("id") if isinstance(record.value, dict) else None
             place = f"line {record.line}" if record.line else f"record {number}"
             key = str(name) if isinstance(name, str | int) else place
@@ -150,16 +156,37 @@ def read_llava(
                         f"a record of {record.location.size} bytes, at most {MAX_TEXT_BYTES} are"
                         " read"
                     )
-                yield _sample(key, record, shard.images, chat)
+                sample = _sample(key, record, shard.images, chat)
             except ValueError as error:
-                # a single mapping in a .json may hold any number of records
-                only = named_so and record.location == (0, file.size)
-                cut = record.cut or only
                 reason = str(error) if key == place else f"{place}: {error}"
-                yield Skipped(label, key, reason, None if cut else 1, cut=cut)
+                size = record.location.size if record.wrong and record.line else 0
+                samples = None if record.cut else 1
+                one = Skipped(label, key, reason, samples, 0 if record.cut else size, record.cut)
+                if good:
+                    yield _by_size(one, good_bytes / good)
+                else:
+                    early.append(one)
+                continue
+            good += 1
+            good_bytes += record.location.size
+            if early:
+                yield from (_by_size(one, good_bytes) for one in early)
+                early.clear()
+            yield sample
+        if early and not is_list and mappings < 2:
+            # a page of a server, or a mapping that may hold any number of records
+            early = [early[0]._replace(samples=None, unread_bytes=0, cut=True)]
+        yield from early
     except (OSError, ValueError, RecursionError) as error:
+        yield from early
         reason, at = f"not a whole list of records: {error}", getattr(error, "at", at)
         yield Skipped(label, "", reason, None, file.size - at, cut=True)
+
+
+def _by_size(one: Skipped, mean: float) -> Skipped:
+    """A line that is no JSON: a large one counts for as many as have its size."""
+    large = one.unread_bytes > 2 * mean
+    return one._replace(samples=None) if large else one._replace(unread_bytes=0)
 
 
 def open_image(folder: str, name: str) -> File:
@@ -274,23 +301,24 @@ def _lines(file: File) -> Iterator[Record]:
     with file.stream() as stream:
         while line := stream.readline(MAX_TEXT_BYTES + 1):
             number += 1
-            location = Location(offset, len(line))
-            offset += len(line)
-            while location.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
-                line = stream.readline(MAX_TEXT_BYTES)  # the rest of a line that is too long
-                offset += len(line)
-            if location.size > MAX_TEXT_BYTES or not line.strip():
-                value, wrong = None, ""
-            else:
+            start, offset, end = offset, offset + len(line), line
+            while offset - start > MAX_TEXT_BYTES and end and not end.endswith(b"\n"):
+                end = stream.readline(MAX_TEXT_BYTES)  # the rest of a line that is too long
+                offset += len(end)
+            location = Location(start, offset - start)
+            value, wrong = None, ""
+            if location.size > MAX_TEXT_BYTES:
+                wrong = "not valid JSON: it holds zero bytes" if b"\0" in line else ""
+            elif line.strip():
                 try:
-                    value, wrong = json.loads(line), ""
+                    value = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    value, wrong = None, f"not valid JSON: {error}"
+                    wrong = f"not valid JSON: {error}"
             if isinstance(value, list) and value:
                 inside = _list(io.BytesIO(line), location.offset)
                 yield from (_of_list(record)._replace(line=number) for record in inside)
             elif line.strip():
-                cut = bool(wrong) and not line.endswith(b"\n")
+                cut = bool(wrong) and not end.endswith(b"\n")
                 yield Record(location, value, wrong, cut, number)
 
 

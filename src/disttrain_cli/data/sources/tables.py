@@ -154,6 +154,8 @@ def read_parquet(
         reason = f"not a whole Parquet file: {error}"
         yield Skipped(label, "", reason, None, _bytes_of(shard.path), cut=True)
         return
+    if not file.metadata.num_rows:  # its columns may have no type
+        return
     columns, ends = find_columns(file.schema_arrow, label, shard.text), _ends(file.metadata)
     first, last = shard.groups or (0, len(ends))
     runs, row = deque(_runs(file.metadata, first, last)), _start(ends, first)
@@ -188,14 +190,45 @@ def read_arrow(
     Raises:
         DataError: its columns do not tell images and texts.
     """
+    from pyarrow import RecordBatch
+
     row, columns = 0, None
     for batch in _arrow_batches(shard.path, label):
         if isinstance(batch, Skipped):
             yield batch
             return
+        if not len(batch):  # its columns may have no type
+            continue
         columns = columns or find_columns(batch.schema, label, shard.text)
-        yield from read_rows(batch, columns, row, label, chat)
-        row += len(batch)
+        for rows in _whole_rows(batch):
+            if isinstance(rows, RecordBatch):
+                yield from read_rows(rows, columns, row, label, chat)
+                row += len(rows)
+            else:
+                yield Skipped(label, f"row {row}", f"damaged Arrow: {rows}")
+                row += 1
+
+
+def _whole_rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | str]:
+    """Yield a batch or, where it is damaged, its rows one by one, or what is wrong with them; texts
+    that are no UTF-8 are told by whoever reads them."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        rows = [batch.slice(number, 1) for number in range(len(batch))]
+    else:
+        yield batch
+        return
+    for row in rows:
+        try:
+            row.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                yield str(error)
+                continue
+        yield row
 
 
 def parts_of(shard: Shard) -> list[tuple[Shard, float]]:
@@ -272,6 +305,7 @@ def _open_parquet(path: str) -> Any:
     import pyarrow.parquet as pq
 
     if not is_url(path):
+        open_file(path)  # no pipe, which would wait
         return pq.ParquetFile(path, memory_map=True)
     return pq.ParquetFile(open_file(path).stream(), pre_buffer=True)
 
@@ -298,6 +332,7 @@ def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skip
     size = rows = read = at = 0
     batches: int | None = None  # of the file format
     try:
+        open_file(path)  # no pipe, which would wait
         mapped = pa.memory_map(path)
         size = mapped.size()
         whole = mapped.read(6) == b"ARROW1"

@@ -67,6 +67,12 @@ EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
+#: Of tars, up to 16 MiB: powers of two of blocks and of the usual size.
+RECORD_SIZES = [
+    size << power
+    for size, most in ((tarfile.BLOCKSIZE, 16), (tarfile.RECORDSIZE, 11))
+    for power in range(most)
+]
 MOST_HEADER_BYTES = 1024 * 1024
 
 
@@ -267,7 +273,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
                     yield Member(info.name, location, reason)
             end = tar.offset
             stream.seek(end)
-            padded = -(-(end + 2 * tarfile.BLOCKSIZE) // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
+            padded = _padded(end + 2 * tarfile.BLOCKSIZE, file.size)
             rest = stream.read(padded - end)
     except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
         yield _damaged(file, label, f"not a whole tar: {error}", at)
@@ -280,6 +286,13 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
     elif any(rest) or file.size > padded:  # two tars in one, or a hole of zeros
         reason = f"damaged tar: {file.size - end} bytes behind the end marker at byte {end}"
         yield _damaged(file, label, reason, end)
+
+
+def _padded(end: int, size: int) -> int:
+    """Return the size to which a tar that ends there is padded: to whole records, which writers
+    make larger than the usual one by powers of two (`tar --blocking-factor`)."""
+    sizes = [-(-end // record) * record for record in RECORD_SIZES]
+    return size if size in sizes else -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _damaged(file: File, label: str, reason: str, at: int) -> Skipped:
