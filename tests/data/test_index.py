@@ -379,7 +379,7 @@ def test_an_index_of_another_version_is_built_again(
         older.setattr(room, "INDEX_VERSION", 1)  # of what is written; what is read must be this
         with pytest.raises(MismatchError, match="another version"):
             build_index(run, INPUTS)
-    with pytest.raises(MismatchError, match="index: 1, this program: 5"):
+    with pytest.raises(MismatchError, match="index: 1, this program: 6"):
         read_index(run, INPUTS)
     assert len(open_index(run, INPUTS)) == 1
 

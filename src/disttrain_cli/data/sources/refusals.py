@@ -74,10 +74,10 @@ def says(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True if nothing stands in a value; a number does."""
-    if isinstance(value, Mapping | list):
-        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
-    return value is None or value in EMPTY
+    """Return True if a value is null or empty, or a list of such alone."""
+    return (
+        all(map(_is_empty, value)) if isinstance(value, list) else value is None or value in EMPTY
+    )
 
 
 def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
