@@ -52,6 +52,13 @@ ENDLESS = {
     "a wide %": "{{ '%99999999999d' % 1 }}",
     "a wide % by argument": "{{ '%*d' % (10 ** 11, 1) }}",
     "a wide indentation": "{{ [1] | tojson(indent=10 ** 11) }}",
+    "lists of lists": "{% set n = namespace(x=[1]) %}{% for a in range(99) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "lists of lists as JSON": "{% set n = namespace(x=[1]) %}{% for a in range(99) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
+    "lists of lists joined": "{% set n = namespace(x=[1]) %}{% for a in range(99) %}"
+    "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x ~ 'x' }}",
+    "a precise number": "{{ 1 | round(1000000000, 'ceil') }}",
     "a large batch": "{{ [1] | batch(10 ** 11, 0) | list | length }}",
 }
 

@@ -259,7 +259,11 @@ def test_a_process_of_its_own_says_the_same(
     with pytest.raises(ValueError, match="loaded again"):
         read_tokenizer_folder(folder)
     monkeypatch.setattr(tokenizer_folder, "_loaded", load)
-    assert read_tokenizer_folder(folder).fingerprint != there.fingerprint
+    assert (now := read_tokenizer_folder(folder)).fingerprint != there.fingerprint
+    for cached in (tmp_path / "cache" / "disttrain" / "tokenizers").iterdir():
+        for damaged in ("", "{", "{}", "[]"):
+            cached.write_text(damaged)
+            assert read_tokenizer_folder(folder).fingerprint == now.fingerprint
 
 
 def test_a_folder_that_needs_its_own_code_is_refused_with_the_reason(tmp_path: Path) -> None:

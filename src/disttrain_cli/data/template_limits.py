@@ -22,25 +22,13 @@ MOST_WORK = 10_000_000
 CALL = 16  # a call or filter takes as long as so many items
 ELEMENTS = 16  # characters or elements of a result that count as one
 MOST_BITS = 65_536  # of a power or product
-MOST_WIDTH = 1_000_000  # of a field, an indentation, a batch
+MOST_WIDTH = 10_000  # of a field, an indentation, a batch
 #: Methods and filters that take such widths, as integers or inside formats.
 WIDE = frozenset(
-    [
-        "ljust",
-        "rjust",
-        "center",
-        "zfill",
-        "expandtabs",
-        "format",
-        "format_map",
-        "indent",
-        "batch",
-        "slice",
-        "tojson",
-    ]
-)
+    ("ljust", "rjust", "center", "zfill", "expandtabs", "format", "format_map", "indent", "batch")
+) | {"slice", "tojson", "round"}
 LONG = (str, list, tuple, bytes)  # values that an operation can make longer
-FORMAT_WIDTH = re.compile(r"\d{7,}")
+FORMAT_WIDTH = re.compile(r"\d{5,}")
 ITEMS, CONCAT = "charged items", "charged concatenation"  # filters that no template can name
 
 
@@ -59,6 +47,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         self._left = 0
         super().__init__(**options)
+        self.finalize = self._weighed
         self.concat = self._concat  # type: ignore[method-assign]
         del self.globals["lipsum"]
         self.filters |= {name: self.charged(name, one) for name, one in self.filters.items()}
@@ -117,7 +106,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             before, (value, *rest) = args[:passed], args[passed:]
             if name == "join":
                 value = self._joined(value, rest[0] if rest else kwargs.get("d", ""))
-            self._check(name, value, *rest, **kwargs)
+            self._check(name, self._weighed(value), *rest, **kwargs)
             return self.charge(apply(*before, value, *rest, **kwargs), work=CALL)
 
         return charged
@@ -129,6 +118,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif name == "replace" and isinstance(value, str) and len(args) > 1:
             self.charge(elements=value.count(str(args[0])) * len(str(args[1])))
 
+    def _weighed(self, value: Any) -> Any:
+        """The value, charged with all that it holds: lists of lists may be short and endless."""
+        inside = [value] if isinstance(value, list | tuple | dict) else []
+        while inside:
+            one = inside.pop()
+            self.charge(one)
+            held = one.values() if isinstance(one, dict) else one
+            inside += [each for each in held if isinstance(each, list | tuple | dict)]
+        return value
+
     def _items(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
             self.charge()
@@ -137,12 +136,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _joined(self, items: Iterable[Any], separator: Any) -> Iterator[Any]:
         """Items of a join, each charged with its text and the separator."""
         for item in items:
-            length = len(item) if isinstance(item, str) else 0
+            length = len(item) if isinstance(self._weighed(item), str) else 0
             self.charge(elements=length + len(str(separator)))
             yield item
 
     def _concat(self, pieces: Iterable[Any]) -> str:
-        return "".join(self._joined(map(str, pieces), ""))
+        return "".join(map(str, self._joined(pieces, "")))
 
 
 class _Charging(NodeTransformer):

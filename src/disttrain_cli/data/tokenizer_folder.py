@@ -38,6 +38,7 @@ READ = (
     "additional_chat_templates/*.jinja",
 )
 VERSION = 1  # of the cached JSON
+KEYS = {"rules", "split_special_tokens", "tokens", "template"}
 LONGEST_S = 300
 
 
@@ -64,7 +65,7 @@ def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFol
 
     if not (folder / FILE).is_file():
         raise ValueError(f"there is no {FILE}")
-    loaded = json.loads(_cached(folder, processor))
+    loaded = _cached(folder, processor)
     template = loaded.pop("template")
     fingerprint = hashlib.sha256(json.dumps(loaded).encode()).hexdigest()
     rules = Rules.from_str(loaded["rules"])
@@ -74,8 +75,8 @@ def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFol
     return TokenizerFolder(rules, loaded["tokens"], template, fingerprint)
 
 
-def _cached(folder: Path, processor: bool) -> str:
-    """Return the JSON of `load`, from the cache if it is there."""
+def _cached(folder: Path, processor: bool) -> dict[str, Any]:
+    """Return what `load` found, from the cache if it is there and whole."""
     about = [VERSION, version("transformers"), version("tokenizers"), processor]
     key = hashlib.sha256(json.dumps(about).encode())
     for path in sorted(path for pattern in READ for path in folder.glob(pattern)):
@@ -84,12 +85,14 @@ def _cached(folder: Path, processor: bool) -> str:
             key.update(hashlib.sha256(path.read_bytes()).digest())
     name = f"disttrain/tokenizers/{key.hexdigest()[:32]}.json"
     # without a home folder, or with one that is read-only, every reader starts the process
-    with suppress(OSError, RuntimeError):
-        return (_cache() / name).read_text(encoding="utf-8")
+    with suppress(OSError, RuntimeError, ValueError):
+        cached = json.loads((_cache() / name).read_text(encoding="utf-8"))
+        if isinstance(cached, dict) and cached.keys() == KEYS:
+            return cached
     content = _loaded(folder, processor)
     with suppress(SpecError, RuntimeError):
         write_whole(_cache() / name, content)
-    return content
+    return dict(json.loads(content))
 
 
 def _cache() -> Path:
