@@ -175,25 +175,36 @@ def read_tokenizer(run: Run) -> Tokenizer:
     Raises:
         SpecError: it is none of them, cannot be fetched, or cannot be read.
     """
+    folder, model = tokenizer_folder(run), run.file.model
+    if folder is None:
+        return ByteTokenizer()
+    reads, draws = bool(model.named("encoder")), bool(model.named("generator"))
+    own = run.published if run.file.data.tokenizer == model.folder else None
+    if own is None:
+        return FolderTokenizer(folder, reads=reads, draws=draws)
+    return FolderTokenizer(folder, own.image_token, True, own.video_token, reads=reads, draws=draws)
+
+
+def tokenizer_folder(run: Run) -> Path | None:
+    """The folder of the run's tokenizer, in Hugging Face's cache where it is a name there; None for
+    'bytes'.
+
+    Raises:
+        SpecError: there is none of that name, or it cannot be fetched.
+    """
     name = run.file.data.tokenizer
     if name == "bytes":
-        return ByteTokenizer()
-    folder, model = run.resolve(name), run.file.model
-    reads, draws = bool(model.named("encoder")), bool(model.named("generator"))
+        return None
+    folder = run.resolve(name)
     if folder.is_dir():
-        own = run.published if name == model.folder else None
-        if own is None:
-            return FolderTokenizer(folder, reads=reads, draws=draws)
-        return FolderTokenizer(
-            folder, own.image_token, True, own.video_token, reads=reads, draws=draws
-        )
+        return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         raise SpecError(
             f"There is no tokenizer folder at {folder} (data.tokenizer)",
             f"given: {name!r}",
             CHOICES,
         )
-    return FolderTokenizer(_fetched(name, folder), reads=reads, draws=draws)
+    return _fetched(name, folder)
 
 
 def doubtful_template(run: Run) -> list[str]:

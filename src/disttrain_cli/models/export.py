@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,21 +32,6 @@ from disttrain_cli.spec.families.folder import PublishedFolder
 
 #: Largest weight file; a module's tensors are in memory one file at a time.
 FILE_BYTES = 4 * 2**30
-#: What belongs to a folder beside the model itself, copied where the run started from one.
-BESIDE = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "chat_template*",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE*",
-)
 
 
 @dataclass(frozen=True)
@@ -138,7 +122,6 @@ def write_whole(
     }
     fields["tie_word_embeddings"] = tied
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    copy_beside(published.path, folder)
     return Written(folder.name, "transformers.AutoModelForImageTextToText", total)
 
 
@@ -262,15 +245,6 @@ def write_own(
     if tensors:
         save_tensors(tensors, path)
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
-
-
-def copy_beside(source: Path, folder: Path) -> None:
-    """Copy tokenizer and preprocessor files of a folder; nothing that is there already is written
-    over."""
-    for pattern in BESIDE:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
 
 
 def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype, tied: bool) -> str:

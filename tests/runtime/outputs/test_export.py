@@ -366,7 +366,7 @@ def test_an_export_starts_another_run(tmp_path):
             assert own.published_name(path) is None or torch.equal(a, b), path
     trained(again, 2)
     export(again, tmp_path / "more")
-    assert (tmp_path / "more" / "llm" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "more" / "llm" / "tokenizer.json").exists()  # trained with `bytes`
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path):

@@ -38,7 +38,6 @@ from disttrain_cli.models.configs.noise import published_schedule
 from disttrain_cli.models.export import (
     Read,
     Written,
-    copy_beside,
     import_path,
     write_model,
     write_own,
@@ -52,6 +51,7 @@ from disttrain_cli.models.vae import decoder_maker, encoder_maker
 from disttrain_cli.models.weights import load_into, module_layers, source_of
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints.folder import all_of, check_belongs, latest, model_of
+from disttrain_cli.runtime.outputs.companions import write_companions
 from disttrain_cli.runtime.outputs.whole import generating, write_over, write_published
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
@@ -276,11 +276,8 @@ def _write_module(
 
 def _write_beside(run: Run, module: ModuleConfig, folder: Path) -> None:
     spec = run.file.model.modules[module.name]
-    if spec.folder is not None:
-        copy_beside(run.resolve(spec.folder), folder)
-    tokenizer = run.resolve(run.file.data.tokenizer)
-    if module.kind == "llm" and tokenizer.is_dir():
-        copy_beside(tokenizer, folder)
+    source = None if spec.folder is None else run.resolve(spec.folder)
+    write_companions(run, source, folder, module.kind == "llm")
     if module.noise is None:
         return
     sampler = module.noise.sampler(bounded=module.vae is None)

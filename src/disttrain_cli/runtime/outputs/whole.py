@@ -13,11 +13,12 @@ from disttrain_cli.models.adapter_folder import Adapted, write_adapter
 from disttrain_cli.models.adapters import Unread, unchanged_base, unread_of
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs.wholes import whole_config
-from disttrain_cli.models.export import Read, Written, copy_beside, import_path, write_whole
+from disttrain_cli.models.export import Read, Written, import_path, write_whole
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.tying import untie
 from disttrain_cli.models.weights import module_layers
+from disttrain_cli.runtime.outputs.companions import write_companions
 from disttrain_cli.spec.families.folder import PublishedFolder
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import PROJECTORS
@@ -78,7 +79,7 @@ def write_over(
     count = write_adapter(folder, modules, model, read, dtype, base, unread_of(run))
     if unchanged is None:
         write_published(folder / "base", run, published, stored, read, dtype)
-    copy_beside(published.path, folder)
+    write_companions(run, published.path, folder, llm=True)
     made = import_path(published_class(published.model_type))
     return Written(folder.name, made, count), str(base) if unchanged is not None else "base"
 
@@ -101,7 +102,7 @@ def write_published(
     """
     modules, layers = run.file.model.modules, _layers_of(run, published, stored)
     tied = {name: any(layer.tied for layer in of_module) for name, of_module in layers.items()}
-    return write_whole(
+    written = write_whole(
         folder,
         published,
         layers,
@@ -110,6 +111,8 @@ def write_published(
         dtype,
         change=(unread_of(run) if merge else Unread({}, {}, False)).change,
     )
+    write_companions(run, published.path, folder, llm=True)
+    return written
 
 
 def _layers_of(
