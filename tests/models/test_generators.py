@@ -427,6 +427,47 @@ def test_a_bf16_batch_an_empty_one_and_the_order_of_images(setting, kind):
     torch.testing.assert_close(made["loss/image"], loss, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "side", "named"),
+    [
+        ({"sample_size": 16}, 16, "PixArtTransformer2DModel"),
+        ({"sample_size": 64}, 32, "PixArtTransformer2DModel"),
+        ({"sample_size": 64, "interpolation_scale": 1}, 128, "PixArtTransformer2DModel"),
+        ({"sample_size": 128}, 96, "PixArtTransformer2DModel"),
+        ({"sample_size": 128, "interpolation_scale": 2}, 64, "Transformer2DModel"),
+        ({}, 64, "Transformer2DModel"),  # as folders were written before diffusers had the class
+    ],
+)
+def test_pixarts_positions_are_the_folders_at_any_size(make_run, tmp_path, fields, side, named):
+    """diffusers counts them from the folder's `sample_size`, whatever size comes in."""
+    import diffusers
+
+    small = {"in_channels": 3, "out_channels": 3, "use_additional_conditions": False}
+    theirs = diffusers.PixArtTransformer2DModel(**PIXART | small | fields).eval()
+    theirs.save_pretrained(tmp_path / "transformer")
+    path = tmp_path / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": named}))
+    run = make_run()
+    plain = run.file.model_dump(mode="json", exclude_none=True)
+    plain["model"]["modules"][NAME] = {
+        "kind": "generator",
+        "image_size": side,
+        "context_tokens": 4,
+        "folder": "transformer",
+    }
+    run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
+    ours = diffusers.PixArtTransformer2DModel(**read_configs(run)[NAME].config).eval()
+    ours.load_state_dict(theirs.state_dict())
+    asked = {
+        "hidden_states": torch.randn(1, 3, side, side),
+        "encoder_hidden_states": torch.randn(1, 4, 20),
+        "timestep": torch.tensor([3]),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+    with torch.no_grad():
+        assert torch.equal(ours(**asked).sample, theirs(**asked).sample)
+
+
 def test_pixarts_dropout_follows_the_images_seeds(setting, monkeypatch):
     monkeypatch.setitem(
         GENERATORS, "dropping", GENERATORS["pixart"] | {"config": PIXART | {"dropout": 0.5}}

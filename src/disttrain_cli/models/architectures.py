@@ -547,6 +547,8 @@ def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
             what, why, "Remove auto_map from config.json if the model is exactly one of these."
         )
     given = str(fields.get("model_type", fields.get("_class_name")))
+    if (given, fields.get("norm_type")) == ("Transformer2DModel", "ada_norm_single"):
+        given = "PixArtTransformer2DModel"  # as diffusers remaps folders of before it had the class
     published = published_in(path.parent)
     kind = run.file.model.modules[name].kind
     part = None if published is None else published.family.of_kind(kind)

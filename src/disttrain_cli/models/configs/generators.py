@@ -130,7 +130,19 @@ def read_pixart(
     ):
         # diffusers' own rule
         fields = fields | {"use_additional_conditions": fields.get("sample_size", 128) == 128}
-    return _read(name, architecture, spec, fields, check_pixart)
+    config, vae = _read(name, architecture, spec, fields, check_pixart)
+    if fields and "interpolation_scale" not in spec.config:
+        config["interpolation_scale"] = _pixart_scale(fields, config)
+    return config, vae
+
+
+def _pixart_scale(fields: dict[str, Any], config: dict[str, Any]) -> int | float:
+    """`interpolation_scale` with which the positions at the run's size are those of the folder's
+    model there: diffusers counts them from the folder's `sample_size`, whatever size comes in."""
+    base, patch = fields.get("sample_size", 128), config["patch_size"]
+    scale = fields.get("interpolation_scale") or max(base // 64, 1)
+    ours = scale * (config["sample_size"] // patch) / (base // patch)
+    return int(ours) if ours == int(ours) else ours
 
 
 def read_sd3(
