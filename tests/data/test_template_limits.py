@@ -109,6 +109,14 @@ def test_a_template_that_never_ends_stops_the_command() -> None:
             "{{ ns.n }}",
             "2",
         ),
+        (
+            "{{ '1234567' | tojson }}{{ 1234567 | tojson }}{{ 'n 1234567' | indent(2) }}",
+            '"1234567"1234567n 1234567',
+        ),
+        (
+            "{{ '%d' % 1234567 }}{{ '{} 1234567'.format(7654321) }}{{ 123456 | round | int }}",
+            "12345677654321 1234567123456",
+        ),
         ("{{ 'a</think>b'.split('</think>')[-1].lstrip('\\n') }}", "b"),
     ],
 )

@@ -23,12 +23,15 @@ CALL = 16  # a call or filter takes as long as so many items
 ELEMENTS = 16  # characters or elements of a result that count as one
 MOST_BITS = 65_536  # of a power or product
 MOST_WIDTH = 10_000  # of a field, an indentation, a batch
-#: Methods and filters that take such widths, as integers or inside formats.
-WIDE = frozenset(
-    ("ljust", "rjust", "center", "zfill", "expandtabs", "format", "format_map", "indent", "batch")
-) | {"slice", "tojson", "round"}
+#: Methods and filters that take such widths as arguments.
+WIDE = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "indent", "batch")) | {
+    "slice",
+    "tojson",
+    "round",
+}
 LONG = (str, list, tuple, bytes)  # values that an operation can make longer
-FORMAT_WIDTH = re.compile(r"\d{5,}")
+FORMAT_WIDTH = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^}]*\d{5,}")  # such a width in a format
+WIDTH_BY_ARGUMENT = re.compile(r"\*|:[^{}]*\{")
 ITEMS, CONCAT = "charged items", "charged concatenation"  # filters that no template can name
 
 
@@ -80,7 +83,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**" and _bits(left) * right > MOST_BITS:
             raise TooMuchWorkError
         elif operator == "%" and isinstance(left, str):
-            _check_widths(left, *(right if isinstance(right, tuple) else (right,)))
+            _check_format(left, right if isinstance(right, tuple) else (right,))
         return self.charge(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +117,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _check(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Charge or refuse arguments of a filter or method by which it makes a huge text."""
         if name in WIDE:
-            _check_widths(value, *args, *kwargs.values())
+            _check_widths((*args, *kwargs.values()))
+        elif name in ("format", "format_map"):
+            _check_format(str(value), (*args, *kwargs.values()))
         elif name == "replace" and isinstance(value, str) and len(args) > 1:
             self.charge(elements=value.count(str(args[0])) * len(str(args[1])))
 
@@ -168,9 +173,15 @@ def _bits(number: Any) -> int:
     return number.bit_length() if isinstance(number, int) else 0
 
 
-def _check_widths(*values: Any) -> None:
-    """Raise TooMuchWorkError where an integer, or a format, asks for a huge width."""
-    for value in values:
-        wide = isinstance(value, int) and abs(value) > MOST_WIDTH
-        if wide or (isinstance(value, str) and FORMAT_WIDTH.search(value)):
-            raise TooMuchWorkError
+def _check_widths(arguments: Iterable[Any]) -> None:
+    """Raise TooMuchWorkError where an argument is a huge width."""
+    if any(isinstance(one, int) and abs(one) > MOST_WIDTH for one in arguments):
+        raise TooMuchWorkError
+
+
+def _check_format(form: str, arguments: Iterable[Any]) -> None:
+    """Raise TooMuchWorkError where a format has a huge width, or takes one from its arguments."""
+    if FORMAT_WIDTH.search(form):
+        raise TooMuchWorkError
+    if WIDTH_BY_ARGUMENT.search(form):
+        _check_widths(arguments)
