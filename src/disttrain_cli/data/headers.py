@@ -243,7 +243,7 @@ def _jpeg(read: Read) -> tuple[ImageHeader, IsWhole]:
 
 
 def _jpeg_ends(read: Read, scan: int, size: int) -> bool:
-    """Whether an end marker follows the first scan: looked for at the end of the file, then
+    """True if an end marker follows the first scan: looked for at the end of the file, then
     everywhere."""
     if size - len(END) >= scan and read(size - len(END), len(END)) == END:
         return True
@@ -256,8 +256,8 @@ def _jpeg_ends(read: Read, scan: int, size: int) -> bool:
 
 
 def _png(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
-    """Of the chunks up to the last one (PNG specification, section 5); a decoder may set aside
-    whatever length a damaged one claims."""
+    """Header of a PNG, and if its chunks are whole (PNG specification, section 5): a decoder may
+    set aside whatever length a damaged one claims."""
     stored = _stored("png", *struct.unpack(">II", head[16:24]))
     exif, xmp, at, end = b"", b"", 8, None
     while end is None and len(chunk := read(at, 8)) == 8:
@@ -306,7 +306,7 @@ def _unhexed(profile: bytes) -> bytes:
 
 
 def _webp(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
-    """Of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
+    """Sizes of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
     end = int.from_bytes(head[4:8], "little") + 8
 
     def is_whole(size: int) -> bool:

@@ -79,7 +79,7 @@ class _Whole:
                     self._shards.setdefault(key, []).append(shard)
 
     def like(self, shard: ReadShard) -> list[ReadShard]:
-        """Those that tell how many samples a shard held: files of JSON that are no series have
+        """Shards that tell how many samples a shard held: files of JSON that are no series have
         nothing in common."""
         series = self._shards.get((*shard.of, series_of(shard.shard.name)), [])
         return series or ([] if shard.shard.form == "llava" else self._shards.get(shard.of, []))

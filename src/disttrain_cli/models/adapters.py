@@ -183,8 +183,8 @@ def _unknown(run: Run, part: Module | None, folder: Path, names: Set[str]) -> li
 
 
 def _known(run: Run) -> tuple[set[str], set[str]]:
-    """What an adapter over the whole model has of a run's layers, and their own weights, by names
-    in its file."""
+    """Names in a whole model's adapter of tensors for a run's layers, and of those layers' own
+    weights."""
     known, read = set[str](), set[str]()
     for name in run.published.family.modules if run.published is not None else ():
         within = whole_part(run, name)
@@ -197,7 +197,7 @@ def _known(run: Run) -> tuple[set[str], set[str]]:
 
 @dataclass(frozen=True)
 class Unread:
-    """What an adapter over the whole model has of parts that no layer here has.
+    """Tensors of an adapter over the whole model for parts that no layer here has.
 
     Attributes:
         tensors: by names in its file.
@@ -221,7 +221,7 @@ class Unread:
 
 
 def unread_of(run: Run) -> Unread:
-    """What the adapter that a run starts from (`model.adapter`) has of parts that no layer here
+    """Tensors in the adapter that a run starts from (`model.adapter`) for parts that no layer here
     has; nothing where there is none."""
     given = run.file.model.adapter
     if given is None:

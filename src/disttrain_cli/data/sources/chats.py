@@ -362,7 +362,7 @@ def _unread_parts(record: dict[str, Any]) -> str:
 
 
 def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
-    """What one of these fields names, or all of them."""
+    """Names in one of these fields, or in all of them."""
     found: list[str] = []
     for field in fields:
         if not (given := record.get(field)):

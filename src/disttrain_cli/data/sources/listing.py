@@ -445,5 +445,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def shown(path: str) -> str:
-    """How messages name a path or URL."""
+    """Name of a path or URL in messages."""
     return shown_url(path) if is_url(path) else printable(path)

@@ -41,7 +41,7 @@ class Gap(NamedTuple):
 
 
 def series_of(name: str) -> str:
-    """What the names of all shards of a series have in common: all but numbers and, behind
+    """Common part of the names of a series of shards: all but numbers and, behind
     `-of-00008`, hashes."""
     numbered = OF_ALL.search(name)
     return NUMBER.sub("#", name[: numbered.end()] if numbered else name)
