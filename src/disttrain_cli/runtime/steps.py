@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,11 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, lrs, set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.launching.ending import told_at_once
+from disttrain_cli.runtime.watching.host_memory import (
+    HostMemory,
+    share_of_host,
+    watched_memory,
+)
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import sample_writer, size_writer, step_writer
 from disttrain_cli.runtime.watching.watch import REASONS, Watch
@@ -56,6 +62,7 @@ class Task:
     say: Callable[[str], None] = print  # what the user should know
     # what the process held before it had a stage (`peak_gib`); None: not recorded
     idle_gib: float | None = None
+    memory: HostMemory = field(default_factory=watched_memory)
 
 
 class Data(Protocol):
@@ -97,7 +104,7 @@ def run_steps(
         writer(task.dir.traces, task.name, task.say)
         for writer in (step_writer, size_writer, sample_writer)
     ]
-    step, stopped = task.first, ""
+    step, stopped, warned = task.first, "", False
     with (
         Saver(
             task.dir.checkpoints,
@@ -122,13 +129,20 @@ def run_steps(
             start_ns = tracer.now()
             set_lrs(engine.optimizer, engine.train_spec, step)
             skipped = engine.skipped_steps
-            engine.run_step(order, fetch_of(order), lambda: _told(engine, task.watch))
+            engine.run_step(order, fetch_of(order), lambda: _told(engine, task))
             if task.average is not None and engine.skipped_steps == skipped:
                 task.average.update()
             if task.idle_gib is not None:
                 now, held = tracer.mark(), peak_gib(engine.device) - task.idle_gib
                 tracer.record("memory", now, now, bytes=round(max(0.0, held) * 2**30))
-            losses, stopped = _agreed(run, engine)
+            losses, growth, stopped = _agreed(run, engine)
+            if rank0 and not warned and growth * (task.last - step) > 1:
+                warned = True
+                task.say(
+                    "The ranks' memory grows without end: at this rate a host's is full at about"
+                    f" step {step + 1 / growth:,.0f}, before the last ({task.last:,})."
+                    " train.checkpoint.every_steps limits what is lost then."
+                )
             end_ns = tracer.now()
             if task.profiler is not None:
                 task.profiler.end(step)
@@ -181,19 +195,21 @@ def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], boo
     return dict(zip(names, weights, strict=False)), phase.step == step
 
 
-def _told(engine: UnitEngine, watch: Watch | None) -> list[float]:
-    """What a rank tells in a step: how long it waited for data, its memory, what asked it to
-    stop."""
-    reason = watch.stop_reason() if watch is not None else ""
-    return [engine.data_wait_ns / 1e9, peak_gib(engine.device), REASONS.index(reason)]
+def _told(engine: UnitEngine, task: Task) -> list[float]:
+    """A rank's figures of a step: how long it waited for data, its memory, the share of its host's
+    available memory by which its ranks grow each step, and what asked it to stop."""
+    reason = task.watch.stop_reason() if task.watch is not None else ""
+    growth = share_of_host(task.memory.end_step(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return [engine.data_wait_ns / 1e9, peak_gib(engine.device), growth, REASONS.index(reason)]
 
 
-def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], str]:
-    """What all ranks say of a step: `world_losses`, the longest data wait, the most memory; what
-    asked one to stop."""
-    data_wait_s, memory_gib, reason = engine.largest
+def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], float, str]:
+    """Return what all ranks agree on after a step: `world_losses` with the longest data wait and
+    the most memory; the largest growth of memory; what asked one to stop."""
+    data_wait_s, memory_gib, growth, reason = engine.largest
     losses = world_losses(engine, run.file.model.loss_weights)
-    return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, REASONS[int(reason)]
+    figures = losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}
+    return figures, growth, REASONS[int(reason)]
 
 
 def _step_row(

@@ -1,0 +1,103 @@
+"""A rank's host memory: growth is extrapolated from its minima, freed pages go back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+from disttrain_cli.runtime.watching import host_memory
+from disttrain_cli.runtime.watching.host_memory import (
+    MIB,
+    MINIMA,
+    WARM_UP_STEPS,
+    HostMemory,
+    share_of_host,
+)
+
+BASE = 300 * MIB
+
+
+def sawtooth(step: int) -> int:
+    return BASE + step % 60 * MIB
+
+
+@pytest.mark.parametrize(
+    ("resident", "steps", "growth_mib"),
+    [
+        pytest.param(lambda step: BASE, 1_000, 0.0, id="constant"),
+        pytest.param(sawtooth, 5_000, 0.0, id="sawtooth-of-trimming"),
+        pytest.param(lambda step: BASE + min(step, 400) * MIB, 5_000, 0.0, id="grew-once"),
+        pytest.param(lambda step: BASE + step * MIB, 400, 1.0, id="grows"),
+        pytest.param(lambda step: BASE + step * MIB, 50_000, 1.0, id="grows-long"),
+        pytest.param(lambda step: sawtooth(step) + step * MIB // 8, 9_000, 0.125, id="grows-slow"),
+        pytest.param(lambda step: BASE + step * MIB, WARM_UP_STEPS, 0.0, id="warming-up"),
+    ],
+)
+def test_growth_is_that_of_the_minima(
+    resident: Callable[[int], int], steps: int, growth_mib: float
+) -> None:
+    numbers = count()
+    memory = HostMemory(lambda: resident(next(numbers)), None)
+    growth = [memory.end_step() for _ in range(steps)][-1]
+    assert growth / MIB == pytest.approx(growth_mib, rel=0.02)
+    assert len(memory._minima) <= MINIMA
+
+
+@pytest.mark.parametrize(
+    ("trim_s", "trims"),
+    [
+        pytest.param(0.001, 1_000 * 2 // 68, id="whenever-grown-by-the-slack"),
+        pytest.param(1.0, 1_000 // 200, id="for-half-a-percent-of-the-time"),
+    ],
+)
+def test_trims(trim_s: float, trims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1 s, each of which leaves 2 MiB."""
+    heap_mib, now_s, trimmed_at = 0, 0.0, []
+    monkeypatch.setattr(host_memory.time, "monotonic", lambda: now_s)
+
+    def trim() -> None:
+        nonlocal heap_mib, now_s
+        trimmed_at.append(heap_mib)
+        heap_mib, now_s = 0, now_s + trim_s
+
+    memory = HostMemory(lambda: BASE + heap_mib * MIB, trim)
+    for _ in range(1_000):
+        heap_mib, now_s = heap_mib + 2, now_s + 1
+        memory.end_step()
+    assert len(trimmed_at) == trims
+    assert min(trimmed_at) == 68
+
+
+FRAGMENTED = """
+import torch
+from disttrain_cli.runtime.watching.host_memory import resident_bytes, watched_memory
+memory = watched_memory()
+memory.end_step()
+base = resident_bytes()
+blocks = [torch.ones(2**14) for _ in range(4_000)]
+blocks = blocks[::16]
+grown = resident_bytes() - base
+memory.end_step()
+print(grown // 2**20, (resident_bytes() - base) // 2**20)
+"""
+
+
+def test_pages_of_a_fragmented_heap_go_back_to_the_system() -> None:
+    """250 MiB of tensors of 64 KiB, one in sixteen of which stays."""
+    printed = subprocess.run(
+        [sys.executable, "-c", FRAGMENTED], check=True, capture_output=True, text=True
+    ).stdout
+    before_mib, after_mib = map(int, printed.split())
+    assert before_mib > 200
+    assert after_mib < 60
+
+
+def test_share_of_host_counts_all_its_ranks() -> None:
+    assert share_of_host(0.0, 8) == 0.0
+    one = share_of_host(MIB, 1)
+    assert 0 < one < 1
+    assert share_of_host(MIB, 8) == pytest.approx(8 * one, rel=0.2)
