@@ -6,11 +6,13 @@ wrote a file is in its name alone, as its last number.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
 import re
 import resource
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +28,12 @@ MOST_BYTES = 64 << 20
 #: Memory that the values of a pickle may take: so many times its bytes, and a little more.
 MOST_TIMES, SPARE_BYTES = 64, 64 << 20
 #: What a name ends in: the rank, which may have an ending of JSON after it.
-RANK = re.compile(r"(\d{1,7})(\.json)?$")
-#: What a file of each form begins with.
+RANK = re.compile(r"(\d{1,7})(\.json)?(\.gz)?$")
 PICKLED = re.compile(rb"\x80[\x02-\x05]")
+#: Every pickle of a dump has one of these within its first entry; its stack may be before it.
 KEYS = (b"pg_config", b"collective_seq_id", b"comm_lib_version", b"nccl_version")
+FIRST_ENTRY_BYTES = 2**20
+GZIP = b"\x1f\x8b"
 
 
 class Frame(Struct, frozen=True):
@@ -95,12 +99,11 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
-def is_dump(head: bytes) -> bool:
-    """Whether a file that begins so is a dump."""
-    pickled = PICKLED.match(head) is not None
-    return (pickled or head.lstrip().startswith(b"{")) and (
-        any(key in head for key in KEYS) and b"traceEvents" not in head
-    )
+def is_pickled_dump(text: bytes, more: Iterator[bytes]) -> bool:
+    """Return True if a pickle that begins with `text` is a dump."""
+    while len(text) < FIRST_ENTRY_BYTES and (chunk := next(more, b"")):
+        text += chunk
+    return PICKLED.match(text) is not None and any(key in text for key in KEYS)
 
 
 def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
@@ -148,7 +151,11 @@ def rank_of(file: Path) -> int | None:
 def _read(file: Path) -> Dump:
     """ValueError where a file is no dump."""
     with file.open("rb") as source:
-        content = source.read(MOST_BYTES + 1)
+        packed = source.peek(2).startswith(GZIP)
+        try:
+            content = (gzip.GzipFile(fileobj=source) if packed else source).read(MOST_BYTES + 1)
+        except (EOFError, zlib.error) as error:
+            raise ValueError(f"damaged: {error}") from None
     if len(content) > MOST_BYTES:
         raise ValueError(f"larger than {MOST_BYTES >> 20} MiB, which no dump is")
     if PICKLED.match(content):
