@@ -25,9 +25,7 @@ _NO_TRACE = frozenset({"job.json", "profile.json", "index.parquet"})
 _OF_OPERATIONS = frozenset({"dp_rank", "stage", "optype", "duration"})
 Content = Literal["own trace", "trace", "dump", "other"]
 #: Top-level keys of Chrome traces; arguments and headers of theirs may hold any key of a dump.
-_OF_TRACES = frozenset(
-    {b"traceEvents", b"schemaVersion", b"deviceProperties", b"distributedInfo"}
-)
+_OF_TRACES = frozenset({b"traceEvents", b"schemaVersion", b"deviceProperties", b"distributedInfo"})
 _OF_CHROME = frozenset({b"displayTimeUnit", b"baseTimeNanoseconds"})
 #: Own traces that were written as Chrome JSON (`analyze --perfetto`) have this before the events.
 _OWN_CHROME = b"disttrain"
@@ -201,8 +199,8 @@ def _left_out(files: list[Path], why: str) -> list[str]:
 
 
 def _possible(folder: Path, said: list[str]) -> list[Path]:
-    """Files in a folder, and in those inside it, that may be traces or dumps by their names;
-    folders that cannot be listed are said."""
+    """JSON files in a folder and in those inside it, and files in it that may be dumps by their
+    names; folders that cannot be listed are said."""
     files: list[Path] = []
 
     def skip(error: OSError) -> None:
@@ -213,7 +211,8 @@ def _possible(folder: Path, said: list[str]) -> list[Path]:
         files += [
             file
             for file in (Path(path) / name for name in names if name not in _NO_TRACE)
-            if file.name.endswith(JSON_ENDINGS) or (rank_of(file) is not None and file.is_file())
+            if file.name.endswith(JSON_ENDINGS)
+            or (file.parent == folder and rank_of(file) is not None and file.is_file())
         ]
     return sorted(file for file in files if file.is_symlink() or file.is_file())
 

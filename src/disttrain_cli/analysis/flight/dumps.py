@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from disttrain_cli.errors import DataError
 
@@ -44,6 +45,13 @@ class Frame(Struct, frozen=True):
     line: int
 
 
+#: The entry that ends a group of coalesced operations; operations that torch itself coalesces have
+#: names in lower case before it.
+CLOSING = re.compile(r"([A-Z_]+_)?coalesced$")
+#: A message: what it is, and the two ranks of the group.
+MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
+
+
 class Entry(Struct, frozen=True):
     """An operation that a rank has asked a group for."""
 
@@ -58,6 +66,7 @@ class Entry(Struct, frozen=True):
     output_dtypes: list[str] = []
     retired: bool = False
     is_p2p: bool = False
+    p2p_seq_id: int = 0
     time_created_ns: int = 0
     frames: list[Frame] = []
 
@@ -65,6 +74,16 @@ class Entry(Struct, frozen=True):
     def operation(self) -> str:
         """all_reduce, or send 0->1, whose ranks are those of the group."""
         return self.profiling_name.partition(":")[2] or self.profiling_name
+
+    @property
+    def is_message(self) -> bool:
+        """True of a send or receive, or of what ends a batch of them."""
+        return self.is_p2p or self.operation.partition(" ")[0] in ("send", "recv")
+
+    @property
+    def number(self) -> int:
+        """Sequence number among the messages, or the collectives, of its group."""
+        return self.p2p_seq_id if self.is_message else self.collective_seq_id
 
     @property
     def pending(self) -> bool:
@@ -79,7 +98,7 @@ class Config(Struct, frozen=True):
 
     name: str = ""
     desc: str = ""
-    ranks: str = "[]"  # JSON
+    ranks: str | list[int] = "[]"  # JSON
 
 
 class Dump(Struct, frozen=True):
@@ -131,7 +150,7 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
                 f"{of_rank[rank]}, {file}",
                 "Give the dumps of one hang alone.",
             )
-        of_rank[rank], dumps[rank] = file, dump
+        of_rank[rank], dumps[rank] = file, with_states(dump)
     if not dumps:
         raise DataError(
             "No dump of the flight recorder can be read here",
@@ -140,6 +159,73 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
             " folder.",
         )
     return dict(sorted(dumps.items())), said
+
+
+def with_states(dump: Dump) -> Dump:
+    """Return the dump in the order of its records, with the states that torch leaves out.
+
+    Operations inside a coalescing group (`batch_isend_irecv`, `_coalescing_manager`) stay scheduled
+    for ever (pytorch/pytorch#137969): their state is that of the entry that ends the group.
+    Messages get it each; collectives become one, as they have one sequence number. Collectives of a
+    group run in order, so what stayed scheduled before a completed one has completed.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in sorted(dump.entries, key=lambda entry: entry.record_id):
+        own = groups.setdefault(entry.process_group, [])
+        own.append(entry)
+        if CLOSING.match(entry.operation):
+            _close(own)
+    for own in groups.values():
+        ran = False
+        for index in reversed(range(len(own))):
+            entry = own[index]
+            if not entry.is_message:
+                ran = ran or entry.state == "completed"
+                if ran and entry.state == "scheduled":
+                    own[index] = replace(entry, state="completed")
+    entries = sorted(
+        (entry for own in groups.values() for entry in own), key=lambda entry: entry.record_id
+    )
+    return replace(dump, entries=entries)
+
+
+def _close(entries: list[Entry]) -> None:
+    """Give the state of the last entry to those whose group it ends, and take it away."""
+    closing = entries.pop()
+    first = len(entries)
+    while first:
+        entry, last = entries[first - 1], entries[-1]
+        joined = (entry.is_message, entry.number) == (last.is_message, last.number)
+        if entry.state != "scheduled" or not joined or not _ends(closing, entry):
+            break
+        first -= 1
+    members = [
+        replace(entry, state=closing.state, retired=closing.retired) for entry in entries[first:]
+    ]
+    if members and not members[0].is_message:
+        members = [_joined(members)]
+    entries[first:] = members or [closing]
+
+
+def _ends(closing: Entry, entry: Entry) -> bool:
+    """Return True if `entry` is of the group that `closing` ends; some versions of torch do not say
+    that it was one of messages."""
+    if entry.is_message:
+        return entry.p2p_seq_id == closing.p2p_seq_id
+    return not closing.is_p2p and entry.collective_seq_id == closing.collective_seq_id
+
+
+def _joined(entries: Sequence[Entry]) -> Entry:
+    """One entry for collectives that a rank asked for as one."""
+    names = dict.fromkeys(entry.operation for entry in entries)
+    return replace(
+        entries[0],
+        profiling_name=f"{entries[0].profiling_name.partition(':')[0]}:{' + '.join(names)}",
+        input_sizes=[sizes for entry in entries for sizes in entry.input_sizes],
+        output_sizes=[sizes for entry in entries for sizes in entry.output_sizes],
+        input_dtypes=[dtype for entry in entries for dtype in entry.input_dtypes],
+        output_dtypes=[dtype for entry in entries for dtype in entry.output_dtypes],
+    )
 
 
 def rank_of(file: Path) -> int | None:
@@ -207,7 +293,7 @@ def _checked(value: Any) -> Dump:
 def ranks_of(config: Config) -> tuple[int, ...]:
     """The ranks of a group, as far as its configuration says them."""
     try:
-        ranks = json.loads(config.ranks)
+        ranks = json.loads(config.ranks) if isinstance(config.ranks, str) else config.ranks
     except (ValueError, RecursionError):
         return ()
     plain = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)
