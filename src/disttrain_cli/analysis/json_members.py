@@ -92,7 +92,8 @@ class Members:
         if kind not in b"{[":
             return self._pass(_SCALAR)
         kept: list[bytes] = []
-        begin, size, depth = self._at, 0, 0
+        begin, size, depth = self._at, 0, 1
+        self._at += 1
         while True:
             run = _RUN.match(self._text, self._at)
             assert run is not None  # it fits the empty text
@@ -108,7 +109,7 @@ class Members:
                 continue
             self._at += 1
             depth += 1 if bracket in b"{[" else -1
-            if depth <= 0:
+            if not depth:
                 size += self._at - begin
                 end = self._text[begin : self._at]
                 return b"".join([*kept, end]) if size <= LONGEST else None
