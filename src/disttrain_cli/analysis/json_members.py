@@ -55,7 +55,7 @@ class Members:
                 return
             yield key[1:-1]
             value = self._value()
-            if value is not None and len(value) <= self._left:
+            if value is not None and len(value) <= min(LONGEST, self._left):
                 self.values[key[1:-1]] = value
                 self._left -= len(value)
 

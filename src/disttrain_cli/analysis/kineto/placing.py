@@ -173,13 +173,11 @@ def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free:
             for index, device in enumerate(devices)
         ]
         free += len(parts)
-        for statement in connection.extract_statements(query_text("kineto/by_device")):
-            connection.execute(
-                statement,
-                {"file": number, "parts": [part.number for part in parts], "devices": devices}
-                if "$" in statement.query
-                else None,
-            )
+        copies, *rest = connection.extract_statements(query_text("kineto/by_device"))
+        numbers = [part.number for part in parts]
+        connection.execute(copies, {"file": number, "parts": numbers, "devices": devices})
+        for statement in rest:
+            connection.execute(statement)
         at = files.index(file)
         files[at : at + 1] = parts
         said.append(f"{file.path.name} holds {len(parts)} devices: each is read as a rank")

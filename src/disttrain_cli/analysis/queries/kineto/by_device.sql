@@ -8,7 +8,7 @@ WHERE t.file = $file;
 INSERT INTO threads SELECT id, file, process, number, thread_name FROM copied;
 CREATE TEMP TABLE homes AS
 WITH own AS (
-    SELECT e.rowid AS event, e.*, c.class FROM raw_events e JOIN categories c ON c.id = e.category WHERE e.file = $file),
+    SELECT e.rowid AS event, e.*, c.class FROM raw_events e JOIN categories c ON c.id = e.category WHERE e.thread IN (SELECT thread FROM copied)),
 launched AS (
     SELECT correlation, any_value(device) AS device FROM own
     WHERE class IN (1, 2) AND correlation > 0 GROUP BY correlation HAVING count(DISTINCT device) = 1),
@@ -27,7 +27,7 @@ SELECT e.* REPLACE (c.id AS thread)
 FROM homes h
 JOIN raw_events e ON e.rowid = h.event
 JOIN copied c ON c.thread = h.thread AND (h.device IS NULL OR c.device = h.device);
-DELETE FROM raw_events WHERE file = $file;
+DELETE FROM raw_events WHERE thread IN (SELECT thread FROM copied);
 INSERT INTO raw_events SELECT * FROM shared;
 UPDATE raw_memory m SET thread = c.id FROM copied c WHERE c.thread = m.thread AND c.device = m.device;
 DROP TABLE shared;
