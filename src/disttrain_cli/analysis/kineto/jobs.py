@@ -35,6 +35,7 @@ class TraceFile:
     shift_ns: int = 0
     device: int | None = None  # that this part is of, where a file's devices are its ranks
     holds: int = 1  # ranks, as it seems, which nothing tells apart
+    content: int | None = None  # a hash, of files that may be copies of others
 
 
 def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -190,10 +191,13 @@ def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
         taken.add(file.rank)
     said = []
     if from_names:
-        said.append(f"{_some(from_names)} without distributedInfo: ranks are taken from file names")
+        said.append(
+            f"{_some(from_names)} without a rank of the job in distributedInfo: ranks are taken"
+            " from file names"
+        )
     if numbered:
         said.append(
-            f"{_some(numbered)} without distributedInfo and no rank of its own in the name: ranks"
+            f"{_some(numbered)} without a rank of the job in distributedInfo or the name: ranks"
             " are numbered in order"
         )
     return said
@@ -253,10 +257,8 @@ def _forget_local_ranks(files: list[TraceFile]) -> None:
 
 def _at_once(one: TraceFile, other: TraceFile) -> bool:
     """True if the files were recorded at the same time, and neither is a copy of the other."""
-    spans = [(file.first_ns, file.last_ns, file.events) for file in (one, other)]
-    return spans[0] != spans[1] and (
-        one.first_ns <= other.last_ns and other.first_ns <= one.last_ns
-    )
+    copy = one.content is not None and one.content == other.content
+    return not copy and one.first_ns <= other.last_ns and other.first_ns <= one.last_ns
 
 
 def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:

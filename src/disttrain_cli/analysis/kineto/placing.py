@@ -39,6 +39,7 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
         files += parts
         said += told
     said += _split_devices(connection, files, free + len(files))
+    _find_copies(connection, [file for file in files if file.number < free])
     said += _crowds(connection, {file.number: file for file in files})
     said += align(files)
     calls = _ranks_in_calls(connection, read)
@@ -182,6 +183,18 @@ def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free:
         files[at : at + 1] = parts
         said.append(f"{file.path.name} holds {len(parts)} devices: each is read as a rank")
     return said
+
+
+def _find_copies(connection: DuckDBPyConnection, files: list[TraceFile]) -> None:
+    """Fill the hashes of files that may be copies of others, packed or not, by their events."""
+    alike: dict[tuple[int, int, int], list[TraceFile]] = defaultdict(list)
+    for file in files:
+        alike[file.first_ns, file.last_ns, file.events].append(file)
+    doubtful = {file.number: file for same in alike.values() if len(same) > 1 for file in same}
+    if doubtful:
+        hashes = connection.execute(query_text("kineto/hashes"), {"files": [*doubtful]})
+        for number, content in hashes.fetchall():
+            doubtful[number].content = int(content)
 
 
 def _ranks_in_calls(
