@@ -1,6 +1,7 @@
 """Ranks and clocks of files: merged traces are split where they tell how, and times that count from
 elsewhere moved."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -363,6 +364,19 @@ def test_files_of_other_moments_may_be_of_one_rank():
         (0, True),
         (1, True),
     ]
+
+
+def test_copies_of_files_are_no_other_ranks(tmp_path):
+    """Packed beside unpacked; ranks of one moment and length are not taken for copies."""
+    for rank, events in enumerate(ranks_of(tmp_path / "apart")):
+        text = json.dumps({"traceEvents": events})
+        traces.write(tmp_path / "job" / f"h-gpu8-rank{rank}.json", text)
+        (tmp_path / "job" / f"h-gpu8-rank{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
+        traces.write(tmp_path / "pods" / f"worker-0_PID{rank + 9}.json", text)
+    for folder, copies in (("job", 3), ("pods", 0)):
+        found = analyze([tmp_path / folder])
+        assert [row.rank for row in found.ranks] == [0, 1, 2]
+        assert sum("once more; left out" in text for text in found.warnings) == copies
 
 
 def test_processes_that_each_take_themselves_for_rank_0_are_told_apart():
