@@ -207,3 +207,41 @@ def test_groups_used_in_another_order_are_a_circle_though_all_were_asked_for(
     world, pair = entry(0, **STARTED), entry(0, group=("1", "pair"), **STARTED)
     verdict = judged(tmp_path, [[world], [pair, world]], groups=groups).verdict
     assert (verdict.cause, verdict.ranks) == ("circle", [0, 1]), verdict.sentence
+
+
+def test_a_group_of_collectives_of_which_a_buffer_has_dropped_some_is_not_compared(
+    tmp_path: Path,
+) -> None:
+    both, join = coalesced(1, ["all_reduce", "broadcast"]), entry(2, **STARTED)
+    found = judged(tmp_path, [[*both, join], [*both[1:], join], both], first=[0, 1, 0])
+    assert (found.verdict.cause, found.verdict.ranks) == ("missing", [2]), found.verdict.sentence
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_messages_are_paired_by_time_where_some_were_dropped(
+    tmp_path: Path, answered: bool
+) -> None:
+    """The batch of 1 waits for 2; whether 0 has sent what it receives, only times tell."""
+
+    def at(ms: int, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [one | {"time_created_ns": ms * 10**6 + at} for at, one in enumerate(entries)]
+
+    steps = range(3, 6)
+    sent = [one for step in steps for one in at(100 * step, batch(step, 0, ">1"))]
+    taken = [one for step in steps for one in at(100 * step, batch(step, 1, "<0 <2"))]
+    second = [one for step in steps for one in at(100 * step, batch(step, 2, ">1"))]
+    if answered:
+        sent += at(600, batch(6, 0, ">1"))
+    taken += at(600, batch(6, 1, "<0 <2", **STARTED))
+    found = judged(tmp_path, [sent, taken, second], first=[40, 30, 20])
+    assert found.verdict.ranks == ([2] if answered else [0, 2]), found.verdict.sentence
+
+
+def test_a_rank_beside_one_without_a_dump_is_not_blamed(tmp_path: Path) -> None:
+    """1 waits for 2, which is in a collective that 3 may not have joined."""
+    groups = {"0": ("default_pg", range(4)), "1": ("pair", [2, 3])}
+    world, pair = entry(0, **STARTED), entry(0, group=("1", "pair"), **STARTED)
+    files = write(tmp_path, [[world], [world], [pair], []], groups=groups)
+    verdict = analyze_dumps(files[:3]).verdict
+    assert (verdict.cause, verdict.ranks) == ("not finished", [3]), verdict.sentence
+    assert analyze_dumps(files[3:]).verdict.ranks == [0, 1, 2]  # its groups name them

@@ -170,11 +170,14 @@ def with_states(dump: Dump) -> Dump:
     group run in order, so what stayed scheduled before a completed one has completed.
     """
     groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in sorted(dump.entries, key=lambda entry: entry.record_id):
+    ordered = sorted(dump.entries, key=lambda entry: entry.record_id)
+    for entry in ordered:
         own = groups.setdefault(entry.process_group, [])
         own.append(entry)
         if CLOSING.match(entry.operation):
             _close(own)
+            if own[-1].record_id == ordered[0].record_id > 0 and not own[-1].pending:
+                own.pop()  # some of its operations may have been dropped
     for own in groups.values():
         ran = False
         for index in reversed(range(len(own))):

@@ -6,8 +6,8 @@ be right, and of two opinions that of the lowest rank.
 
 Messages from one rank to another are received in the order in which they were sent, whatever their
 sequence numbers, which count all messages of a rank. So the third send is that of the third
-receive, where both recorders have kept all; where one has dropped its first, counting begins at
-the first that is pending on each side.
+receive, where both recorders have kept all; where one has dropped its first, the last that have
+ended on both sides belong together, or their neighbours where these are closer in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import prod
+from math import inf, prod
 from typing import Literal
 
 from disttrain_cli.analysis.flight.dumps import MESSAGE, Dump, Entry, ranks_of
@@ -143,15 +143,28 @@ class Channel:
 
     def pairs(self) -> Iterator[tuple[Entry | None, Entry | None]]:
         """Every send with its receive, None where one has not been asked for."""
-        sends, receives = (
-            side if self.complete else side[_first_pending(side) :]
-            for side in (self.sends, self.receives)
-        )
-        return zip_longest(sends, receives)
+        shift = 0 if self.complete else self._shift()
+        return zip_longest(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :])
 
+    def _shift(self) -> int:
+        """How many more sends than receives were kept of what was sent and received: as many as
+        have ended more often, or one more or less, as a message may have ended on one side alone.
+        Of these it is the one with which the two ends of messages were asked for at the closest
+        times."""
+        ended = [sum(not one.pending for one in side) for side in (self.sends, self.receives)]
 
-def _first_pending(entries: Sequence[Entry]) -> int:
-    return next((at for at, entry in enumerate(entries) if entry.pending), len(entries))
+        def apart_ns(shift: int) -> float:
+            pairs = zip(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :], strict=False)
+            times = [abs(one.time_created_ns - other.time_created_ns) for one, other in pairs]
+            return sum(times) / len(times) if times else inf
+
+        usual = ended[0] - ended[1]
+        possible = [
+            shift
+            for shift in (usual, usual - 1, usual + 1)
+            if ended[1] + shift <= len(self.sends) and ended[0] - shift <= len(self.receives)
+        ]
+        return min(possible, key=apart_ns, default=usual)
 
 
 def channels_of(seen: Seen, dumps: Mapping[int, Dump]) -> list[Channel]:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from disttrain_cli.analysis.flight.dumps import Entry, read_dumps
+from disttrain_cli.analysis.flight.dumps import Entry, ranks_of, read_dumps
 from disttrain_cli.analysis.flight.matching import (
     Finding,
     first_problem,
@@ -104,7 +104,9 @@ def analyze_dumps(files: Sequence[Path]) -> Dumped:
     findings.sort(key=lambda found: (found.problem not in DISAGREE, found.since_ns))
     positions = positions_of(seen, dumps)
     places = {rank: _place(rank, positions.get(rank)) for rank in dumps}
-    without = sorted({rank for one in seen for rank in one.group.ranks} - {*dumps})
+    members = [one.group.ranks for one in seen]
+    members += [ranks_of(group) for dump in dumps.values() for group in dump.pg_config.values()]
+    without = sorted({rank for ranks in members for rank in ranks} - {*dumps})
     versions = sorted({dump.version for dump in dumps.values()}, key=_numbers)
     if len(versions) > 1:
         said.append(f"dumps of several versions: {', '.join(versions)}")

@@ -18,6 +18,7 @@ class Position:
     group: Group
     waits_for: frozenset[int] = frozenset()  # ranks that have not asked for it
     inside: frozenset[int] = frozenset()  # other ranks that have, and for which it has not ended
+    lacking: frozenset[int] = frozenset()  # ranks of its group without a dump
     known: bool = True  # False where a message does not name its peer
 
     @property
@@ -69,6 +70,7 @@ def _in_collective(rank: int, entry: Entry, where: Seen) -> Position:
                 own.pending and own.collective_seq_id == entry.collective_seq_id for own in entries
             )
         ),
+        frozenset(where.group.ranks) - {*where.entries},
     )
 
 
@@ -86,7 +88,7 @@ def _in_messages(rank: int, entry: Entry, where: Seen, answers: Answers) -> Posi
         where.group,
         frozenset(waiting.values()),
         frozenset(peer for _, peer, answer in ends if answer is not None and answer.pending),
-        len(known) == len(batch),
+        known=len(known) == len(batch),
     )
 
 
@@ -127,10 +129,11 @@ def circle_of(positions: Mapping[int, Position]) -> list[int]:
 
 def _held_up_by(rank: int, positions: Mapping[int, Position]) -> frozenset[int]:
     """Ranks that have not asked for the operation in which `rank` is; where all have, those inside
-    it that wait for others."""
+    it that wait for others, or may not have: nothing is known of them."""
     position = positions.get(rank)
     if position is None:
         return frozenset()
-    return position.waits_for or frozenset(
+    elsewhere = {
         peer for peer in position.inside if peer in positions and positions[peer].waits_for
-    )
+    }
+    return position.waits_for or frozenset(elsewhere) or position.lacking
