@@ -353,6 +353,16 @@ def test_ranks_are_taken_from_names_where_these_tell_files_apart(names, ranks):
     assert not any("left out" in text for text in said)
 
 
+def test_names_may_number_the_ranks_of_a_group():
+    files = files_of([f"x-TP-{place}.json" for place in (1, 0)])
+    choose_job(files, [6, 7])
+    assert [file.rank for file in files] == [7, 6]
+    choose_job(numbered := files_of(["a.json", "b.json"]), [6, 7])
+    assert [file.rank for file in numbered] == [6, 7]
+    choose_job(files := files_of(["rank0.json", "rank1.json"]), [0, 1, 2])
+    assert [file.rank for file in files] == [0, 1]
+
+
 def test_files_of_other_moments_may_be_of_one_rank():
     files = files_of([f"worker{rank}_step_{step}.json" for step in (9, 10) for rank in (0, 1)])
     for file in files[2:]:

@@ -189,6 +189,12 @@ def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
     for file in numbered:
         file.rank = next(free)
         taken.add(file.rank)
+    own = sorted({file.rank for file in nameless if file.rank is not None})
+    if len(own) == len(files) == len(named) and own != [*named]:
+        # names number the ranks of a group, such as one replica
+        of_job = dict(zip(own, sorted(named), strict=True))
+        for file in nameless:
+            file.rank = of_job[file.rank or 0]
     said = []
     if from_names:
         said.append(
