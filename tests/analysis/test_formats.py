@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -100,3 +104,61 @@ def test_every_format_has_its_files(tmp_path: Path) -> None:
         find_format([study, profiles[0]])
     with pytest.raises(DataError, match="no trace folder or file"):
         find_format([tmp_path / "missing"])
+
+
+GROUPS = [{"pg_name": "0", "pg_desc": "default_pg", "pg_size": 2, "ranks": [0, 1]}]
+INFO = {"backend": "nccl", "rank": 0, "world_size": 2, "pg_config": GROUPS, "nccl_version": "2.27"}
+LONG = "x" * 2**21
+ENTRIES = [{"record_id": 0, "collective_seq_id": 1, "frames": [{"name": LONG}]}]
+#: What real ones have at their top, in several orders.
+CONTENTS: dict[str, tuple[str, Any]] = {
+    "groups in the header": ("kineto", {"distributedInfo": INFO, "traceEvents": []}),
+    "schema first": ("kineto", {"schemaVersion": 1, "distributedInfo": INFO, "traceEvents": []}),
+    "events first": ("kineto", {"traceEvents": [], "distributedInfo": INFO, "pg_config": 1}),
+    "user's metadata first": (
+        "kineto",
+        {"nccl_version": "2.27", "pg_config": GROUPS, "displayTimeUnit": "ms", "traceEvents": []},
+    ),
+    "a long header": ("kineto", {"host_name": LONG, "pg_config": GROUPS, "traceEvents": []}),
+    "a bare array": ("kineto", [{"ph": "X", "name": "pg_config", "args": {"nccl_version": 1}}]),
+    "a dump inside": ("kineto", {"trace": {"version": "2.10", "entries": [], "pg_config": {}}}),
+    "a dump": ("flight recorder", {"version": "2.10", "pg_config": {}, "entries": ENTRIES}),
+    "a sorted dump": ("flight recorder", {"entries": ENTRIES, "pg_config": {}, "version": "2.10"}),
+    "a dump without operations": ("flight recorder", {"pg_status": {}, "version": "2.10"}),
+    "a dump of traceEvents": (
+        "flight recorder",
+        {"version": "2.10", "entries": [{"profiling_name": "traceEvents"}]},
+    ),
+    "an own trace": ("disttrain", {"displayTimeUnit": "ms", "disttrain": {}, "traceEvents": []}),
+    "other entries": ("kineto", {"entries": [1]}),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_files_are_known_by_their_top_level_keys(
+    tmp_path: Path, content: str, packed: bool
+) -> None:
+    expected, document = CONTENTS[content]
+    text = json.dumps(document, indent=packed or None).encode()
+    file = tmp_path / f"rank0.json{'.gz' * packed}"
+    file.write_bytes(gzip.compress(text) if packed else text)
+    for path in (file, tmp_path):
+        assert find_format([path])[:2] == (expected, [file])
+
+
+def test_pickles_and_damaged_dumps_are_dumps(tmp_path: Path) -> None:
+    document = {"entries": ENTRIES, "pg_config": {}, "version": "2.10"}
+    text = json.dumps(document)[: 2**20]
+    contents = {
+        "nccl_trace_rank_0": pickle.dumps({"frames": "x" * 10**5} | document, protocol=2),
+        "nccl_trace_rank_1.gz": gzip.compress(pickle.dumps(document, protocol=2)),
+        "nccl_trace_rank_2": text.encode(),
+        "model_3": pickle.dumps({"weights": [1.0]}),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    files = [tmp_path / name for name in contents]
+    assert find_format([tmp_path])[:2] == ("flight recorder", files[:3])
+    (tmp_path / "rank4.json").write_text('{"traceEvents": []}')
+    assert "rank4.json in the same folder left out" in find_format([tmp_path]).said[0]

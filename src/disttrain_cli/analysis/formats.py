@@ -7,10 +7,13 @@ import gzip
 import os
 import shlex
 import zlib
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from disttrain_cli.analysis.flight.dumps import is_dump, rank_of
+from disttrain_cli.analysis.flight.dumps import MOST_BYTES, is_pickled_dump, rank_of
+from disttrain_cli.analysis.json_members import Members
 from disttrain_cli.errors import DataError
 
 RECORD = "Record a trace with: disttrain train"
@@ -20,9 +23,24 @@ JSON_ENDINGS = (".json", ".json.gz")
 _NO_TRACE = frozenset({"job.json", "profile.json", "index.parquet"})
 #: Columns without which a Parquet file holds no operations of a job.
 _OF_OPERATIONS = frozenset({"dp_rank", "stage", "optype", "duration"})
-#: Own traces that were written as Chrome JSON (`analyze --perfetto`) say so in their first bytes.
-OWN_CHROME = b'"disttrain":'
-_HEAD_BYTES = 4096
+Content = Literal["own trace", "trace", "dump", "other"]
+#: Top-level keys of Chrome traces; arguments and headers of theirs may hold any key of a dump.
+_OF_TRACES = frozenset({b"traceEvents", b"schemaVersion", b"deviceProperties", b"distributedInfo"})
+_OF_CHROME = frozenset({b"displayTimeUnit", b"baseTimeNanoseconds"})
+#: Own traces that were written as Chrome JSON (`analyze --perfetto`) have this before the events.
+_OWN_CHROME = b"disttrain"
+#: Every dump has the first; one without operations has the others alone.
+_ENTRIES, _VERSION = b"entries", b"version"
+_OF_GROUPS = frozenset({b"pg_config", b"pg_status"})
+_READ_BYTES = 2**16
+
+
+_FORMATS: dict[Content, Format] = {
+    "own trace": "disttrain",
+    "trace": "kineto",
+    "other": "kineto",
+    "dump": "flight recorder",
+}
 
 
 class Traces(NamedTuple):
@@ -99,12 +117,10 @@ def _look(path: Path) -> Traces:
         )
     if path.suffix == ".parquet":
         return Traces("operations", [path], [])
-    head, problem = _head(path)
-    if problem:
-        return Traces("kineto", [], [problem])
-    if is_dump(head):
-        return Traces("flight recorder", [path], [])
-    return Traces("disttrain" if OWN_CHROME in head else "kineto", [path], [])
+    try:
+        return Traces(_FORMATS[_content(path)], [path], [])
+    except OSError as error:
+        return Traces("kineto", [], [_unreadable(path, error)])
 
 
 def _look_through(folder: Path) -> Traces:
@@ -123,23 +139,24 @@ def _look_through(folder: Path) -> Traces:
             f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}",
         )
     said: list[str] = []
-    if dumps := _dumps(folder):
-        beside = [*_json_files(folder, said), *sorted(folder.glob("*.parquet"))]
-        others = [file for file in beside if file not in dumps]
-        said += _left_out(others, "the flight recorder's dumps are analysed")
+    files: dict[Content, list[Path]] = {"own trace": [], "trace": [], "dump": [], "other": []}
+    for file in _possible(folder, said):
+        try:
+            content = _content(file)
+        except OSError as error:
+            said.append(_unreadable(file, error))
+            continue
+        if file.name.endswith(JSON_ENDINGS) or content == "dump":
+            files[content].append(file)
+    ours, foreign = files["own trace"], sorted([*files["trace"], *files["other"]])
+    if dumps := files["dump"]:
+        beside = [*ours, *foreign, *sorted(folder.glob("*.parquet"))]
+        said += _left_out(beside, "the flight recorder's dumps are analysed")
         return Traces("flight recorder", dumps, said)
-    kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
-    for file in _json_files(folder, said):
-        head, problem = _head(file)
-        if problem:
-            said.append(problem)
-        else:
-            kinds[OWN_CHROME if OWN_CHROME in head else b""].append(file)
-    ours, foreign = kinds.values()
     tables = sorted(file for file in folder.glob("*.parquet") if file.name not in _NO_TRACE)
     holds = {file: _holds_operations(file) for file in tables}
     of_operations = [file for file, are in holds.items() if are is not False]
-    beside = [file for file in foreign if _is_trace(file)] + ours
+    beside = files["trace"] + ours
     if any(holds.values()) or (tables and not beside):
         return Traces(
             "operations",
@@ -163,15 +180,6 @@ def _look_through(folder: Path) -> Traces:
     return Traces("kineto", [], said) if said else Traces("disttrain", [folder], [])
 
 
-def _dumps(folder: Path) -> list[Path]:
-    """The flight recorder's dumps in a folder: their names end in a rank."""
-    return [
-        file
-        for file in sorted(folder.iterdir())
-        if rank_of(file) is not None and file.is_file() and is_dump(_head(file)[0])
-    ]
-
-
 def _one_rank(path: Path, folder: Path) -> DataError:
     return DataError(
         f"{path} is one rank's part of a run's traces",
@@ -190,8 +198,9 @@ def _left_out(files: list[Path], why: str) -> list[str]:
     ]
 
 
-def _json_files(folder: Path, said: list[str]) -> list[Path]:
-    """Files of JSON in a folder and those inside it; folders that cannot be listed are said."""
+def _possible(folder: Path, said: list[str]) -> list[Path]:
+    """JSON files in a folder and in those inside it, and files in it that may be dumps by their
+    names; folders that cannot be listed are said."""
     files: list[Path] = []
 
     def skip(error: OSError) -> None:
@@ -200,31 +209,54 @@ def _json_files(folder: Path, said: list[str]) -> list[Path]:
     for path, folders, names in os.walk(folder, onerror=skip):
         folders.sort()
         files += [
-            Path(path) / name
-            for name in names
-            if name.endswith(JSON_ENDINGS) and name not in _NO_TRACE
+            file
+            for file in (Path(path) / name for name in names if name not in _NO_TRACE)
+            if file.name.endswith(JSON_ENDINGS)
+            or (file.parent == folder and rank_of(file) is not None and file.is_file())
         ]
     return sorted(file for file in files if file.is_symlink() or file.is_file())
 
 
-def _head(file: Path) -> tuple[bytes, str]:
-    """The first bytes of a file, unpacked, or why it cannot be read."""
-    try:
-        with file.open("rb") as source:
-            head = source.read(_HEAD_BYTES)
-        if head.startswith(b"\x1f\x8b"):
-            with gzip.open(file) as unpacked:
-                head = unpacked.read(_HEAD_BYTES)
-        return head, ""
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        return b"", ""  # damaged: the reader takes what it can
-    except OSError as error:
-        return b"", f"{file.name} cannot be read ({error.strerror}); left out"
+def _content(file: Path) -> Content:
+    """What a file is, by the top-level keys of its JSON, in whatever order, or as a pickle."""
+    chunks = _chunks(file)
+    first = next(chunks, b"")
+    if first.startswith(b"\x80"):
+        return "dump" if is_pickled_dump(first, chunks) else "other"
+    members = Members(chain((first,), chunks))
+    if members.begins == b"[":
+        return "trace"
+    keys: set[bytes] = set()
+    for key in members:
+        if key == _OWN_CHROME:
+            return "own trace"
+        if key in _OF_TRACES:
+            return "trace"
+        keys.add(key)
+        if keys >= {_ENTRIES, _VERSION} and not keys & _OF_CHROME:
+            return "dump"
+    if keys & _OF_CHROME:
+        return "trace"
+    cut = _ENTRIES in keys and not members.ended
+    return "dump" if cut or (_VERSION in keys and keys & _OF_GROUPS) else "other"
 
 
-def _is_trace(file: Path) -> bool:
-    head, _ = _head(file)
-    return b"traceEvents" in head or head.lstrip().startswith(b"[")
+def _chunks(file: Path) -> Iterator[bytes]:
+    """The bytes of a file, unpacked, as far as a dump can be long; up to where it is damaged."""
+    with file.open("rb") as source:
+        packed = source.peek(2).startswith(b"\x1f\x8b")
+        content = gzip.GzipFile(fileobj=source) if packed else source
+        length = 0
+        try:
+            while length <= MOST_BYTES and (chunk := content.read1(_READ_BYTES)):
+                length += len(chunk)
+                yield chunk
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return  # the reader takes what it can
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    return f"{file.name} cannot be read ({error.strerror}); left out"
 
 
 def _holds_operations(file: Path) -> bool | None:

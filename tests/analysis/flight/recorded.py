@@ -95,3 +95,34 @@ def write(
         )
         files.append(file)
     return files
+
+
+def batch(sequence: int, rank: int, operations: str, **more: Any) -> list[dict[str, Any]]:
+    """A rank's batch of messages, `>1 <1` for a send to 1 and a receive from it; only the entry
+    that closes it has the state, as torch leaves it (pytorch/pytorch#137969)."""
+    names = [
+        f"send {rank}->{one[1:]}" if one.startswith(">") else f"recv {rank}<-{one[1:]}"
+        for one in operations.split()
+    ]
+    about: dict[str, Any] = {"p2p_seq_id": sequence, "is_p2p": True}
+    member = {"state": "scheduled", "retired": False}
+    return [
+        *(entry(0, name, **(about | more | member)) for name in names),
+        _closing(0, **(about | more)),
+    ]
+
+
+def coalesced(sequence: int, operations: Sequence[str], **more: Any) -> list[dict[str, Any]]:
+    """Collectives of a rank that it asked for as one."""
+    member = {"state": "scheduled", "retired": False}
+    closing = {key: value for key, value in more.items() if key not in ("sizes", "output")}
+    return [
+        *(entry(sequence, name, **(more | member)) for name in operations),
+        _closing(sequence, **closing),
+    ]
+
+
+def _closing(sequence: int, **more: Any) -> dict[str, Any]:
+    nothing: dict[str, Any] = {name: [] for name in ("input_sizes", "input_dtypes")}
+    nothing |= {name: [] for name in ("output_sizes", "output_dtypes")}
+    return entry(sequence, "coalesced", **more) | nothing

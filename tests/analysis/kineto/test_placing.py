@@ -1,14 +1,16 @@
 """Ranks and clocks of files: merged traces are split where they tell how, and times that count from
 elsewhere moved."""
 
+import gzip
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.analysis.analyze import analyze, ask
-from disttrain_cli.analysis.kineto.jobs import SINCE_1970_NS, TraceFile, align
+from disttrain_cli.analysis.kineto.jobs import SINCE_1970_NS, TraceFile, align, choose_job
 from disttrain_cli.analysis.kineto.ranks import label_in, numbers_of
 from tests.analysis.kineto import traces
 
@@ -264,6 +266,7 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     assert any(
         "all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings
     )
+    assert found.verdict.confidence < 0.5
     events = traces.events([400, 400])
     for event in events:
         event["args"] = event.get("args", {}) | {"rank": event["ts"] % 2}
@@ -314,3 +317,144 @@ def test_labels_are_numbered_the_last_written_slowest():
     labels = [label_in(f"[TP{tp:02d}-DP{dp:02d}] 1") for dp in range(2) for tp in range(2)]
     assert [numbers_of(labels)[label] for label in labels] == [0, 1, 2, 3]
     assert numbers_of([7, 3]) == {3: 3, 7: 7}
+
+
+def files_of(names, **more):
+    """Files of one moment that say nothing of their ranks, in the order of the names."""
+    return [
+        TraceFile(number, Path(name), None, None, 0, 10**18, 10**18 + 100 + number, 9, **more)
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        ([f"175.12-TP-{rank}.trace.json" for rank in (0, 1, 10, 11, 2)], [0, 1, 10, 11, 2]),
+        (["h100-gpu8-rank1.json", "h100-gpu8-rank0.json"], [1, 0]),
+        (["job-worker-0_PID9.json", "job-worker-0_PID10.json"], [0, 1]),
+        (["job-worker-1_PID9.json", "job-worker-0_PID10.json"], [1, 0]),
+        (["node0/rank0.json", "node0/rank1.json", "node1/rank0.json"], [0, 1, 2]),
+        (["n_local_rank0_rank4.json", "n_local_rank1_rank5.json"], [4, 5]),
+        (["a-2/local_rank0.json", "a-10/local_rank0.json", "a-2/local_rank1.json"], [0, 2, 1]),
+        (["dp0_pp0_tp1_rank1.9.json", "dp0_pp0_tp0_rank0.8.json"], [1, 0]),
+        (["x-TP-1-PP-0.json", "x-TP-0-PP-1.json", "x-TP-0-PP-0.json"], [1, 2, 0]),
+        (["host-10.json", "host-9.json", "host-11.json"], [1, 0, 2]),
+        (["gpu0/trace.json", "gpu1/trace.json"], [0, 1]),
+        (["rank3/trace.json", "rank10/trace.json", "other/trace.json"], [3, 10, 0]),
+        (["llama_tp8.json"], [0]),
+        (["tp8_pp2/a.json", "tp8_pp2/b.json"], [0, 1]),
+    ],
+)
+def test_ranks_are_taken_from_names_where_these_tell_files_apart(names, ranks):
+    files = files_of(names)
+    said = choose_job(files, [])
+    assert [file.rank for file in files] == ranks and all(file.kept for file in files)
+    assert not any("left out" in text for text in said)
+
+
+def test_names_may_number_the_ranks_of_a_group():
+    files = files_of([f"x-TP-{place}.json" for place in (1, 0)])
+    choose_job(files, [6, 7])
+    assert [file.rank for file in files] == [7, 6]
+    choose_job(numbered := files_of(["a.json", "b.json"]), [6, 7])
+    assert [file.rank for file in numbered] == [6, 7]
+    choose_job(files := files_of(["rank0.json", "rank1.json"]), [0, 1, 2])
+    assert [file.rank for file in files] == [0, 1]
+
+
+def test_files_of_other_moments_may_be_of_one_rank():
+    files = files_of([f"worker{rank}_step_{step}.json" for step in (9, 10) for rank in (0, 1)])
+    for file in files[2:]:
+        file.first_ns, file.last_ns = file.first_ns + 10**10, file.last_ns + 10**10
+    choose_job(files, [])
+    assert [(file.rank, file.kept) for file in files] == [
+        (0, False),
+        (1, False),
+        (0, True),
+        (1, True),
+    ]
+
+
+def test_copies_of_files_are_no_other_ranks(tmp_path):
+    """Packed beside unpacked; ranks of one moment and length are not taken for copies."""
+    for rank, events in enumerate(ranks_of(tmp_path / "apart")):
+        text = json.dumps({"traceEvents": events})
+        traces.write(tmp_path / "job" / f"h-gpu8-rank{rank}.json", text)
+        (tmp_path / "job" / f"h-gpu8-rank{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
+        traces.write(tmp_path / "pods" / f"worker-0_PID{rank + 9}.json", text)
+    for folder, copies in (("job", 3), ("pods", 0)):
+        found = analyze([tmp_path / folder])
+        assert [row.rank for row in found.ranks] == [0, 1, 2]
+        assert sum("once more; left out" in text for text in found.warnings) == copies
+
+
+def test_processes_that_each_take_themselves_for_rank_0_are_told_apart():
+    files = files_of([f"worker_rank{rank}.json" for rank in (2, 1, 0)])
+    for file in files:
+        file.rank, file.world_size = 0, 1
+    choose_job(files, [])
+    assert [(file.rank, file.kept) for file in files] == [(2, True), (1, True), (0, True)]
+    merged = [file for name in ("a.json", "b.json") for file in files_of([name, name])]
+    for number, file in enumerate(merged):
+        file.rank, file.last_ns = number % 2, file.last_ns + number
+    choose_job(merged, [])
+    assert [file.rank for file in merged] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
+    """Kernels go to the device, with the calls and operators that they came from; what else the
+    host did is of all."""
+    merged_events = []
+    for device, events in enumerate(ranks_of(tmp_path / "apart")):
+        for event in events:
+            args = event.get("args", {})
+            if "correlation" in args:
+                args["correlation"] += 10_000 * device
+            if event["pid"] == 0:
+                args["device"] = device
+                event["pid"] = 0 if same_process else device
+            if event["cat"] != "user_annotation" or not device:
+                merged_events.append(event)
+    path = merged(tmp_path / "all.json", [merged_events])
+    found = analyze([path])
+    verdict, expected = found.verdict, apart[3]
+    assert (verdict.cause, verdict.place.rank) == (expected.cause, expected.place.rank)
+    assert found.ranks[1].collective_wait_us == apart[0][1].collective_wait_us
+    assert [row.compute_us for row in found.ranks] == [row.compute_us for row in apart[0]]
+    assert "all.json holds 3 devices: each is read as a rank" in found.warnings
+    document = json.loads(path.read_text())
+    document["distributedInfo"] = {"rank": 1, "world_size": 8}
+    path.write_text(json.dumps(document))
+    assert [row.rank for row in analyze([path]).ranks] == [1]
+
+
+def test_devices_that_have_processes_of_their_own_are_ranks(tmp_path):
+    """As XLA names them."""
+    events = []
+    for device, own in enumerate(ranks_of(tmp_path / "apart")):
+        kernels = [event for event in own if event["cat"] == "kernel"]
+        for event in kernels:
+            event["pid"] = device + 1
+            del event["args"]["device"]
+        events += [*kernels, named(kernels[0], f"/device:GPU:{device}")]
+    host = {"ph": "X", "name": "main", "pid": 701, "tid": 1, "ts": traces.BASE_US, "dur": 9}
+    events += [host, named(host, "/host:CPU")]
+    first = merged(tmp_path / "hosts" / "host-2.json", [events])
+    assert [row.rank for row in analyze([first]).ranks] == [0, 1, 2]
+    merged(tmp_path / "hosts" / "host-10.json", [events[:-1]])
+    assert [row.rank for row in analyze([first.parent]).ranks] == list(range(6))
+
+
+def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
+    members = {"Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3]", "Group size": 4}
+    for rank, events in enumerate(ranks_of(tmp_path / "apart")):
+        for event in events:
+            if event["name"] == traces.ALL_REDUCE:
+                event["args"] |= members
+        traces.write(tmp_path / "job" / f"rank{rank}.json", {"traceEvents": events})
+    found = analyze([tmp_path / "job"])
+    assert any(text.startswith("1 of 4 ranks are missing (3)") for text in found.warnings)
+    evidence = {row.what: row.value for row in found.verdict.evidence}
+    assert evidence["ranks whose traces are there"] == 0.75 and found.verdict.confidence < 0.8

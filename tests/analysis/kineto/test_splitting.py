@@ -6,6 +6,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain_cli.analysis import json_members
 from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
 
 TEXT = st.text(
@@ -23,6 +24,9 @@ EVENTS = st.lists(
     ),
     max_size=12,
 )
+HEADERS = st.dictionaries(TEXT, VALUES, max_size=4) | st.just(
+    {"before": [{"traceEvents": []}, "traceEvents"], "flat": {}, "none": []}
+)
 INDENTS = st.sampled_from([None, 1])
 
 
@@ -37,13 +41,13 @@ def told(events):
 
 
 @settings(max_examples=60, deadline=None)
-@given(EVENTS, st.integers(1, 300), INDENTS, st.booleans(), st.booleans())
-def test_every_event_is_read_once_and_in_order(events, size, indent, bare, escaped):
+@given(EVENTS, HEADERS, st.integers(1, 300), INDENTS, st.booleans(), st.booleans())
+def test_every_event_is_read_once_and_in_order(events, before, size, indent, bare, escaped):
     document = (
         events
         if bare
         else {
-            "before": [{"traceEvents": []}, "traceEvents"],
+            **before,
             "traceEvents": events,
             "behind": [{"ph": "X"}, {"ph": "X"}],
         }
@@ -52,7 +56,9 @@ def test_every_event_is_read_once_and_in_order(events, size, indent, bare, escap
     seen, found = read(text, size)
     assert seen == told(events) and found.events == len(events)
     assert (found.unreadable, found.truncated, found.problem) == (0, False, "")
-    assert bare or found.header["behind"] == document["behind"]
+    assert bare or found.header == {
+        key: value for key, value in document.items() if key != "traceEvents"
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,3 +157,26 @@ def test_files_without_events_say_why():
     ):
         seen, found = read(text, 7)
         assert seen == [] and found.problem == problem
+
+
+def test_a_long_header_is_skipped_and_its_short_values_kept(monkeypatch):
+    monkeypatch.setattr(json_members, "LONGEST", 500)
+    long = [{"a": [{"b": '}]\\"', "c": [[], {}]}]}] * 90
+    document = {"rank": 1, "long": long, "text": "x" * 999, "traceEvents": [{"ph": "X", "ts": 1}]}
+    for size in (1, 7, 100, 10**6):
+        seen, found = read(json.dumps(document).encode(), size)
+        assert (seen, found.header, found.problem) == ([("", 1)], {"rank": 1}, "")
+
+
+def test_text_is_taken_from_a_file_no_more_often_than_it_doubles():
+    """A header that is read again for every chunk makes large files quadratic."""
+    text = json.dumps({"a": "x" * 10**5, "b": [[1]] * 10**4}).encode()
+    joined = []
+
+    class Counted(json_members.Members):
+        def _more(self):
+            joined.append(len(self.rest))
+            return super()._more()
+
+    assert list(Counted(read_chunks(io.BytesIO(text).read, 100))) == [b"a", b"b"]
+    assert sum(joined) < 4 * len(text)

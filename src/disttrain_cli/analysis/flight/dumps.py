@@ -6,11 +6,13 @@ wrote a file is in its name alone, as its last number.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
 import re
 import resource
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from disttrain_cli.errors import DataError
 
@@ -26,10 +29,12 @@ MOST_BYTES = 64 << 20
 #: Memory that the values of a pickle may take: so many times its bytes, and a little more.
 MOST_TIMES, SPARE_BYTES = 64, 64 << 20
 #: What a name ends in: the rank, which may have an ending of JSON after it.
-RANK = re.compile(r"(\d{1,7})(\.json)?$")
-#: What a file of each form begins with.
+RANK = re.compile(r"(\d{1,7})(\.json)?(\.gz)?$")
 PICKLED = re.compile(rb"\x80[\x02-\x05]")
+#: Every pickle of a dump has one of these within its first entry; its stack may be before it.
 KEYS = (b"pg_config", b"collective_seq_id", b"comm_lib_version", b"nccl_version")
+FIRST_ENTRY_BYTES = 2**20
+GZIP = b"\x1f\x8b"
 
 
 class Frame(Struct, frozen=True):
@@ -38,6 +43,13 @@ class Frame(Struct, frozen=True):
     name: str
     filename: str
     line: int
+
+
+#: The entry that ends a group of coalesced operations; operations that torch itself coalesces have
+#: names in lower case before it.
+CLOSING = re.compile(r"([A-Z_]+_)?coalesced$")
+#: A message: what it is, and the two ranks of the group.
+MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
 
 
 class Entry(Struct, frozen=True):
@@ -54,6 +66,7 @@ class Entry(Struct, frozen=True):
     output_dtypes: list[str] = []
     retired: bool = False
     is_p2p: bool = False
+    p2p_seq_id: int = 0
     time_created_ns: int = 0
     frames: list[Frame] = []
 
@@ -61,6 +74,16 @@ class Entry(Struct, frozen=True):
     def operation(self) -> str:
         """all_reduce, or send 0->1, whose ranks are those of the group."""
         return self.profiling_name.partition(":")[2] or self.profiling_name
+
+    @property
+    def is_message(self) -> bool:
+        """True of a send or receive, or of what ends a batch of them."""
+        return self.is_p2p or self.operation.partition(" ")[0] in ("send", "recv")
+
+    @property
+    def number(self) -> int:
+        """Sequence number among the messages, or the collectives, of its group."""
+        return self.p2p_seq_id if self.is_message else self.collective_seq_id
 
     @property
     def pending(self) -> bool:
@@ -75,7 +98,7 @@ class Config(Struct, frozen=True):
 
     name: str = ""
     desc: str = ""
-    ranks: str = "[]"  # JSON
+    ranks: str | list[int] = "[]"  # JSON
 
 
 class Dump(Struct, frozen=True):
@@ -95,12 +118,11 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
-def is_dump(head: bytes) -> bool:
-    """Whether a file that begins so is a dump."""
-    pickled = PICKLED.match(head) is not None
-    return (pickled or head.lstrip().startswith(b"{")) and (
-        any(key in head for key in KEYS) and b"traceEvents" not in head
-    )
+def is_pickled_dump(text: bytes, more: Iterator[bytes]) -> bool:
+    """Return True if a pickle that begins with `text` is a dump."""
+    while len(text) < FIRST_ENTRY_BYTES and (chunk := next(more, b"")):
+        text += chunk
+    return PICKLED.match(text) is not None and any(key in text for key in KEYS)
 
 
 def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
@@ -128,7 +150,7 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
                 f"{of_rank[rank]}, {file}",
                 "Give the dumps of one hang alone.",
             )
-        of_rank[rank], dumps[rank] = file, dump
+        of_rank[rank], dumps[rank] = file, with_states(dump)
     if not dumps:
         raise DataError(
             "No dump of the flight recorder can be read here",
@@ -137,6 +159,76 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
             " folder.",
         )
     return dict(sorted(dumps.items())), said
+
+
+def with_states(dump: Dump) -> Dump:
+    """Return the dump in the order of its records, with the states that torch leaves out.
+
+    Operations inside a coalescing group (`batch_isend_irecv`, `_coalescing_manager`) stay scheduled
+    for ever (pytorch/pytorch#137969): their state is that of the entry that ends the group.
+    Messages get it each; collectives become one, as they have one sequence number. Collectives of a
+    group run in order, so what stayed scheduled before a completed one has completed.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    ordered = sorted(dump.entries, key=lambda entry: entry.record_id)
+    for entry in ordered:
+        own = groups.setdefault(entry.process_group, [])
+        own.append(entry)
+        if CLOSING.match(entry.operation):
+            _close(own)
+            if own[-1].record_id == ordered[0].record_id > 0 and not own[-1].pending:
+                own.pop()  # some of its operations may have been dropped
+    for own in groups.values():
+        ran = False
+        for index in reversed(range(len(own))):
+            entry = own[index]
+            if not entry.is_message:
+                ran = ran or entry.state == "completed"
+                if ran and entry.state == "scheduled":
+                    own[index] = replace(entry, state="completed")
+    entries = sorted(
+        (entry for own in groups.values() for entry in own), key=lambda entry: entry.record_id
+    )
+    return replace(dump, entries=entries)
+
+
+def _close(entries: list[Entry]) -> None:
+    """Give the state of the last entry to those whose group it ends, and take it away."""
+    closing = entries.pop()
+    first = len(entries)
+    while first:
+        entry, last = entries[first - 1], entries[-1]
+        joined = (entry.is_message, entry.number) == (last.is_message, last.number)
+        if entry.state != "scheduled" or not joined or not _ends(closing, entry):
+            break
+        first -= 1
+    members = [
+        replace(entry, state=closing.state, retired=closing.retired) for entry in entries[first:]
+    ]
+    if members and not members[0].is_message:
+        members = [_joined(members)]
+    entries[first:] = members or [closing]
+
+
+def _ends(closing: Entry, entry: Entry) -> bool:
+    """Return True if `entry` is of the group that `closing` ends; some versions of torch do not say
+    that it was one of messages."""
+    if entry.is_message:
+        return entry.p2p_seq_id == closing.p2p_seq_id
+    return not closing.is_p2p and entry.collective_seq_id == closing.collective_seq_id
+
+
+def _joined(entries: Sequence[Entry]) -> Entry:
+    """One entry for collectives that a rank asked for as one."""
+    names = dict.fromkeys(entry.operation for entry in entries)
+    return replace(
+        entries[0],
+        profiling_name=f"{entries[0].profiling_name.partition(':')[0]}:{' + '.join(names)}",
+        input_sizes=[sizes for entry in entries for sizes in entry.input_sizes],
+        output_sizes=[sizes for entry in entries for sizes in entry.output_sizes],
+        input_dtypes=[dtype for entry in entries for dtype in entry.input_dtypes],
+        output_dtypes=[dtype for entry in entries for dtype in entry.output_dtypes],
+    )
 
 
 def rank_of(file: Path) -> int | None:
@@ -148,7 +240,11 @@ def rank_of(file: Path) -> int | None:
 def _read(file: Path) -> Dump:
     """ValueError where a file is no dump."""
     with file.open("rb") as source:
-        content = source.read(MOST_BYTES + 1)
+        packed = source.peek(2).startswith(GZIP)
+        try:
+            content = (gzip.GzipFile(fileobj=source) if packed else source).read(MOST_BYTES + 1)
+        except (EOFError, zlib.error) as error:
+            raise ValueError(f"damaged: {error}") from None
     if len(content) > MOST_BYTES:
         raise ValueError(f"larger than {MOST_BYTES >> 20} MiB, which no dump is")
     if PICKLED.match(content):
@@ -200,7 +296,7 @@ def _checked(value: Any) -> Dump:
 def ranks_of(config: Config) -> tuple[int, ...]:
     """The ranks of a group, as far as its configuration says them."""
     try:
-        ranks = json.loads(config.ranks)
+        ranks = json.loads(config.ranks) if isinstance(config.ranks, str) else config.ranks
     except (ValueError, RecursionError):
         return ()
     plain = isinstance(ranks, list) and all(type(rank) is int and rank >= 0 for rank in ranks)

@@ -3,23 +3,33 @@
 Ranks of a group join its collectives in one order, so those with the same sequence number must be
 one: the same operation, sizes and types on every rank. Where they are not, most ranks are taken to
 be right, and of two opinions that of the lowest rank.
+
+Messages from one rank to another are received in the order in which they were sent, whatever their
+sequence numbers, which count all messages of a rank. So the third send is that of the third
+receive, where both recorders have kept all; where one has dropped its first, the last that have
+ended on both sides belong together, or their neighbours where these are closer in time.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from math import inf, prod
 from typing import Literal
 
-from disttrain_cli.analysis.flight.dumps import Dump, Entry, ranks_of
+from disttrain_cli.analysis.flight.dumps import MESSAGE, Dump, Entry, ranks_of
+from disttrain_cli.analysis.kineto.shapes import item_bytes
 
 Problem = Literal[
     "other operation", "other size", "other dtype", "missing", "not started", "not finished"
 ]
-#: Operations that every rank may give other sizes to, and those into or out of which only one rank
-#: gives or takes tensors.
-UNEVEN = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "alltoall_base")
+#: Operations that every rank may give other sizes to, by their names without underscores
+#: (all_to_all, ALLTOALLV_BASE, all_gather_v, reduce_scatter_v_single), and those into or out of
+#: which only one rank gives or takes tensors.
+UNEVEN = re.compile(r"alltoall|(gather|scatter)v(base|single)?\b")
 FROM_ONE, TO_ONE = "scatter", "gather"
 
 
@@ -96,24 +106,126 @@ def _plain(description: str) -> str:
 def first_problem(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None:
     """The first collective of a group that is not in order; messages apart."""
     by_rank = {
-        rank: {entry.collective_seq_id: entry for entry in entries if not entry.is_p2p}
+        rank: {entry.collective_seq_id: entry for entry in entries if not entry.is_message}
         for rank, entries in seen.entries.items()
     }
-    kept = [min(own) for rank, own in by_rank.items() if own and _overflowed(dumps[rank])]
+    dropped = {rank for rank in by_rank if overflowed(dumps[rank])}
+    kept = [min(own) for rank, own in by_rank.items() if own and rank in dropped]
     first = max(kept, default=0)  # what came before is not recorded everywhere
     for sequence in sorted({number for own in by_rank.values() for number in own}):
         if sequence < first:
             continue
         there = {rank: own[sequence] for rank, own in by_rank.items() if sequence in own}
+        if not any(entry.pending for entry in there.values()) and any(
+            not own and rank in dropped for rank, own in by_rank.items()
+        ):
+            continue  # they may have joined it before all that their recorders have kept
         finding = _judge(seen, sequence, there)
         if finding is not None:
             return finding
     return None
 
 
-def _overflowed(dump: Dump) -> bool:
-    """Whether the recorder has dropped this rank's first entries."""
-    return bool(dump.entries) and min(entry.record_id for entry in dump.entries) > 0
+def overflowed(dump: Dump) -> bool:
+    """Return True if the recorder has dropped this rank's first entries."""
+    return bool(dump.entries) and dump.entries[0].record_id > 0
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Messages of a group from one rank to another, in order on both sides."""
+
+    sender: int
+    receiver: int
+    sends: Sequence[Entry]
+    receives: Sequence[Entry]
+    complete: bool  # both recorders have kept all of them
+
+    def pairs(self) -> Iterator[tuple[Entry | None, Entry | None]]:
+        """Every send with its receive, None where one has not been asked for."""
+        shift = 0 if self.complete else self._shift()
+        return zip_longest(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :])
+
+    def _shift(self) -> int:
+        """How many more sends than receives were kept of what was sent and received: as many as
+        have ended more often, or one more or less, as a message may have ended on one side alone.
+        Of these it is the one with which the two ends of messages were asked for at the closest
+        times."""
+        ended = [sum(not one.pending for one in side) for side in (self.sends, self.receives)]
+
+        def apart_ns(shift: int) -> float:
+            pairs = zip(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :], strict=False)
+            times = [abs(one.time_created_ns - other.time_created_ns) for one, other in pairs]
+            return sum(times) / len(times) if times else inf
+
+        usual = ended[0] - ended[1]
+        possible = [
+            shift
+            for shift in (usual, usual - 1, usual + 1)
+            if ended[1] + shift <= len(self.sends) and ended[0] - shift <= len(self.receives)
+        ]
+        return min(possible, key=apart_ns, default=usual)
+
+
+def channels_of(seen: Seen, dumps: Mapping[int, Dump]) -> list[Channel]:
+    """The channels of a group on which there are messages."""
+    ranks = seen.group.ranks
+    sides: dict[tuple[int, int], tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
+    for entries in seen.entries.values():
+        for entry in entries:
+            message = MESSAGE.match(entry.operation)
+            if message is None or max(int(message[2]), int(message[4])) >= len(ranks):
+                continue
+            own, peer = ranks[int(message[2])], ranks[int(message[4])]
+            if message[1] == "send":
+                sides[own, peer][0].append(entry)
+            else:
+                sides[peer, own][1].append(entry)
+    return [
+        Channel(
+            sender,
+            receiver,
+            *both,
+            not any(rank in dumps and overflowed(dumps[rank]) for rank in (sender, receiver)),
+        )
+        for (sender, receiver), both in sides.items()
+    ]
+
+
+def first_wrong_message(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None:
+    """The first message of a group that cannot end as its receive takes another number of bytes
+    than were sent."""
+    wrong = [
+        (send, receive, channel)
+        for channel in channels_of(seen, dumps)
+        if channel.complete
+        for send, receive in channel.pairs()
+        if send is not None and receive is not None
+        if (send.pending or receive.pending) and _bytes(send) != _bytes(receive)
+    ]
+    if not wrong:
+        return None
+    send, receive, channel = min(wrong, key=lambda pair: pair[0].time_created_ns)
+    return Finding(
+        seen.group,
+        "other size",
+        send.number,
+        send.operation,
+        (channel.sender, channel.receiver),
+        (channel.sender, channel.receiver),
+        f"rank {channel.sender} sends {send.input_sizes} {' '.join(send.input_dtypes)}, rank"
+        f" {channel.receiver} receives {receive.output_sizes} {' '.join(receive.output_dtypes)}",
+        min(send.time_created_ns, receive.time_created_ns),
+    )
+
+
+def _bytes(message: Entry) -> int:
+    """Bytes that a message has; torch records its tensor as both in- and output."""
+    sizes = message.input_sizes or message.output_sizes
+    dtypes = message.input_dtypes or message.output_dtypes
+    return sum(
+        prod(size) * (item_bytes(dtype) or 1) for size, dtype in zip(sizes, dtypes, strict=False)
+    )
 
 
 def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | None:
@@ -131,15 +243,15 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
             min(entry.time_created_ns for entry in there.values()),
         )
 
-    for problem, told in DIFFERENCES:
-        values = {rank: told(entry) for rank, entry in there.items()}
+    for problem, compared, told in DIFFERENCES:
+        values = {rank: compared(entry) for rank, entry in there.items()}
         usual = _usual(values)
         others = [rank for rank, value in values.items() if value != usual]
         if others:
             right = [rank for rank in there if rank not in others]
             detail = "; ".join(
-                [f"ranks {_listed(right)}: {usual}"]
-                + [f"rank {rank}: {values[rank]}" for rank in others[:4]]
+                [f"ranks {_listed(right)}: {told(there[right[0]])}"]
+                + [f"rank {rank}: {told(there[rank])}" for rank in others[:4]]
             )
             return finding(problem, others, there[right[0]], detail, right)
     example = next(iter(there.values()))
@@ -158,9 +270,18 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
 
 
 def _sizes(entry: Entry) -> str:
-    if entry.operation in UNEVEN:
-        return ""
     return _in_and_out(entry, entry.input_sizes, entry.output_sizes)
+
+
+def _elements(entry: Entry) -> str:
+    """What NCCL knows of sizes: it is given numbers of elements, and no shapes."""
+    if UNEVEN.search(entry.operation.lower().replace("_", "")):
+        return ""
+    return _in_and_out(entry, *map(_totals, (entry.input_sizes, entry.output_sizes)))
+
+
+def _totals(sizes: Sequence[Sequence[int]]) -> list[int]:
+    return [prod(size) for size in sizes]
 
 
 def _dtypes(entry: Entry) -> str:
@@ -173,11 +294,11 @@ def _in_and_out(entry: Entry, given: object, taken: object) -> str:
     return " ".join(parts + [f"out {taken}"] * (entry.operation != TO_ONE))
 
 
-#: What must be equal on all ranks, in the order in which it is looked at.
-DIFFERENCES: tuple[tuple[Problem, Callable[[Entry], str]], ...] = (
-    ("other operation", lambda entry: entry.operation),
-    ("other size", _sizes),
-    ("other dtype", _dtypes),
+#: What must be equal on all ranks, in the order in which it is looked at, and what is shown of it.
+DIFFERENCES: tuple[tuple[Problem, Callable[[Entry], str], Callable[[Entry], str]], ...] = (
+    ("other operation", lambda entry: entry.operation, lambda entry: entry.operation),
+    ("other size", _elements, _sizes),
+    ("other dtype", _dtypes, _dtypes),
 )
 
 

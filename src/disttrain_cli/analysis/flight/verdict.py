@@ -1,15 +1,16 @@
 """Why a job hangs, from its flight recorder's dumps.
 
 A rank waits where an operation of its own is pending, for the ranks that have not asked for it: the
-group's others for a collective, the peer for a message. Ranks that are waited for and wait for
-nobody are the cause; a collective that ranks disagree about is, before anything else.
+group's others for a collective, the peers for a message or a batch of messages. Where all have
+asked for it, it is held up by those of them that wait elsewhere. Ranks that are waited for, wait
+for nobody and are not held up are the cause; an operation that ranks disagree about is, before
+anything else.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,22 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from disttrain_cli.analysis.flight.dumps import Dump, Entry, read_dumps
-from disttrain_cli.analysis.flight.matching import Finding, Seen, first_problem, groups_of
+from disttrain_cli.analysis.flight.dumps import Entry, ranks_of, read_dumps
+from disttrain_cli.analysis.flight.matching import (
+    Finding,
+    first_problem,
+    first_wrong_message,
+    groups_of,
+)
+from disttrain_cli.analysis.flight.waiting import (
+    Position,
+    causes_of,
+    circle_of,
+    positions_of,
+)
 
 #: What ranks disagree about; it is found before anything that they wait for.
 DISAGREE = ("other operation", "other size", "other dtype")
-#: A message: what it is, and the two ranks of the group.
-MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
 MOST_LISTED = 8
 
 
@@ -56,7 +66,7 @@ class Row(Struct, frozen=True, kw_only=True):
 class HangVerdict(Struct, frozen=True, kw_only=True):
     """What the dumps say."""
 
-    cause: str  # a `matching.Problem`, "message", "circle", or "nothing pending"
+    cause: str  # a `matching.Problem`, "message", "circle", "unknown", or "nothing pending"
     sentence: str
     ranks: list[int]
     row: Row | None
@@ -85,10 +95,18 @@ def analyze_dumps(files: Sequence[Path]) -> Dumped:
     """Judge the dumps of one hang; raises DataError where none can be read."""
     dumps, said = read_dumps(files)
     seen = groups_of(dumps)
-    findings = [found for one in seen if (found := first_problem(one, dumps)) is not None]
+    findings = [
+        found
+        for look in (first_problem, first_wrong_message)
+        for one in seen
+        if (found := look(one, dumps)) is not None
+    ]
     findings.sort(key=lambda found: (found.problem not in DISAGREE, found.since_ns))
-    places = [_place(rank, dump, seen) for rank, dump in dumps.items()]
-    without = sorted({rank for one in seen for rank in one.group.ranks} - {*dumps})
+    positions = positions_of(seen, dumps)
+    places = {rank: _place(rank, positions.get(rank)) for rank in dumps}
+    members = [one.group.ranks for one in seen]
+    members += [ranks_of(group) for dump in dumps.values() for group in dump.pg_config.values()]
+    without = sorted({rank for ranks in members for rank in ranks} - {*dumps})
     versions = sorted({dump.version for dump in dumps.values()}, key=_numbers)
     if len(versions) > 1:
         said.append(f"dumps of several versions: {', '.join(versions)}")
@@ -98,9 +116,9 @@ def analyze_dumps(files: Sequence[Path]) -> Dumped:
         version=versions[-1],
         ranks=[*dumps],
         without_dump=without,
-        verdict=_verdict(findings, {place.rank: place for place in places}, without, files),
+        verdict=_verdict(findings, places, positions, without, files),
         collectives=[_row(found) for found in findings],
-        places=places,
+        places=[*places.values()],
         warnings=said,
     )
 
@@ -109,15 +127,8 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d{1,9}", version)]
 
 
-def _place(rank: int, dump: Dump, seen: Sequence[Seen]) -> Place:
-    pending = min(
-        (entry for entry in dump.entries if entry.pending),
-        key=lambda entry: entry.record_id,
-        default=None,
-    )
-    last = max(dump.entries, key=lambda entry: entry.record_id, default=None)
-    entry = pending or last
-    if entry is None:
+def _place(rank: int, position: Position | None) -> Place:
+    if position is None:
         return Place(
             rank=rank,
             waits=False,
@@ -128,16 +139,15 @@ def _place(rank: int, dump: Dump, seen: Sequence[Seen]) -> Place:
             line="",
             waits_for=[],
         )
-    where = next(one for one in seen if any(own is entry for own in one.entries.get(rank, ())))
     return Place(
         rank=rank,
-        waits=pending is not None,
-        operation=entry.operation,
-        group=where.group.title,
-        sequence=entry.collective_seq_id,
-        state=entry.state,
-        line=_line(entry),
-        waits_for=[] if pending is None else _waits_for(rank, pending, where),
+        waits=position.pending,
+        operation=position.entry.operation,
+        group=position.group.title,
+        sequence=position.entry.number,
+        state=position.entry.state,
+        line=_line(position.entry),
+        waits_for=sorted(position.waits_for),
     )
 
 
@@ -149,36 +159,10 @@ def _line(entry: Entry) -> str:
     return ""
 
 
-def _waits_for(rank: int, entry: Entry, seen: Seen) -> list[int]:
-    """Ranks without which a pending operation cannot end: those that have not asked for it."""
-    message = MESSAGE.match(entry.operation) if entry.is_p2p else None
-    if message is not None:
-        peer = int(message[4])
-        if peer >= len(seen.group.ranks):
-            return []
-        other = seen.group.ranks[peer]
-        answer = "recv" if message[1] == "send" else "send"
-        asked = any(
-            own.pending
-            and (found := MESSAGE.match(own.operation)) is not None
-            and found[1] == answer
-            and int(found[4]) == int(message[2])
-            for own in seen.entries.get(other, ())
-        )
-        return [] if asked else [other]
-    return [
-        other
-        for other, entries in seen.entries.items()
-        if other != rank
-        and not any(
-            not own.is_p2p and own.collective_seq_id == entry.collective_seq_id for own in entries
-        )
-    ]
-
-
 def _verdict(
     findings: Sequence[Finding],
     places: Mapping[int, Place],
+    positions: Mapping[int, Position],
     without: Sequence[int],
     files: Sequence[Path],
 ) -> HangVerdict:
@@ -203,17 +187,19 @@ def _verdict(
             "Compare what leads those ranks there with the others: "
             + (_stack(places, found.ranks) or "their logs."),
         )
-    asked = Counter(other for place in places.values() for other in place.waits_for)
-    causes = sorted(rank for rank in asked if not places[rank].waits_for)
+    causes = causes_of(positions, [*places])
     if causes:
-        waited = [found for found in findings if {*found.ranks} & {*causes}]
+        waiting = [rank for rank, place in places.items() if {*place.waits_for} & {*causes}]
+        waited = [
+            found for found in findings if found.problem == "missing" and {*found.ranks} & {*causes}
+        ]
         here = waited[0] if waited else None
         what = (
             f"{_named(causes)} {'has' if len(causes) == 1 else 'have'} not joined"
             f" {_collective(here)}, in which {_named(here.waiting).lower()} wait"
             if here is not None
             else f"{_named(causes)} {'does' if len(causes) == 1 else 'do'} not answer messages that"
-            f" {_named([r for r, place in places.items() if place.waits_for]).lower()} wait for"
+            f" {_named(waiting).lower()} {'waits' if len(waiting) == 1 else 'wait'} for"
         )
         last = places[causes[0]]
         doing = (
@@ -230,15 +216,28 @@ def _verdict(
             "See what those ranks do outside of communication: the stacks at the ends of their logs"
             + (f", and {_stack(places, causes)}" if _stack(places, causes) else "."),
         )
-    if any(place.waits_for for place in places.values()):
-        circle = [rank for rank, place in places.items() if place.waits_for]
+    if circle := circle_of(positions):
         return verdict(
             "circle",
             f"{_named(circle)} wait for each other: each is in an operation that another one comes"
             " to later",
             circle,
-            findings[0] if findings else None,
+            next((found for found in findings if {*found.ranks} & {*circle}), None),
             "Groups are used in another order on some ranks; see where each one is, below.",
+        )
+    lacking = sorted({other for place in places.values() for other in place.waits_for} - {*places})
+    if lacking:
+        waiting = [rank for rank, place in places.items() if {*place.waits_for} & {*lacking}]
+        return verdict(
+            "unknown",
+            f"{_named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for"
+            f" {_named(lacking).lower()} to answer messages, and there"
+            f" {'is no dump' if len(lacking) == 1 else 'are no dumps'} of"
+            f" {'it' if len(lacking) == 1 else 'them'}",
+            lacking,
+            None,
+            f"Give the dumps of {_named(lacking).lower()} too: they tell whether those wait for"
+            " others.",
         )
     unfinished = [found for found in findings if found.problem in ("not started", "not finished")]
     if unfinished:
@@ -262,15 +261,41 @@ def _verdict(
                 " answer."
             ),
         )
-    lacking = f"; there are no dumps of {_named(without).lower()}" if without else ""
+    pending = [rank for rank, place in places.items() if place.waits]
+    if pending:
+        first = places[pending[0]]
+        known = all(positions[rank].known for rank in pending)
+        return verdict(
+            "not finished" if known else "unknown",
+            f"{_named(pending)} {'is' if len(pending) == 1 else 'are'} in messages that"
+            + (
+                f" both ends have asked for (rank {first.rank} in {first.operation} of"
+                f" {first.group}), and that have not finished: the network holds them up"
+                if known
+                else f" do not name their peers (rank {first.rank} in {first.operation} of"
+                f" {first.group}), so whom they wait for is not known"
+            ),
+            pending,
+            None,
+            "NCCL_DEBUG=INFO says in the logs what it tries; see whether hosts and links answer."
+            if known
+            else "See the stacks in the logs of those ranks.",
+        )
+    if without:
+        return verdict(
+            "unknown",
+            f"Nothing is pending in {len(places)} dump(s), and there are no dumps of"
+            f" {_named(without).lower()}: who waits for whom is not known without them",
+            without,
+            None,
+            f"Give the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}",
+        )
     return verdict(
         "nothing pending",
-        f"Nothing is pending in {len(places)} dump(s){lacking}",
-        without,
+        f"Nothing is pending in {len(places)} dump(s)",
+        [],
         None,
-        f"Give the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}"
-        if without
-        else "The ranks wait for something other than each other: see the stacks in their logs.",
+        "The ranks wait for something other than each other: see the stacks in their logs.",
     )
 
 
@@ -288,9 +313,10 @@ def _row(found: Finding) -> Row:
 
 
 def _has(found: Finding) -> str:
-    one = len(found.ranks) == 1
     what = {"other operation": "operation", "other size": "size", "other dtype": "type"}
-    return f"{'has' if one else 'have'} another {what[found.problem]} in"
+    if found.ranks == found.waiting:  # the two ends of a message
+        return f"disagree about the {what[found.problem]} of"
+    return f"{'has' if len(found.ranks) == 1 else 'have'} another {what[found.problem]} in"
 
 
 def _collective(found: Finding) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_RANK_IN_NAME = re.compile(
-    r"(?:^|[^a-z])(?:rank|worker|gpu|device|trainer)[-_. ]?(\d+)", re.IGNORECASE
-)
+from disttrain_cli.analysis.kineto.ranks import Label, labels_in_names, natural, numbers_of
+
 #: Windows of one job lie closer together than this, even where its hosts' clocks differ.
 SAME_JOB_S = 3600.0
 #: Times beyond this count from 1970, whether a file says so or not: it is September 2001.
@@ -33,14 +33,21 @@ class TraceFile:
     events: int
     kept: bool = True
     shift_ns: int = 0
+    device: int | None = None  # that this part is of, where a file's devices are its ranks
+    holds: int = 1  # ranks, as it seems, which nothing tells apart
+    content: int | None = None  # a hash, of files that may be copies of others
 
 
 def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Rank and world size as `distributedInfo` gives them."""
+    """Rank and world size as `distributedInfo` gives them; of the groups it lists the largest,
+    where it gives no size."""
     about = header.get("distributedInfo")
     if not isinstance(about, dict):
         return None, None
-    rank, size = about.get("rank"), about.get("world_size")
+    rank, size, groups = about.get("rank"), about.get("world_size"), about.get("pg_config")
+    if size is None and isinstance(groups, list):
+        sizes = [group.get("pg_size") for group in groups if isinstance(group, dict)]
+        size = max((one for one in sizes if isinstance(one, int)), default=None)
     return (rank if isinstance(rank, int) and rank >= 0 else None), (
         size if isinstance(size, int) else None
     )
@@ -106,20 +113,14 @@ def align(files: list[TraceFile]) -> list[str]:
     return said
 
 
-def rank_in_name(path: Path) -> int | None:
-    """Rank as the file's name gives it, or its folder's: `rank3.json`, `worker0_step_12….json`,
-    `rank-3/trace.json`."""
-    for name in (path.name, path.parent.name):
-        match = _RANK_IN_NAME.search(name)
-        if match:
-            return int(match.group(1))
-    return None
-
-
-def choose_job(files: list[TraceFile]) -> list[str]:
+def choose_job(files: list[TraceFile], named: Sequence[int]) -> list[str]:
     """Keep the files of one job and window, each with a rank of its own; returns what must be said
-    about it."""
-    said = _number(files)
+    about it.
+
+    Args:
+        named: ranks that the arguments of collectives name.
+    """
+    said = _number(files, named)
     sizes = {file.world_size for file in files if file.world_size is not None}
     if len(sizes) > 1:
         said += _keep(
@@ -143,41 +144,127 @@ def choose_job(files: list[TraceFile]) -> list[str]:
         if first.setdefault(file.rank, file) is not file:
             file.kept = False
             said.append(f"{file.path.name} holds rank {file.rank} once more; left out")
+    return said
+
+
+def count_ranks(files: list[TraceFile], least: int) -> list[str]:
+    """Give the kept files the job's world size as far as anything tells it: they themselves, or
+    the arguments of collectives (`least`); returns what must be said about missing ranks."""
     kept = [file for file in files if file.kept]
     size = max((file.world_size or 0 for file in kept), default=0)
-    if size > len(kept):
-        ranks = {file.rank for file in kept}
-        missing = [str(rank) for rank in range(size) if rank not in ranks]
-        more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
-        said.append(
-            f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): who"
-            " waits for them, and whom they wait for, cannot be seen, and the verdict is the less"
-            " sure"
-        )
-    return said
+    size = max(size, least)
+    held = sum(file.holds for file in kept)
+    for file in kept:
+        if max(size, held) > len(kept):
+            file.world_size = max(size, held)
+    if size <= len(kept):
+        return []
+    ranks = {file.rank for file in kept}
+    missing = [str(rank) for rank in range(size) if rank not in ranks]
+    more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
+    return [
+        f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): who"
+        " waits for them, and whom they wait for, cannot be seen, and the verdict is the less sure"
+    ]
 
 
-def _number(files: list[TraceFile]) -> list[str]:
-    """Ranks for files that name none: from their name, or in order; said."""
-    named: list[TraceFile] = []
-    numbered: list[TraceFile] = []
-    for file in files:
-        if file.rank is None:
-            file.rank = rank_in_name(file.path)
-            (named if file.rank is not None else numbered).append(file)
+def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
+    """Ranks for files that name none: from their names, or in order; said."""
+    _forget_local_ranks(files)
+    nameless = sorted(
+        (file for file in files if file.rank is None),
+        key=lambda file: (natural(file.path), file.device or 0),
+    )
+    from_names, ranks = _ranks_of_names(nameless)
     taken = {file.rank for file in files}
-    free = (rank for rank in range(len(files) + len(taken)) if rank not in taken)
+    for file, rank in zip(nameless, ranks, strict=True):
+        file.rank = rank
+        taken.add(rank)
+    free = (
+        rank
+        for rank in [*sorted(named), *range(len(files) + len(taken) + len(named))]
+        if rank not in taken
+    )
+    numbered = [file for file in nameless if file.rank is None]
     for file in numbered:
         file.rank = next(free)
+        taken.add(file.rank)
+    own = sorted({file.rank for file in nameless if file.rank is not None})
+    if len(own) == len(files) == len(named) and own != [*named]:
+        # names number the ranks of a group, such as one replica
+        of_job = dict(zip(own, sorted(named), strict=True))
+        for file in nameless:
+            file.rank = of_job[file.rank or 0]
     said = []
-    if named:
-        said.append(f"{_some(named)} without distributedInfo: ranks are taken from file names")
+    if from_names:
+        said.append(
+            f"{_some(from_names)} without a rank of the job in distributedInfo: ranks are taken"
+            " from file names"
+        )
     if numbered:
         said.append(
-            f"{_some(numbered)} without distributedInfo and no rank in the name: ranks are numbered"
-            " in order"
+            f"{_some(numbered)} without a rank of the job in distributedInfo or the name: ranks"
+            " are numbered in order"
         )
     return said
+
+
+def _ranks_of_names(files: list[TraceFile]) -> tuple[list[TraceFile], list[int | None]]:
+    """Files whose names tell their ranks, and the rank of each file where its name does: by the
+    surest way in which files of one moment are of different ranks."""
+    devices = {file.device for file in files}
+    if len(devices) == len(files) and None not in devices:
+        return [], [file.device for file in files]
+    for certain, labels in labels_in_names([file.path for file in files]):
+        known = [label for label in labels if label is not None]
+        if not known or (not certain and len(known) < len(files)) or devices != {None}:
+            continue
+        same: dict[Label, list[TraceFile]] = {}
+        for file, label in zip(files, labels, strict=True):
+            if label is not None:
+                same.setdefault(label, []).append(file)
+        if any(_different(one, certain) for one in same.values()):
+            continue
+        ranks = numbers_of(known)
+        return (
+            [file for group in same.values() for file in group],
+            [None if label is None else ranks[label] for label in labels],
+        )
+    return [], [None] * len(files)
+
+
+def _different(files: list[TraceFile], certain: bool) -> bool:
+    """True if two files are of one moment, and so of two ranks. Where times count from nobody
+    knows when, names that are `certain` may be of one rank at two moments."""
+    return any(
+        _at_once(one, other) and not (certain and _lost(one) and _lost(other))
+        for index, one in enumerate(files)
+        for other in files[:index]
+    )
+
+
+def _lost(file: TraceFile) -> bool:
+    return file.base_ns is None and file.first_ns < SINCE_1970_NS
+
+
+def _forget_local_ranks(files: list[TraceFile]) -> None:
+    """Take their ranks from files of one moment that all say to be the same rank of a job of one,
+    as processes do that were not started as one job: they tell at most the order within a file."""
+    same: dict[int | None, list[TraceFile]] = {}
+    for file in files:
+        if file.rank is not None and (file.world_size or 1) == 1:
+            same.setdefault(file.rank, []).append(file)
+    parts = Counter(file.path for file in files)
+    for group in same.values():
+        if _different(group, certain=False):
+            for file in group:
+                file.device, file.rank = file.rank if parts[file.path] > 1 else None, None
+
+
+def _at_once(one: TraceFile, other: TraceFile) -> bool:
+    """True if the files were recorded at the same time, and neither is a copy of the other."""
+    copy = one.content is not None and one.content == other.content
+    return not copy and one.first_ns <= other.last_ns and other.first_ns <= one.last_ns
 
 
 def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:

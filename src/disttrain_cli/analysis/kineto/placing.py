@@ -3,12 +3,15 @@ time."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.kineto.columns import Strings
-from disttrain_cli.analysis.kineto.jobs import TraceFile, align, choose_job
-from disttrain_cli.analysis.kineto.ranks import label_threads, numbers_of
+from disttrain_cli.analysis.kineto.jobs import TraceFile, align, choose_job, count_ranks
+from disttrain_cli.analysis.kineto.ranks import device_threads, label_threads, numbers_of
 from disttrain_cli.analysis.sql import query_text
 
 if TYPE_CHECKING:
@@ -35,9 +38,24 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
         parts, told = _split(connection, file, threads[file.number], strings, free + len(files))
         files += parts
         said += told
+    said += _split_devices(connection, files, free + len(files))
+    _find_copies(connection, [file for file in files if file.number < free])
     said += _crowds(connection, {file.number: file for file in files})
     said += align(files)
-    said += choose_job(files)
+    calls = _ranks_in_calls(connection, read)
+    said += choose_job(files, sorted({rank for ranks, _ in calls.values() for rank in ranks}))
+    kept = {file.path for file in files if file.kept}
+    said += count_ranks(
+        files,
+        max(
+            (
+                max(size, 1 + max(ranks, default=-1))
+                for path, (ranks, size) in calls.items()
+                if path in kept
+            ),
+            default=0,
+        ),
+    )
     connection.executemany(
         "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         [
@@ -81,15 +99,17 @@ def _split(
     }
     labels = label_threads(threads, names, named, strings.ranks_told)
     ranks = numbers_of(labels.values())
+    devices = device_threads(threads, names) if len(ranks) < 2 and _may_be_split(file) else {}
+    by_device = len({*devices.values()}) > 1
+    if by_device:
+        labels, ranks = dict(devices), {device: device for device in devices.values()}
     if len(ranks) < 2:
         if file.rank is None and ranks:
             file.rank = next(iter(ranks.values()))
-        told = (strings.ranks_told.get(thread, set()) for thread in threads)
-        return [file], (
-            [_crowd(file, "their numbers stand beside one another in the arguments of one thread")]
-            if any(len(numbers) > 1 and min(numbers) >= 0 for numbers in told)
-            else []
-        )
+        told = [strings.ranks_told.get(thread, set()) for thread in threads]
+        mixed = [len(numbers) for numbers in told if len(numbers) > 1 and min(numbers) >= 0]
+        why = "their numbers stand beside one another in the arguments of one thread"
+        return [file], [_crowd(file, max(mixed), why)] if mixed else []
     parts: dict[int, TraceFile] = {}
     lost = 0
     counts = connection.execute(query_text("kineto/of_threads"), {"file": file.number})
@@ -103,12 +123,13 @@ def _split(
             TraceFile(
                 free + len(parts),
                 file.path,
-                rank,
+                None if by_device else rank,
                 file.world_size,
                 file.base_ns,
                 first_ns,
                 last_ns,
                 0,
+                device=rank if by_device else None,
             ),
         )
         part.first_ns, part.last_ns = min(part.first_ns, first_ns), max(part.last_ns, last_ns)
@@ -134,6 +155,62 @@ def _split(
     return list(parts.values()), said
 
 
+def _may_be_split(file: TraceFile) -> bool:
+    """True unless the file says that it is one rank of several."""
+    return file.rank is None or (file.world_size or 1) == 1
+
+
+def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free: int) -> list[str]:
+    """Replace files in which one process keeps several devices busy by a part for each device,
+    numbered from `free` on; returns what must be said about it."""
+    whole = {file.number: file for file in files if _may_be_split(file)}
+    said = []
+    for number, devices in connection.execute(query_text("kineto/devices_at_work")).fetchall():
+        if number not in whole:
+            continue
+        file = whole[number]
+        parts = [
+            replace(file, number=free + index, rank=None, device=device)
+            for index, device in enumerate(devices)
+        ]
+        free += len(parts)
+        copies, *rest = connection.extract_statements(query_text("kineto/by_device"))
+        numbers = [part.number for part in parts]
+        connection.execute(copies, {"file": number, "parts": numbers, "devices": devices})
+        for statement in rest:
+            connection.execute(statement)
+        at = files.index(file)
+        files[at : at + 1] = parts
+        said.append(f"{file.path.name} holds {len(parts)} devices: each is read as a rank")
+    return said
+
+
+def _find_copies(connection: DuckDBPyConnection, files: list[TraceFile]) -> None:
+    """Fill the hashes of files that may be copies of others, packed or not, by their events."""
+    alike: dict[tuple[int, int, int], list[TraceFile]] = defaultdict(list)
+    for file in files:
+        alike[file.first_ns, file.last_ns, file.events].append(file)
+    doubtful = {file.number: file for same in alike.values() if len(same) > 1 for file in same}
+    if doubtful:
+        hashes = connection.execute(query_text("kineto/hashes"), {"files": [*doubtful]})
+        for number, content in hashes.fetchall():
+            doubtful[number].content = int(content)
+
+
+def _ranks_in_calls(
+    connection: DuckDBPyConnection, files: list[TraceFile]
+) -> dict[Path, tuple[set[int], int]]:
+    """Ranks that arguments of collectives in each file name, and the size of their largest
+    group."""
+    found: dict[Path, tuple[set[int], int]] = {}
+    paths = {file.number: file.path for file in files}
+    for number, members, size in connection.execute(query_text("kineto/groups")).fetchall():
+        ranks, largest = found.get(paths[number], (set(), 0))
+        named = {int(rank) for rank in re.findall(r"\d{1,7}", members)}
+        found[paths[number]] = ranks | named, max(largest, size)
+    return found
+
+
 def _share_marks(connection: DuckDBPyConnection, file: TraceFile, parts: list[TraceFile]) -> None:
     """Marks of steps that name no rank become marks of every rank of the file."""
     copies, *rest = connection.extract_statements(query_text("kineto/shared"))
@@ -147,6 +224,7 @@ def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list
     return [
         _crowd(
             files[number],
+            processes,
             f"{processes} processes run operators, launch kernels, or hold the same events",
         )
         for number, processes in connection.execute(query_text("kineto/crowds")).fetchall()
@@ -154,10 +232,11 @@ def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list
     ]
 
 
-def _crowd(file: TraceFile, why: str) -> str:
+def _crowd(file: TraceFile, ranks: int, why: str) -> str:
+    file.holds = ranks
     return (
         f"{file.path.name} seems to hold several ranks ({why}), and nothing tells which is which:"
         " it is read as one rank, so their times add up and waiting for one another is not seen."
         ' Analyse the ranks\' own files, or give every process the name of its rank ("rank 3")'
-        " before merging"
+        " before merging; the verdict is the less sure"
     )

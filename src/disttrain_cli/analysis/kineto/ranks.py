@@ -1,22 +1,39 @@
-"""Which ranks a file holds: one, or several that a tool has merged.
+"""Which ranks a file holds, by its name and by what is in it: one, or several that a tool has
+merged.
 
 Tools that merge the traces of ranks mark them in one of these ways, all met in the wild: a label
 before every process id ("[TP00-DP01] 4711", "[rank 3] Spans", "rank3_4711": SGLang and many
 scripts), processes or threads named after their rank ("rank 3", "[rank 3] python3", "DP0-PP1-TP2":
-MegaScan), or `args.rank` in every event (TraceLens). The first that a process has decides.
+MegaScan), or `args.rank` in every event (TraceLens). The first that a process has decides. One
+process that uses several devices is as many ranks: XLA names a process after each device
+("/device:GPU:3"), Kineto gives `args.device` to kernels.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 #: What tells one rank from another: its number, or its places in groups, as (("DP", 1), ("TP", 0)).
 Label = int | tuple[tuple[str, int], ...]
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|wr)[-_ #:=[(]*(\d{1,7})(?!\d)", re.IGNORECASE)
+_DEVICE = re.compile(r"/device:(?!CPU)\w+:(\d{1,7})(?!\d)", re.IGNORECASE)
 _PLACES = re.compile(r"(?:\[|^)((?:(?:TP|DP|PP|EP|CP)-?\d{1,7}(?![a-zA-Z])[-_, ]?)+)")
 _SLOWEST_FIRST = ("PP", "DP", "EP", "CP", "TP")
 _PLACE = re.compile(r"([A-Z]+)-?(\d+)")
+#: What file names say, the surest first: a rank of the job, places in groups, and numbers that may
+#: be those of a host or of its devices.
+_RANK_IN_NAME = re.compile(
+    r"(?<![a-z])(?<!local[-_. ])(?<!node[-_. ])rank[-_. =]?(\d{1,9})", re.IGNORECASE
+)
+_PLACES_IN_NAME = re.compile(
+    r"(?:^|[^a-z])((?:(?:TP|DP|PP|EP|CP)[-_]?\d{1,7}(?![a-z])[-_, .]?)+)", re.IGNORECASE
+)
+_NUMBERS_IN_NAME = tuple(
+    re.compile(rf"(?<![a-z])(?:{words})[-_. ]?(\d{{1,9}})", re.IGNORECASE)
+    for words in ("worker|trainer", "gpu|device|cuda")
+)
 
 
 def label_in(text: str) -> Label | None:
@@ -31,13 +48,64 @@ def label_in(text: str) -> Label | None:
     named = _PLACES.search(text)
     if not named:
         return None
+    return _places(named.group(1))
+
+
+def _places(text: str) -> Label:
     numbers = tuple(
         (kind, int(number))
         for kind, number in sorted(
-            _PLACE.findall(named.group(1)), key=lambda match: _SLOWEST_FIRST.index(match[0])
+            _PLACE.findall(text.upper().replace("_", "-")),
+            key=lambda match: _SLOWEST_FIRST.index(match[0]),
         )
     )
     return numbers[0][1] if len(numbers) == 1 else numbers
+
+
+def labels_in_names(paths: Sequence[Path]) -> list[tuple[bool, Sequence[Label | None]]]:
+    """What the names of files, and then those of their folders, say of their ranks in each way in
+    which names do, the surest first; with each, True if it can be nothing but a rank of the job."""
+    names, folders = [path.name for path in paths], [path.parent.name for path in paths]
+    places = [_PLACES_IN_NAME.search(name) for name in names]
+    return [
+        *(
+            (True, [_number_in(_RANK_IN_NAME, text) for text in texts])
+            for texts in (names, folders)
+        ),
+        # a single file may be named after the size of its job
+        (False, [_places(one.group(1)) if one and len(names) > 1 else None for one in places]),
+        *(
+            (False, [_number_in(pattern, text) for text in texts])
+            for texts in (names, folders)
+            for pattern in _NUMBERS_IN_NAME
+        ),
+    ]
+
+
+def _number_in(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else int(found.group(1))
+
+
+def natural(path: Path) -> list[str | int]:
+    """Key that sorts names as people number them: TP-2 before TP-10."""
+    parts = re.split(r"(\d+)", str(path))
+    return [int(part) if part.isdecimal() else part for part in parts]
+
+
+def device_threads(
+    threads: Mapping[int, str], process_names: Mapping[str, set[str]]
+) -> dict[int, int]:
+    """The device of every thread whose process is named after one."""
+    devices = {
+        process: {int(found.group(1)) for name in names if (found := _DEVICE.search(name))}
+        for process, names in process_names.items()
+    }
+    return {
+        thread: next(iter(devices[process]))
+        for thread, process in threads.items()
+        if len(devices.get(process, ())) == 1
+    }
 
 
 def label_threads(
