@@ -45,6 +45,7 @@ CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the proces
 GZIP = b"\x1f\x8b"
 ROWS_AT_ONCE = 122_880  # a row group of DuckDB
 THREADS = 2
+MOST_NAMED = 8  # files in a warning
 #: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank
 #: must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
@@ -62,6 +63,12 @@ ANSWERS = (
     "launch_rows",
     "queue_rows",
 )
+
+#: Questions that repair times of kernels, and what is reported of those that they find.
+IMPOSSIBLE = {
+    "misplaced": "begin long before their own launch or have no time, and are left out",
+    "overlong": "outlast later ones of their stream, and are ended where the next one begins",
+}
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
@@ -203,6 +210,10 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 
     for name, events in ask("doubles"):
         warnings.append(f"{events} event(s) of {name} are there more than once and count once")
+    ask("launches")
+    for name, what in IMPOSSIBLE.items():
+        if rows := ask(name):
+            warnings.append(_counted(rows, what))
     ask("streams")
     ask("steps")
     ask("understood")
@@ -246,6 +257,13 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)
+
+
+def _counted(files: list[tuple[str, int, int]], what: str) -> str:
+    """A warning on kernels of several files (name, rank, number of kernels), the most first."""
+    most = ", ".join(f"{name}, rank {rank}: {events}" for name, rank, events in files[:MOST_NAMED])
+    more = f"; {len(files) - MOST_NAMED} more file(s)" if len(files) > MOST_NAMED else ""
+    return f"{sum(row[2] for row in files)} kernel(s) {what} ({most}{more})"
 
 
 def _insert_names(
