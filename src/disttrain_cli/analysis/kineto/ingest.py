@@ -17,8 +17,10 @@ import numpy as np
 
 from disttrain_cli.analysis.kineto.columns import (
     Columns,
+    Extent,
     Strings,
     class_of,
+    device_categories,
     keep_names,
     memory,
     spans,
@@ -114,21 +116,22 @@ def _fill(
     before = 0
     for number, path in enumerate(files):
         reading = Reading()
-        first, last = 2**63 - 1, -(2**63)
+        host, device = Extent(), Extent()
         for batch in split_events(chunks_of(path, reading, total >> 20, before, progress), reading):
             columns, impossible = spans(number, batch, strings, is_step)
             reading.unreadable += impossible
-            if len(columns["start_ns"]):
-                first = min(first, int(columns["start_ns"].min()))
-                last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
+            of_device = np.isin(columns["category"], device_categories(strings))
+            host.include(columns, ~of_device)
+            device.include(columns, of_device)
             rows.add(columns)
             keep_names(number, batch.events, strings)
             allocated = memory(number, batch.events, strings)
             if allocated is not None:
                 _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
-        warnings += _about(path, reading, last >= first)
-        if last >= first:
+        extent = host if host else device  # times of kernels may be impossible
+        warnings += _about(path, reading, bool(extent))
+        if extent:
             connection.execute(
                 "INSERT INTO devices SELECT ?, unnest(?::VARCHAR[])",
                 [number, devices_in_header(reading.header)],
@@ -139,8 +142,8 @@ def _fill(
                     path,
                     *rank_in_header(reading.header),
                     base_in_header(reading.header),
-                    first,
-                    last,
+                    extent.first_ns,
+                    extent.last_ns,
                     reading.events,
                 )
             )
