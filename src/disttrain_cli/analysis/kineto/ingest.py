@@ -68,8 +68,14 @@ ANSWERS = (
 
 #: Questions that repair times of kernels, and what is reported of those that they find.
 IMPOSSIBLE = {
-    "misplaced": "begin long before their own launch or have no time, and are left out",
-    "overlong": "outlast later ones of their stream, and are ended where the next one begins",
+    "misplaced": (
+        "begin at impossible times (long before their launch, or far outside of the recording) and"
+        " are left out"
+    ),
+    "overlong": (
+        "outlast later ones of their stream and are shortened, to end at the latest where the next"
+        " one begins"
+    ),
 }
 
 

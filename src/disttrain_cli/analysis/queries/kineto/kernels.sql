@@ -11,7 +11,7 @@ WITH on_device AS (
 SELECT k.* EXCLUDE (class), s.step,
        coalesce(s.measured AND k.launched_ns < s.until_ns, k.rank NOT IN (SELECT rank FROM steps)) AS measured,
        CASE WHEN k.class = 2 THEN 'memory' WHEN k.call >= 0 THEN 'communication'
-            ELSE coalesce(n.kind, 'unclassified') END AS kind,
+            WHEN n.kind <> 'mixed' THEN n.kind ELSE 'unclassified' END AS kind,
        CASE WHEN k.class = 2 THEN 'category' WHEN k.call >= 0 THEN 'arguments'
             WHEN n.kind IS NOT NULL THEN 'name' END AS evidence,
        nullif(n.operation, '') AS operation

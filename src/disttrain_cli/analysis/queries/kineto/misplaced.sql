@@ -1,17 +1,18 @@
 -- Kernels, copies and fills whose start is impossible are left out: CUPTI gives 0 and 0 where it could not collect a time;
--- others begin more than 10 ms before their own launch, or a minute outside of all calls that their file recorded. In 45
--- public traces (130,000 kernels) none begins before its launch; clocks of host and device are known to differ by up to
--- 2 ms. Where half of a file's kernels seem misplaced its device has another clock, and none is.
+-- others begin more than 10 ms before their own launch, or as far outside of all calls that their file recorded as these
+-- last (10 s at least). In 45 public traces no kernel begins before its launch; clocks of host and device are known to differ
+-- by up to 2 ms. Where half of a file's kernels seem misplaced its device has another clock, and none is.
 CREATE TEMP TABLE misplaced AS
 WITH calls AS (
-    SELECT e.file, min(e.start_ns) AS first_ns, max(e.start_ns + e.duration_ns) AS last_ns
+    SELECT e.file, min(e.start_ns) AS first_ns, max(e.start_ns + e.duration_ns) AS last_ns,
+           greatest(10_000_000_000, last_ns - first_ns) AS margin_ns
     FROM raw_events e
     JOIN categories c ON c.id = e.category AND c.class = 4
     GROUP BY e.file),
 judged AS (
     SELECT e.rowid AS place, e.file, e.duration_ns = 0 AND e.start_ns IN (0, f.shift_ns) AS no_time,
-           coalesce(e.start_ns < l.launched_ns - 10_000_000 OR e.start_ns < r.first_ns - 60_000_000_000
-                    OR e.start_ns > r.last_ns + 60_000_000_000, false) AS outside
+           coalesce(e.start_ns < l.launched_ns - 10_000_000 OR e.start_ns < r.first_ns - r.margin_ns
+                    OR e.start_ns > r.last_ns + r.margin_ns, false) AS outside
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept
     JOIN categories c ON c.id = e.category AND c.class IN (1, 2)
