@@ -13,8 +13,8 @@ from disttrain_cli.errors import SpecError
 
 KINDS = ("communication", "compute", "mixed", "step")
 _OURS = "kernel_patterns.txt"
-#: Operations of collectives as they stand in names of kernels and annotations; the first that a name
-#: holds is the one it means.
+#: Operations of collectives as they stand in names of kernels and annotations; the first that a
+#: name holds is the one it means.
 _OPERATIONS = (
     "reduce_scatter",
     "all_to_all",

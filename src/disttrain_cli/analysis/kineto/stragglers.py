@@ -21,7 +21,7 @@ from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: Ranks that are named at once, of more the first.
 MOST_NAMED = 8
-#: Grouped GEMMs are longer by a share; attention and other GEMMs by less than this part of it are not.
+#: Attention and other GEMMs may be longer by this part of the share by which grouped GEMMs are.
 _MOST_ELSEWHERE = 0.25
 _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 

@@ -2,9 +2,9 @@
 -- where the next one begins, and are no longer than the longest sound one of their name. Exempt are those of one launch (a
 -- CUDA graph may run them at once), communication beside compute, and names of which half do so: there a profiler has put
 -- several queues on one row. In 45 public traces kernels reach up to 13 µs into the next one, by programmatic launches and
--- rounded times, and outlast none. The last one of a stream, where it is over three times as long as any other of its name
--- (where there is none: as all that its host recorded, and as 100 ms), ends with all else that was recorded: of its file or,
--- of communication, of all files.
+-- rounded times, and outlast none. The last one of a stream has no later one: it is shortened where it is over three times as
+-- long as any other of its name (where there is none: as all that its host recorded, and as 100 ms) and ends after all else,
+-- of its file or, of communication, after the kernels of all files.
 CREATE TEMP TABLE overlong AS
 WITH on_device AS (
     SELECT e.rowid AS place, e.file, e.name, e.start_ns, e.start_ns + e.duration_ns AS end_ns, e.duration_ns,
@@ -32,7 +32,8 @@ judged AS (
            next_ns IS NULL AND duration_ns > coalesce(3 * longest_ns, greatest(recorded_ns, 100_000_000)) AS last
     FROM suspects LEFT JOIN sound USING (name)),
 ends AS (
-    SELECT e.file, max(e.start_ns + e.duration_ns) AS own_ns, max(own_ns) OVER () AS all_ns
+    SELECT e.file, max(e.start_ns + e.duration_ns) AS own_ns,
+           max(max(e.start_ns + e.duration_ns) FILTER (c.class < 3)) OVER () AS kernels_ns
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept
     JOIN categories c ON c.id = e.category AND c.class <> 6
@@ -40,8 +41,9 @@ ends AS (
     GROUP BY e.file),
 mended AS (
     SELECT j.place, j.file, j.duration_ns AS before_ns,
-           if(overtakes, least(next_ns - start_ns, coalesce(longest_ns, next_ns - start_ns)),
-              greatest(longest_ns, nullif(greatest(0, if(communicates, all_ns, own_ns) - start_ns), 0))) AS duration_ns
+           CASE WHEN overtakes THEN least(next_ns - start_ns, coalesce(longest_ns, next_ns - start_ns))
+                WHEN communicates THEN greatest(longest_ns, nullif(greatest(0, kernels_ns - start_ns), 0))
+                WHEN end_ns > own_ns THEN coalesce(longest_ns, nullif(greatest(0, own_ns - start_ns), 0)) END AS duration_ns
     FROM judged j LEFT JOIN ends USING (file)
     WHERE overtakes OR last)
 SELECT place, file, duration_ns FROM mended WHERE duration_ns < before_ns;
