@@ -146,7 +146,7 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
 @pytest.mark.parametrize(
     ("longer", "said"),
     [
-        ({"GroupProblemShape": 1.5}, "expert load. Its grouped GEMMs take 8 ms longer"),
+        ({"GroupProblemShape": 1.5}, "expert load. Grouped GEMMs take 8 ms longer"),
         ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.5}, "a slower device"),
         ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.3, "nvjet_tst": 1.3}, "a slower device"),
         # attention is bound by memory, so low clocks leave it as it is

@@ -179,8 +179,8 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
             own <= most * others for own, others in map(times, ("attention_s", "dense_s"))
         ):
             return (
-                f"expert load. Its grouped GEMMs take {seconds((own_s - others_s) / losses.steps)}"
-                " longer, its attention does not. Its experts receive more tokens: balance the"
+                f"expert load. Grouped GEMMs take {seconds((own_s - others_s) / losses.steps)}"
+                " longer, attention does not. The experts there receive more tokens: balance the"
                 " router (auxiliary loss, bias, capacity), or place or replicate experts"
                 " differently."
             )
