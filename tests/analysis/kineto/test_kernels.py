@@ -23,6 +23,43 @@ from tests.analysis.kineto import traces
         ("void deep_ep::internode::dispatch<…>", "communication", "dispatch"),
         ("nvshmemi_transfer_kernel", "communication", "nvshmemi_transfer_kernel"),
         ("void vllm::cross_device_reduce_1stage<float, 2>", "communication", "reduce"),
+        (
+            "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>",
+            "communication",
+            "all_reduce",
+        ),
+        (
+            "moefinalize_allreduce_fusion_kernel_oneshot_lamport",
+            "communication",
+            "all_reduce",
+        ),
+        ("void tensorrt_llm::kernels::oneShotAllReduceKernel<8>", "communication", "all_reduce"),
+        ("moe_a2a::moeA2ADispatchKernel<32>", "communication", "dispatch"),
+        ("userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<8>(int)", "communication", None),
+        ("kuserbuffers_pushsend(int*, int4*)", "communication", "send"),
+        (
+            "void quickreduce::allreduce_prototype_twoshot<quickreduce::AllReduceTwoshot<__half>>",
+            "communication",
+            "all_reduce",
+        ),
+        ("mori::moe::EpDispatchIntraNodeKernel_bf16", "communication", "dispatch"),
+        ("EpCombineInterNodeV1Kernel", "communication", "combine"),
+        ("void deep_ep::internode_ll::combine<true>", "communication", "combine"),
+        ("a2a_combine_recv_kernel", "communication", "combine"),
+        ("hcom_allReduce__503_0_1", "communication", "all_reduce"),
+        ("MoeDistributeDispatchV2", "communication", "dispatch"),
+        (
+            "(anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16>",
+            "communication",
+            "all_reduce",
+        ),
+        ("ragged-all-to-all-start.3", "communication", "all_to_all"),
+        ("_C_custom_ar::all_reduce", "communication", "all_reduce"),
+        ("triton_red_fused_all_reduce_add_7", "compute", None),
+        ("fused_moe_kernel", "compute", None),
+        ("nvjet_hsh_128x64_64x16_4x1_v_bz_bias_TNN", "compute", None),
+        ("cutlass::gemm::kernel::GemmAllReduce", "mixed", None),
+        ("AllGatherMatmul", "mixed", None),
         ("ampere_sgemm_128x64_tn", "compute", None),
         ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SN", "compute", None),
         ("void at::native::reduce_kernel<512, 1>", "compute", None),
@@ -84,6 +121,32 @@ def test_evidence_beyond_names(tmp_path):
     assert analysis.job.unclassified_fraction == pytest.approx(1 / 6)
     assert any("17 % of the kernels' time is neither" in warning for warning in analysis.warnings)
     assert analysis.ranks[0].compute_us == 30  # what is not classified counts as compute
+
+
+def test_kernels_of_no_certain_kind_lower_the_confidence(tmp_path):
+    """In proportion to their time; neither the operator that launched them nor their name decides
+    the kind of those that compute and communicate at once."""
+
+    def sure(name):
+        found = [
+            event
+            for step in range(5)
+            for number, of in enumerate([traces.GEMM, traces.GEMM, traces.GEMM, name])
+            for event in traces.kernel(
+                of, traces.BASE_US + 1000 * step + 250 * number, 250, 4 * step + number
+            )
+        ]
+        operator = {"ph": "X", "cat": "cpu_op", "name": "aten::x", "pid": 100, "tid": 100}
+        found += [
+            operator | {"ts": event["ts"] - 1, "dur": 9}
+            for event in found
+            if event["cat"] == "cuda_runtime"
+        ]
+        analysis = analyze([traces.write(tmp_path / f"{name}.json", traces.document(found))])
+        return analysis.verdict.confidence, analysis.job.unclassified_fraction
+
+    (known, none), (unsure, mixed) = sure(traces.GEMM), sure("gemm_reduce_scatter")
+    assert (none, mixed) == (0, pytest.approx(0.25)) and unsure < 0.75 * known
 
 
 def test_patterns_of_the_user_come_first_and_are_checked(own_cache):

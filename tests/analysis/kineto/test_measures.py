@@ -287,3 +287,114 @@ def test_lengths_and_times_that_are_no_numbers_are_left_out_and_counted(tmp_path
 def test_json_of_the_analysis_is_plain(tmp_path):
     document = analyze(traces.job(tmp_path, [[400, 400]])).to_json()
     assert json.loads(json.dumps(document, allow_nan=False))["format"] == "kineto"
+
+
+def _of(found, name=traces.GEMM):
+    """Kernels of a name, from the first to the last."""
+    return [event for event in found if event["name"] == name]
+
+
+def _no_time(found):
+    _of(found)[4].update(ts=0, dur=0)
+
+
+def _lost_start(found):
+    _of(found)[4]["ts"] = 0
+
+
+def _another_clock(found):
+    _of(found)[4]["ts"] -= 1e11
+
+
+def _far_future(found):
+    _of(found)[4]["ts"] += 1e9
+
+
+def _not_launched(found):
+    _of(found)[4].update(ts=0, args={"device": 0, "stream": 7})
+
+
+def _outlasts(found):
+    _of(found)[4]["dur"] = 2e6
+
+
+def _outlasts_everything(found):
+    _of(found)[-1]["dur"] = 2e6
+
+
+def _outlasts_all_files(found):
+    _of(found, traces.ALL_REDUCE)[-1]["dur"] = 2e6
+
+
+def _half_outlast(found):
+    for kernel in _of(found)[1::2]:
+        kernel["dur"] = 2e6
+
+
+def _clock_of_the_device(found):
+    for event in found:
+        event["ts"] -= 5e7 * (event["cat"] == "kernel")
+
+
+def _a_little_early(found):
+    for event in found:
+        event["ts"] -= 2000 * (event["cat"] == "kernel")
+
+
+def _launched_ahead_of_their_turn(found):
+    for kernel in _of(found):
+        kernel["dur"] += 15
+
+
+def _one_row(found):
+    """An all-reduce runs beside compute, on one row of the profiler."""
+    for event in found:
+        if event["cat"] == "kernel":
+            event["tid"] = event["args"]["stream"] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "tolerance"),
+    [
+        (_no_time, "begin at impossible times", 0.11),
+        (_lost_start, "begin at impossible times", 0.11),
+        (_another_clock, "begin at impossible times", 0.11),
+        (_far_future, "begin at impossible times", 0.11),
+        (_not_launched, "begin at impossible times", 0.11),
+        (_outlasts, "outlast later ones", 0.001),
+        (_outlasts_everything, "outlast later ones", 0.001),
+        (_outlasts_all_files, "outlast later ones", 0.001),
+        (_half_outlast, "outlast later ones", 0.001),
+        (_clock_of_the_device, None, 0.001),
+        (_a_little_early, None, 0.001),
+        (_launched_ahead_of_their_turn, None, 0.06),
+        (_one_row, None, 0.001),
+    ],
+)
+def test_impossible_times_of_kernels_are_repaired_and_counted_and_others_kept(
+    tmp_path, damage, said, tolerance
+):
+    files = traces.job(tmp_path, [[320] * 10, [330] * 10])
+    found = json.loads(files[0].read_text())
+    damage(found["traceEvents"])
+    files[0].write_text(json.dumps(found))
+    repaired = analyze(files)
+    warnings = [one for one in repaired.warnings if "kernel(s)" in one]
+    assert len(warnings) == (said is not None)
+    assert not said or (said in warnings[0] and "rank0.json, rank 0: " in warnings[0])
+    assert repaired.job.recorded_at == "2023-11-14 22:13:20 UTC"
+    for row in repaired.ranks:  # nine measured steps, the last one until its collective has ended
+        assert row.span_us == pytest.approx(8340, rel=tolerance)
+        assert row.compute_us == pytest.approx(2700, rel=2 * tolerance)
+
+
+def test_kernels_of_one_cuda_graph_may_run_at_once(tmp_path):
+    """A long kernel beside short ones, all of one launch."""
+    launch, beside = traces.kernel("gemm_beside", traces.BASE_US, 900, 1)
+    found = [launch, beside] + [
+        traces.kernel(traces.GEMM, traces.BASE_US + 10 + 100 * number, 90, 1)[1]
+        for number in range(8)
+    ]
+    analysis = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))])
+    assert analysis.ranks[0].compute_us == 900
+    assert not any("kernel(s)" in warning for warning in analysis.warnings)

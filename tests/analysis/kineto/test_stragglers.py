@@ -143,6 +143,35 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
         )
 
 
+@pytest.mark.parametrize(
+    ("longer", "said"),
+    [
+        ({"GroupProblemShape": 1.5}, "expert load. Grouped GEMMs take 8 ms longer"),
+        ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.5}, "a slower device"),
+        ({"GroupProblemShape": 1.5, "flash_fwd_kernel": 1.3, "nvjet_tst": 1.3}, "a slower device"),
+        # attention is bound by memory, so low clocks leave it as it is
+        ({"GroupProblemShape": 1.5, "nvjet_tst": 1.5}, "a slower device"),
+        ({"flash_fwd_kernel": 1.5}, "a slower device"),
+    ],
+)
+def test_expert_load_is_told_from_a_slow_device(tmp_path, longer, said):
+    usual = {"flash_fwd_kernel": 1000, "nvjet_tst": 1000, "GroupProblemShape": 2000}
+    for rank in range(4):
+        found, end = [], traces.BASE_US
+        for step in range(8):
+            at = end
+            for number, (name, takes) in enumerate(usual.items()):
+                takes *= (longer if rank == 2 else {}).get(name, 1.0)
+                found += traces.kernel(name, at, takes, 10 * step + number)
+                at += takes
+            end += sum(usual[name] * longer.get(name, 1.0) for name in usual) + 50
+            found += traces.kernel(traces.ALL_REDUCE, at, end - at, 10 * step + 9, stream=20)
+        traces.write(tmp_path / f"rank{rank}.json", traces.document(found, rank, 4))
+    verdict = analyze([tmp_path]).verdict
+    assert (verdict.cause, verdict.place.rank) == ("worker", 2) and said in verdict.advice
+    assert ("expert load" in verdict.advice) == ("expert load" in said)
+
+
 def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
     verdict = job(tmp_path, WORLD, {(0, 3): 2.0}).verdict
     assert verdict.cause == "communication" and verdict.confidence < 0.8

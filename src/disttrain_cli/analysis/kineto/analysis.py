@@ -65,7 +65,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     if not understood and losses.stragglers:
         verdict = mended(losses, database, verdict.evidence, understood)
     if verdict.cause != "unknown":
-        verdict = replace(verdict, confidence=calibrated(verdict.confidence, "kineto"))
+        classified = 1 - (totals["unclassified"] or 0.0)
+        verdict = replace(verdict, confidence=calibrated(verdict.confidence * classified, "kineto"))
     compute_s = losses.ideal_s()
     return Analysis(
         format="kineto",

@@ -71,6 +71,24 @@ class Strings:
     ranks_told: dict[int, set[int]] = field(default_factory=dict)
 
 
+@dataclass
+class Extent:
+    """First start and last end of rows; false where there are none."""
+
+    first_ns: int = 2**63 - 1
+    last_ns: int = -(2**63)
+
+    def include(self, columns: Columns, chosen: NDArray[np.bool_]) -> None:
+        """Extend it to the chosen rows."""
+        if chosen.any():
+            starts, lengths = columns["start_ns"][chosen], columns["duration_ns"][chosen]
+            self.first_ns = min(self.first_ns, int(starts.min()))
+            self.last_ns = max(self.last_ns, int((starts + lengths).max()))
+
+    def __bool__(self) -> bool:
+        return self.last_ns >= self.first_ns
+
+
 def class_of(category: str) -> int:
     """What kind of event a category holds; Kineto writes these names for every kind of device."""
     name = category.lower()
@@ -79,6 +97,15 @@ def class_of(category: str) -> int:
     if name.endswith("kernel"):
         return KERNEL
     return RUNTIME if name.endswith(("runtime", "driver")) else 0
+
+
+def device_categories(strings: Strings) -> list[int]:
+    """Numbers of the categories that hold kernels, copies and fills."""
+    return [
+        number
+        for category, number in strings.categories.items()
+        if class_of(category) in (KERNEL, MEMORY)
+    ]
 
 
 def spans(

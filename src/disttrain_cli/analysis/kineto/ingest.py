@@ -17,8 +17,10 @@ import numpy as np
 
 from disttrain_cli.analysis.kineto.columns import (
     Columns,
+    Extent,
     Strings,
     class_of,
+    device_categories,
     keep_names,
     memory,
     spans,
@@ -45,6 +47,7 @@ CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the proces
 GZIP = b"\x1f\x8b"
 ROWS_AT_ONCE = 122_880  # a row group of DuckDB
 THREADS = 2
+MOST_NAMED = 8  # files in a warning
 #: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank
 #: must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
@@ -62,6 +65,18 @@ ANSWERS = (
     "launch_rows",
     "queue_rows",
 )
+
+#: Questions that repair times of kernels, and what is reported of those that they find.
+IMPOSSIBLE = {
+    "misplaced": (
+        "begin at impossible times (long before their launch, or far outside of the recording) and"
+        " are left out"
+    ),
+    "overlong": (
+        "outlast later ones of their stream and are shortened, to end at the latest where the next"
+        " one begins"
+    ),
+}
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
@@ -107,21 +122,22 @@ def _fill(
     before = 0
     for number, path in enumerate(files):
         reading = Reading()
-        first, last = 2**63 - 1, -(2**63)
+        host, device = Extent(), Extent()
         for batch in split_events(chunks_of(path, reading, total >> 20, before, progress), reading):
             columns, impossible = spans(number, batch, strings, is_step)
             reading.unreadable += impossible
-            if len(columns["start_ns"]):
-                first = min(first, int(columns["start_ns"].min()))
-                last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
+            of_device = np.isin(columns["category"], device_categories(strings))
+            host.include(columns, ~of_device)
+            device.include(columns, of_device)
             rows.add(columns)
             keep_names(number, batch.events, strings)
             allocated = memory(number, batch.events, strings)
             if allocated is not None:
                 _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
-        warnings += _about(path, reading, last >= first)
-        if last >= first:
+        extent = host if host else device  # times of kernels may be impossible
+        warnings += _about(path, reading, bool(extent))
+        if extent:
             connection.execute(
                 "INSERT INTO devices SELECT ?, unnest(?::VARCHAR[])",
                 [number, devices_in_header(reading.header)],
@@ -132,8 +148,8 @@ def _fill(
                     path,
                     *rank_in_header(reading.header),
                     base_in_header(reading.header),
-                    first,
-                    last,
+                    extent.first_ns,
+                    extent.last_ns,
                     reading.events,
                 )
             )
@@ -203,6 +219,10 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 
     for name, events in ask("doubles"):
         warnings.append(f"{events} event(s) of {name} are there more than once and count once")
+    ask("launches")
+    for name, what in IMPOSSIBLE.items():
+        if rows := ask(name):
+            warnings.append(_counted(rows, what))
     ask("streams")
     ask("steps")
     ask("understood")
@@ -246,6 +266,13 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)
+
+
+def _counted(files: list[tuple[str, int, int]], what: str) -> str:
+    """A warning on kernels of several files (name, rank, number of kernels), the most first."""
+    most = ", ".join(f"{name}, rank {rank}: {events}" for name, rank, events in files[:MOST_NAMED])
+    more = f"; {len(files) - MOST_NAMED} more file(s)" if len(files) > MOST_NAMED else ""
+    return f"{sum(row[2] for row in files)} kernel(s) {what} ({most}{more})"
 
 
 def _insert_names(

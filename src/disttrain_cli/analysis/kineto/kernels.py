@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
 
-KINDS = ("communication", "compute", "step")
+KINDS = ("communication", "compute", "mixed", "step")
 _OURS = "kernel_patterns.txt"
-#: Operations of collectives as they stand in names of kernels and annotations, longest first.
+#: Operations of collectives as they stand in names of kernels and annotations; the first that a
+#: name holds is the one it means.
 _OPERATIONS = (
     "reduce_scatter",
     "all_to_all",
@@ -31,8 +32,10 @@ _OPERATIONS = (
     "receive",
     "recv",
 )
-_IN_ONE = re.compile("|".join(name.replace("_", "[-_]?") for name in _OPERATIONS), re.IGNORECASE)
-_BY_LETTERS = {name.replace("_", ""): name for name in _OPERATIONS} | {"receive": "recv"}
+_IN_NAMES = {
+    re.compile(name.replace("_", "[-_]?"), re.IGNORECASE): "recv" if name == "receive" else name
+    for name in _OPERATIONS
+}
 
 
 #: In names of marks: what begins a step, what ends one, and its number.
@@ -101,7 +104,7 @@ def read_patterns(texts: dict[str, str]) -> Patterns:
 
 
 def pattern_of(name: str, patterns: Patterns) -> Pattern | None:
-    """The first pattern of communication or compute that matches, or None."""
+    """The first pattern of communication, compute or both that matches, or None."""
     return next(
         (
             pattern
@@ -148,5 +151,4 @@ def operation(name: str) -> str:
 
 def operation_in(name: str) -> str | None:
     """The collective or message that a name speaks of, or None."""
-    match = _IN_ONE.search(name)
-    return None if match is None else _BY_LETTERS[re.sub("[-_]", "", match.group().lower())]
+    return next((does for written, does in _IN_NAMES.items() if written.search(name)), None)

@@ -3,6 +3,7 @@ that is."""
 
 from __future__ import annotations
 
+from statistics import fmean, median_low
 from typing import Any
 
 from disttrain_cli.analysis.confidence import exceeds
@@ -20,9 +21,8 @@ from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: Ranks that are named at once, of more the first.
 MOST_NAMED = 8
-_MORE_WORK = (
-    "it has more work (uneven data, shards or stages) or a slower device (clocks, temperature)."
-)
+#: Attention and other GEMMs may be longer by this part of the share by which grouped GEMMs are.
+_MOST_ELSEWHERE = 0.25
 _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 
 
@@ -84,7 +84,7 @@ def mended(
             ),
             *rows,
         ],
-        advice=_why(losses, first, understood)
+        advice=_why(losses, first, database, understood)
         + (" Ranks whose traces are missing may have held it up." if losses.present < 1 else ""),
         next_command=_waits_of(first.ranks[0]),
     )
@@ -131,7 +131,7 @@ def unlikely(losses: Losses) -> float:
     )
 
 
-def _why(losses: Losses, late: Late, understood: bool) -> str:
+def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool) -> str:
     """Why ranks are late, from what they do longer than the others."""
     who, one = _named(late.ranks), len(late.ranks) == 1
     if not understood:
@@ -145,7 +145,7 @@ def _why(losses: Losses, late: Late, understood: bool) -> str:
     if longer["compute"] > max(host_s, longer["data"]):
         return (
             f"In a step {who.lower()} compute{'s' * one} {seconds(longer['compute'])} longer than"
-            " the others: " + _MORE_WORK
+            f" the others: {_more_work(late.ranks, losses, database)}"
         )
     if longer["data"] > host_s:
         return (
@@ -157,6 +157,35 @@ def _why(losses: Losses, late: Late, understood: bool) -> str:
         f"{'Its device does' if one else 'Their devices do'} not compute longer than the others':"
         f" {'its host is' if one else 'their hosts are'} late. Look at the CPU of {who.lower()}:"
         f" {_ITS_HOST}"
+    )
+
+
+def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> str:
+    """Why ranks compute longer: expert load where only their grouped GEMMs are longer, while
+    attention, which a slow device or more tokens would lengthen too, is not."""
+    rows = {row["rank"]: row for row in database.query("experts")}
+
+    def times(column: str) -> tuple[float, float]:
+        """Mean of the ranks and median of the others, in s."""
+        own = [rows[rank][column] or 0.0 for rank in ranks if rank in rows]
+        others = [row[column] or 0.0 for rank, row in rows.items() if rank not in ranks]
+        return (fmean(own), median_low(others)) if own and others else (0.0, 0.0)
+
+    (own_s, others_s), (_, attention_s) = times("grouped_s"), times("attention_s")
+    if others_s and attention_s and own_s > others_s:
+        most = 1 + _MOST_ELSEWHERE * (own_s / others_s - 1)
+        longer_s = losses.longer_of(ranks)["compute"] / len(ranks) * losses.steps
+        if own_s - others_s > 0.5 * longer_s and all(
+            own <= most * others for own, others in map(times, ("attention_s", "dense_s"))
+        ):
+            return (
+                f"expert load. Grouped GEMMs take {seconds((own_s - others_s) / losses.steps)}"
+                " longer, attention does not. The experts there receive more tokens: balance the"
+                " router (auxiliary loss, bias, capacity), or place or replicate experts"
+                " differently."
+            )
+    return (
+        "it has more work (uneven data, shards or stages) or a slower device (clocks, temperature)."
     )
 
 
@@ -246,7 +275,8 @@ def waited_for(
         when = "In a step"
     works_longer = work_s > 0.5 * later_s > 0
     advice = (
-        f"{when} rank {rank} computes {seconds(work_s)} longer than the others: {_MORE_WORK}"
+        f"{when} rank {rank} computes {seconds(work_s)} longer than the others:"
+        f" {_more_work([rank], losses, database)}"
         if works_longer
         else (
             "Before them its device does not compute longer than the others': its host is late."

@@ -2,7 +2,7 @@
 CREATE TEMP TABLE unknown AS
 SELECT rowid AS place, launched_by AS thread, launched_ns
 FROM raw_kernels
-WHERE kind = 'unclassified' AND launched_by IS NOT NULL;
+WHERE kind = 'unclassified' AND evidence IS NULL AND launched_by IS NOT NULL;
 CREATE TEMP TABLE around AS
 SELECT e.thread, e.start_ns, e.start_ns + e.duration_ns AS end_ns, coalesce(n.kind, '') = 'communication' AS talks
 FROM raw_events e

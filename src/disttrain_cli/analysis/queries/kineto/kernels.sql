@@ -1,13 +1,7 @@
 -- Kernels, copies and fills of the analysed files. A kernel is of the step in which it was launched; measured where
 -- that step is, or where its rank marks no steps.
 CREATE TABLE raw_kernels AS
-WITH launches AS (
-    SELECT e.file, e.correlation, min(e.start_ns) AS launched_ns, any_value(e.thread) AS launched_by
-    FROM raw_events e
-    JOIN categories c ON c.id = e.category AND c.class = 4
-    WHERE e.correlation >= 0
-    GROUP BY ALL),
-on_device AS (
+WITH on_device AS (
     SELECT f.rank, e.name, e.device, e.stream, e.bytes, e.call, e.start_ns, e.start_ns + e.duration_ns AS end_ns,
            c.class, coalesce(l.launched_ns, e.start_ns) AS launched_ns, l.launched_by
     FROM raw_events e
@@ -17,7 +11,7 @@ on_device AS (
 SELECT k.* EXCLUDE (class), s.step,
        coalesce(s.measured AND k.launched_ns < s.until_ns, k.rank NOT IN (SELECT rank FROM steps)) AS measured,
        CASE WHEN k.class = 2 THEN 'memory' WHEN k.call >= 0 THEN 'communication'
-            ELSE coalesce(n.kind, 'unclassified') END AS kind,
+            WHEN n.kind <> 'mixed' THEN n.kind ELSE 'unclassified' END AS kind,
        CASE WHEN k.class = 2 THEN 'category' WHEN k.call >= 0 THEN 'arguments'
             WHEN n.kind IS NOT NULL THEN 'name' END AS evidence,
        nullif(n.operation, '') AS operation
