@@ -226,6 +226,11 @@ def _limits(
         )
     if iterations["recorded"] and iterations["unmarked"]:
         said.append(f"{iterations['unmarked']} rank(s) mark no step: all of theirs is measured")
+    if iterations["lent_ranks"]:
+        said.append(
+            f"{iterations['lent_ranks']} rank(s) mark no step: the marks of the first rank that does are"
+            " taken for theirs"
+        )
     if totals["unmatched"]:
         said.append(
             f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join"
