@@ -11,7 +11,7 @@ from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.steps import Row, SingleEvent
 
 #: One gap in each step explains a loss if it makes up this share of it.
-LEAST_OF_LOSS = 0.5
+LEAST_OF_LOSS = 2 / 3
 LONGEST_NAME = 80
 
 

@@ -47,12 +47,16 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     if event is None:
         return verdict
     gap = gap_of_event(event, database)
-    what = f"a pause of {gap.text}" if gap else f"{seconds(event.longer_s)} more idle time"
-    where = f" on rank {event.rank}, for which the others wait" if event.rank is not None else ""
+    what = (
+        f"has a pause of {gap.text}"
+        if gap
+        else f"takes {seconds(event.longer_s)} longer than the others"
+    )
+    where = f" (the others wait for rank {event.rank})" if event.rank is not None else ""
     return replace(
         verdict,
         headline=(
-            f"{verdict.headline} One step of {event.steps}, {event.step}, has {what}{where}; the"
+            f"{verdict.headline} One step of {event.steps}, step {event.step}, {what}{where}; the"
             f" verdict is of the other {event.steps - 1}."
         ),
         evidence=[
