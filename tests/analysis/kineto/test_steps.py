@@ -20,9 +20,9 @@ def span(kind, start, length):
 
 
 def recorded(steps, lead=0, of=None, tail=(), tail_of=None, ahead=False, marked=True, last=None):
-    """Steps of one rank: `lead` µs of the host, then a kernel; the host waits for it, or runs `ahead`.
+    """Steps of one rank: `lead` µs of the host, then kernels; it waits for them, or runs `ahead`.
 
-    `tail[step]` is a pause of the host after the kernel; `last` is how many kernels the last step runs.
+    `tail[step]` is a pause of the host after the kernels; `last` is how many the last step runs.
     """
     found, host, device = [], traces.BASE_US, 0
     for step in range(steps):
@@ -31,9 +31,7 @@ def recorded(steps, lead=0, of=None, tail=(), tail_of=None, ahead=False, marked=
         host += lead + LAUNCH_US
         for number in range(4 if last is None or step < steps - 1 else last):
             start = max(host, device)
-            launch, kernel = traces.kernel(
-                traces.GEMM, start, WORK_US // 4, 10 * step + number
-            )
+            launch, kernel = traces.kernel(traces.GEMM, start, WORK_US // 4, 10 * step + number)
             found += [launch | {"ts": host - 5}, kernel]
             device, host = start + WORK_US // 4, host + 10
         if not ahead:
@@ -43,7 +41,9 @@ def recorded(steps, lead=0, of=None, tail=(), tail_of=None, ahead=False, marked=
         pause = tail[step] if step < len(tail) else 0
         found += span(tail_of, host, pause) if pause else []
         host += pause
-        found += span(("user_annotation", f"ProfilerStep#{step}"), begin, host - begin) if marked else []
+        found += (
+            span(("user_annotation", f"ProfilerStep#{step}"), begin, host - begin) if marked else []
+        )
     return found
 
 
@@ -60,18 +60,29 @@ def test_what_a_step_waits_for_before_its_first_kernel_is_lost_however_many_are_
     found = job(tmp_path, recorded(steps, 30_000, LOADER))
     assert found.verdict.cause == "data" and found.verdict.lost_s == pytest.approx(0.03)
     assert found.job.iteration_s == pytest.approx(0.0701)
-    assert found.verdict.headline == "The devices wait for data: 30 ms of the 70.1 ms of a step (43 %)."
+    assert (
+        found.verdict.headline
+        == "The devices wait for data: 30 ms of the 70.1 ms of a step (43 %)."
+    )
     assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(0.0701)
 
 
 @pytest.mark.parametrize(
     ("of", "cause", "said"),
     [
-        (("cpu_op", "aten::tokenize"), "host", "in one long gap of each step, 30.1 ms while the host runs"),
+        (
+            ("cpu_op", "aten::tokenize"),
+            "host",
+            "in one long gap of each step, 30.1 ms while the host runs",
+        ),
         (("python_function", "train.py(3): preprocess"), "host", "train.py(3): preprocess"),
         (("python_function", "torch/utils/data/dataloader.py(701): __next__"), "data", "for data"),
         (("user_annotation", "gloo:barrier"), "communication", "Hosts wait for one another"),
-        (("cuda_runtime", "cudaStreamSynchronize"), "unknown", "nothing that was recorded says why"),
+        (
+            ("cuda_runtime", "cudaStreamSynchronize"),
+            "unknown",
+            "nothing that was recorded says why",
+        ),
         (None, "unknown", "in one long gap of each step, 30.1 ms before ampere_sgemm"),
     ],
 )
@@ -96,7 +107,10 @@ def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
 @pytest.mark.parametrize(
     ("tail_of", "said"),
     [
-        (SAVE, "One step of 10, step 5, has a pause of 400 ms while the host runs save; the verdict is of"),
+        (
+            SAVE,
+            "One step of 10, step 5, has a pause of 400 ms while the host runs save; the verdict is",
+        ),
         (None, "while the host runs nothing that was recorded"),
     ],
 )
@@ -122,7 +136,9 @@ def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
 def test_a_last_step_that_was_cut_off_is_left_out(tmp_path):
     found = job(tmp_path, recorded(4, last=1))
     assert found.verdict.cause == "none" and found.stragglers.ideal_s == pytest.approx(0.04)
-    assert any("step 3, the last one, was not recorded to its end" in warning for warning in found.warnings)
+    assert any(
+        "step 3, the last one, was not recorded to its end" in warning for warning in found.warnings
+    )
 
 
 @pytest.mark.parametrize("steps", [3, 4, 7])

@@ -147,8 +147,8 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
 def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
     verdict = job(tmp_path, WORLD, {(0, 3): 2.0}).verdict
     assert verdict.cause == "none" and verdict.headline.endswith(
-        "One step of 4, step 3, takes 3.5 ms longer than the others (the others wait for rank 0); the"
-        " verdict is of the other 3."
+        "One step of 4, step 3, takes 3.5 ms longer than the others (the others wait for rank 0);"
+        " the verdict is of the other 3."
     )
 
 

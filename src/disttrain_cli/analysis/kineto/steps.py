@@ -1,8 +1,8 @@
-"""The steps that losses and verdict are of: complete ones, and none that a single event makes longer.
+"""The steps that losses and verdict are of: complete ones, none that a single event makes longer.
 
-A verdict is of the usual step. One step of several that loses much more than the others (a checkpoint,
-a stall of the network) says nothing of them: it is reported beside the verdict instead. Two such steps
-may be a cause that recurs, and stay in.
+A verdict is of the usual step. One step of several that loses much more than the others (a
+checkpoint, a stall of the network) says nothing of them: it is reported beside the verdict instead.
+Two such steps may be a cause that recurs, and stay in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 Row = dict[str, Any]
-#: The last step is incomplete on a rank that launched a smaller share of the kernels of its other steps.
+#: The last step of a rank is incomplete with a smaller share of the kernels of its other steps.
 LEAST_COMPLETE = 0.5
 #: A single event would add at least this share of a usual step to the mean step.
 LEAST_EVENT = 0.05

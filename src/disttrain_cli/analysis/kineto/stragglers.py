@@ -101,11 +101,7 @@ def _single_step(late: Late, span_s: float) -> int | None:
 def unlikely(losses: Losses) -> float:
     """The chance that in more such steps no rank is a straggler."""
     return 1 - max(
-        (
-            exceeds(one.gain_s / losses.step_s, LEAST_STRAGGLER)
-            for one in losses.late
-            if one.sure
-        ),
+        (exceeds(one.gain_s / losses.step_s, LEAST_STRAGGLER) for one in losses.late if one.sure),
         default=0.0,
     )
 

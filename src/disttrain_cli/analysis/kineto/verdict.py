@@ -5,10 +5,10 @@ Where the traces do not tell (`unknown`), nothing is blamed: no kernels, most of
 kind, or devices that idle without a record of a late host.
 
 Evidence (`analysis/confidence.py`): of stragglers, how sure it is that this is no chance, times the
-chance that mending them gains enough in more such steps (of those known by waiting alone, their share
-of all waiting); of another cause, the chance that it costs enough and more than every other one, times
-the share of ranks on which it is the largest loss; of "none", the chance that nothing costs enough.
-What the traces lack lowers it: steps, ranks, the kind of kernels, reasons for idle time, right clocks.
+chance that mending them gains enough in more such steps (of those known by waiting alone, their
+share of all waiting); of another cause, the chance that it costs enough and more than every other
+one, times the share of ranks on which it is the largest loss; of "none", the chance that nothing
+costs enough. What the traces lack lowers it: steps, ranks, kinds of kernels, reasons for idle time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from disttrain_cli.analysis.confidence import exceeds
 from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.gaps import gap_of_each_step, gap_of_event
-from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_STRAGGLER, LEAST_SURE, Losses, by_key, of, parts
+from disttrain_cli.analysis.kineto.losses import (
+    KEY_OF,
+    LEAST_STRAGGLER,
+    LEAST_SURE,
+    Losses,
+    by_key,
+    of,
+    parts,
+)
 from disttrain_cli.analysis.kineto.stragglers import mended, unlikely, waited_for
 from disttrain_cli.analysis.kineto.unknown import (
     MOST_UNCLASSIFIED,
@@ -209,8 +217,8 @@ def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
         cause="none",
         headline=(
             "No straggler: the devices compute"
-            f" {100 * losses.mean('compute_ns') / losses.step_s:.0f} % of the time, and nothing else"
-            " costs much."
+            f" {100 * losses.mean('compute_ns') / losses.step_s:.0f} % of the time, and nothing"
+            " else costs much."
         ),
         place=Place(),
         lost_s=0.0,
@@ -323,8 +331,8 @@ _DETAILS = {
     "host_waits": (
         "Hosts wait for one another outside of the devices (barriers, gloo)",
         (
-            "Leave out barriers and object collectives of the training loop, or run them less often:"
-            " the devices idle until the last host has joined."
+            "Leave out barriers and object collectives of the training loop, or run them less"
+            " often: the devices idle until the last host has joined."
         ),
         (
             'disttrain analyze --sql "SELECT rank, name, count(*), sum(duration_ns) / 1e6 AS ms'
