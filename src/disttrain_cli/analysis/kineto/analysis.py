@@ -222,7 +222,7 @@ def _limits(
     if judged.incomplete is not None:
         said.append(
             f"step {judged.incomplete}, the last one, was not recorded to its end (a rank lacks"
-            " most of its kernels, or no further mark ends it): it is left out of losses and verdict"
+            " most of its kernels, or no further mark ends it): it is left out of the verdict"
         )
     if iterations["partial"]:
         said.append(
@@ -232,8 +232,8 @@ def _limits(
         said.append(f"{iterations['unmarked']} rank(s) mark no step: all of theirs is measured")
     if iterations["lent_ranks"]:
         said.append(
-            f"{iterations['lent_ranks']} rank(s) mark no step: the marks of the first rank that does"
-            " are taken for theirs"
+            f"{iterations['lent_ranks']} rank(s) mark no step: the marks of the first rank that"
+            " does are taken for theirs"
         )
     if totals["unmatched"]:
         said.append(
