@@ -32,7 +32,7 @@ from unittest import mock
 import numpy as np
 from msgspec.structs import asdict
 
-from benchmarks import altered, known
+from benchmarks import altered, kineto_jobs, known
 from benchmarks.common import Tables, table
 from disttrain_cli.analysis import confidence
 from disttrain_cli.analysis.analyze import analyze
@@ -46,13 +46,14 @@ FIRST_HELD_OUT = 1000  # of the seeds that were not developed on
 BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 1.01)
 RAW_BINS = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.01)
 #: By family, seeds of every kind: developed on, and held out.
-SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4)}
+SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4), "kineto_jobs": (12, 6)}
 #: By family, kinds of fault that confidence was not fitted on.
 NEVER = {
     "simulated": known.HELD_OUT,
     "rehearsed": known.HELD_OUT,
     "operations": altered.OPERATIONS_HELD_OUT,
     "kineto": altered.KINETO_HELD_OUT,
+    "kineto_jobs": kineto_jobs.HELD_OUT,
 }
 
 
@@ -84,6 +85,7 @@ def cases(
             "simulated": known.DEVELOPED,
             "operations": altered.OPERATIONS,
             "kineto": altered.KINETO,
+            "kineto_jobs": kineto_jobs.DEVELOPED,
         }[family]
         never = NEVER[family]
         for kind in (*kinds, *(never if held_out else ())):
@@ -116,6 +118,8 @@ def _write(folder: Path, family: str, kind: str, seed: int, traces: Path) -> lis
         return altered.operations(kind, seed, traces)
     if family == "kineto":
         return altered.kineto(kind, seed, traces)
+    if family == "kineto_jobs":
+        return kineto_jobs.kineto_job(kind, seed, traces)
     jobs = list(known.JOBS)[:2] if family == "rehearsed" else list(known.JOBS)
     job = random.Random(seed).choice(jobs)
     profile, layout = known.prepared(folder, job)
@@ -183,6 +187,11 @@ def is_held_out(row: Row) -> bool:
     return int(row["case"].split()[-1]) >= FIRST_HELD_OUT or row["kind"] in NEVER[row["family"]]
 
 
+def is_claim(row: Row) -> bool:
+    """True unless the verdict is `unknown` without any confidence, which claims nothing."""
+    return bool(row["said"] != "unknown" or row["raw"])
+
+
 def fit(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
     """By format, mean raw evidence and share that was right, of bins; one more right and one more
     wrong each.
@@ -192,7 +201,9 @@ def fit(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
     """
     found = {}
     for kind in sorted({row["format"] for row in rows}):
-        own = [row for row in rows if row["format"] == kind and not is_held_out(row)]
+        own = [
+            row for row in rows if row["format"] == kind and not is_held_out(row) and is_claim(row)
+        ]
         joined = list[list[Row]]()
         for least, most in itertools.pairwise(RAW_BINS):
             members = [row for row in own if least <= row["raw"] < most]
@@ -224,7 +235,7 @@ def reliability(rows: list[Row]) -> list[Row]:
         row["sure"] = confidence.calibrated(row["raw"], row["format"])
     found = []
     for least, most in itertools.pairwise(BINS):
-        own = [row for row in rows if least <= row["sure"] < most]
+        own = [row for row in rows if least <= row["sure"] < most and is_claim(row)]
         if own:
             found.append(
                 {
@@ -252,6 +263,7 @@ def tables(rows: list[Row]) -> Tables:
                     "family": family,
                     "kind": kind,
                     "right": sum(row["right"] for row in those),
+                    "unknown": sum(not is_claim(row) for row in those),
                     "n": len(those),
                     "mean said": float(np.mean([row["sure"] for row in those])),
                 }

@@ -26,10 +26,22 @@ def exceeds(shares: Floats, least: float) -> float:
     return 0.5 + 0.5 * erf((float(shares.mean()) - least) / (spread * sqrt(2)))
 
 
-def known(unexplained: float, steps: int, present: float = 1.0) -> float:
-    """What is known of a job, 0 to 1: by the share of a step that is unexplained, and of the ranks
-    that are there."""
-    return max(0.0, 1.0 - abs(unexplained)) * (1.0 - 0.5**steps) * present
+def known(
+    unexplained: float,
+    steps: int,
+    present: float = 1.0,
+    unclassified: float = 0.0,
+    repaired: float = 0.0,
+) -> float:
+    """What is known of a job, 0 to 1: by the share of a step that is unexplained, of the ranks that
+    are there, of kernel time whose kind is not known, and of what was repaired."""
+    return (
+        max(0.0, 1.0 - abs(unexplained))
+        * (1.0 - 0.5**steps)
+        * present
+        * (1.0 - unclassified)
+        * (1.0 - repaired)
+    )
 
 
 def calibrated(raw: float, kind: str) -> float:
@@ -43,5 +55,12 @@ def calibrated(raw: float, kind: str) -> float:
 CALIBRATION: dict[str, tuple[tuple[float, float], ...]] = {
     "disttrain": ((0.0, 0.0), (0.405, 0.75), (0.575, 0.857), (0.761, 0.875), (0.939, 0.982)),
     "operations": ((0.0, 0.0), (0.653, 0.857), (0.999, 0.975)),
-    "kineto": ((0.0, 0.0), (0.75, 0.625), (1.0, 0.962)),
+    "kineto": (
+        (0.0, 0.0),
+        (0.16, 0.611),
+        (0.453, 0.75),
+        (0.503, 0.947),
+        (0.75, 0.958),
+        (0.951, 0.987),
+    ),
 }

@@ -131,10 +131,11 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
     assert verdict.cause == "worker" and verdict.place.rank in slow and said in verdict.headline
     assert verdict.lost_s == pytest.approx(gains(kinds, slow, ranks), rel=0.03)
     assert found.stragglers.lost_s["worker"] == pytest.approx(verdict.lost_s)
-    span_s = sum(row.span_us for row in found.ranks) / ranks / 1e6 / found.job.steps_measured
-    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(span_s)
+    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(
+        traces.mean_step_s([tmp_path])
+    )
     assert "computes" in verdict.advice or "compute " in verdict.advice
-    assert "ank 4" not in verdict.headline and verdict.confidence > 0.9
+    assert "ank 4 " not in verdict.headline and verdict.confidence > 0.9
     if kinds == TENSOR_AND_DATA and len(slow) == 2:
         alone = gains(kinds, slow, ranks) - gains(kinds, {5: slow[5]}, ranks)
         assert (
@@ -174,8 +175,10 @@ def test_expert_load_is_told_from_a_slow_device(tmp_path, longer, said):
 
 def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
     verdict = job(tmp_path, WORLD, {(0, 3): 2.0}).verdict
-    assert verdict.cause == "communication" and verdict.confidence < 0.8
-    assert "Ranks wait for rank 0 in one step, 3, and little in the others" in verdict.headline
+    assert verdict.cause == "none" and verdict.headline.endswith(
+        "One step of 4, step 3, takes 3.5 ms longer than the others (the others wait for rank 0);"
+        " the verdict is of the other 3."
+    )
 
 
 def test_where_collectives_name_no_group_little_is_sure_and_clocks_stay(tmp_path):
@@ -200,7 +203,7 @@ def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     )
     job(tmp_path / "part", TENSOR_AND_DATA, {5: 1.4})
     part = analyze([tmp_path / "part" / f"rank{rank}.json" for rank in (0, 2, 4, 6)]).verdict
-    assert part.place.rank == 4 and part.confidence < 0.5 and "may have held it up" in part.advice
+    assert part.place.rank == 4 and part.confidence < 0.9 and "may have held it up" in part.advice
 
 
 def test_ranks_whose_compute_goes_on_beside_collectives(tmp_path):

@@ -219,7 +219,7 @@ def test_ranks_without_a_trace_make_a_verdict_less_sure(tmp_path):
     part = job(
         tmp_path / "part", jittered([(1, 150)]), compute=[600] * RANKS, world_size=10 * RANKS
     )
-    assert 0 < part.verdict.confidence < whole.verdict.confidence / 5
+    assert 0 < part.verdict.confidence < whole.verdict.confidence / 2
     for found, missing in ((whole, False), (part, True)):
         assert any("ranks are missing" in warning for warning in found.warnings) == missing
         shares = [
@@ -237,7 +237,7 @@ def test_one_collective_proves_nothing(tmp_path):
 
 def test_losses_and_compute_sum_to_what_was_measured(tmp_path):
     found = job(tmp_path, jittered([(1, 90)]), compute=[300, 350, 400, 500])
-    spans = sum(row.span_us for row in found.ranks) / RANKS / 1e6 / found.job.steps_measured
-    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(spans)
-    assert found.stragglers.slowdown == pytest.approx(spans / found.stragglers.ideal_s)
+    step_s = traces.STEP_US / 1e6
+    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(step_s)
+    assert found.stragglers.slowdown == pytest.approx(step_s / found.stragglers.ideal_s)
     assert sum(found.job.time_shares.values()) == pytest.approx(1)

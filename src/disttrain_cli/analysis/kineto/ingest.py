@@ -251,6 +251,7 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         "clocks",
         "waits",
         "busy",
+        "windows",
         "times",
         "step_lengths",
         "counted",
