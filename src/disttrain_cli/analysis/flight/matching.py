@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from disttrain_cli.analysis.figures import name_ranks
 from disttrain_cli.analysis.flight.dumps import Dump, Entry, ranks_of
 
 Problem = Literal[
@@ -138,7 +139,7 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
         if others:
             right = [rank for rank in there if rank not in others]
             detail = "; ".join(
-                [f"ranks {_listed(right)}: {usual}"]
+                [f"{name_ranks(right)}: {usual}"]
                 + [f"rank {rank}: {values[rank]}" for rank in others[:4]]
             )
             return finding(problem, others, there[right[0]], detail, right)
@@ -186,7 +187,3 @@ def _usual(values: Mapping[int, str]) -> str:
     counts = Counter(values.values())
     most = max(counts.values())
     return next(value for _, value in sorted(values.items()) if counts[value] == most)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from disttrain_cli.analysis.figures import agree, counted, name_ranks
 from disttrain_cli.analysis.flight.dumps import Dump, Entry, read_dumps
 from disttrain_cli.analysis.flight.matching import Finding, Seen, first_problem, groups_of
 
@@ -24,7 +25,6 @@ from disttrain_cli.analysis.flight.matching import Finding, Seen, first_problem,
 DISAGREE = ("other operation", "other size", "other dtype")
 #: A message: what it is, and the two ranks of the group.
 MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
-MOST_LISTED = 8
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -183,12 +183,12 @@ def _verdict(
     files: Sequence[Path],
 ) -> HangVerdict:
     def verdict(
-        cause: str, sentence: str, ranks: Sequence[int], found: Finding | None, advice: str
+        cause: str, sentence: str, blamed: Sequence[int], found: Finding | None, advice: str
     ) -> HangVerdict:
         return HangVerdict(
             cause=cause,
             sentence=sentence,
-            ranks=[*ranks],
+            ranks=[*blamed],
             row=None if found is None else _row(found),
             next_step=advice,
         )
@@ -197,27 +197,34 @@ def _verdict(
         found = findings[0]
         return verdict(
             found.problem,
-            f"{_named(found.ranks)} {_has(found)} {_collective(found)}: {found.detail}",
+            f"{_subject(found.ranks)} {_has(found)} {_collective(found)}: {found.detail}",
             found.ranks,
             found,
-            "Compare what leads those ranks there with the others: "
-            + (_stack(places, found.ranks) or "their logs."),
+            "Compare the code that leads to this call on"
+            f" {agree(len(found.ranks), 'that rank', 'those ranks')} with the other ranks': "
+            + (_stack(places, found.ranks) or "see their logs."),
         )
     asked = Counter(other for place in places.values() for other in place.waits_for)
     causes = sorted(rank for rank in asked if not places[rank].waits_for)
     if causes:
         waited = [found for found in findings if {*found.ranks} & {*causes}]
         here = waited[0] if waited else None
-        what = (
-            f"{_named(causes)} {'has' if len(causes) == 1 else 'have'} not joined"
-            f" {_collective(here)}, in which {_named(here.waiting).lower()} wait"
+        waiting = (
+            here.waiting
             if here is not None
-            else f"{_named(causes)} {'does' if len(causes) == 1 else 'do'} not answer messages that"
-            f" {_named([r for r, place in places.items() if place.waits_for]).lower()} wait for"
+            else [rank for rank, place in places.items() if place.waits_for]
+        )
+        waits = f"{name_ranks(waiting)} {agree(len(waiting), 'waits', 'wait')}"
+        what = (
+            f"{_subject(causes)} {agree(len(causes), 'has', 'have')} not joined"
+            f" {_collective(here)}, in which {waits}"
+            if here is not None
+            else f"{_subject(causes)} {agree(len(causes), 'does', 'do')} not answer messages that"
+            f" {waits} for"
         )
         last = places[causes[0]]
         doing = (
-            f"; rank {last.rank} {'is in' if last.waits else 'last did'} {last.operation} of"
+            f"; rank {last.rank} {'is in' if last.waits else 'last ran'} {last.operation} of"
             f" {last.group}"
             if last.operation
             else f"; rank {last.rank} has recorded nothing"
@@ -227,18 +234,23 @@ def _verdict(
             what + doing,
             causes,
             here,
-            "See what those ranks do outside of communication: the stacks at the ends of their logs"
+            "Look at what"
+            + agree(
+                len(causes),
+                " that rank does outside of communication: the stack at the end of its log",
+                " those ranks do outside of communication: the stacks at the ends of their logs",
+            )
             + (f", and {_stack(places, causes)}" if _stack(places, causes) else "."),
         )
     if any(place.waits_for for place in places.values()):
         circle = [rank for rank, place in places.items() if place.waits_for]
         return verdict(
             "circle",
-            f"{_named(circle)} wait for each other: each is in an operation that another one comes"
-            " to later",
+            f"{_subject(circle)} wait for each other: each is in an operation that another one"
+            " reaches only later",
             circle,
             findings[0] if findings else None,
-            "Groups are used in another order on some ranks; see where each one is, below.",
+            "Some ranks use the groups in a different order; see where each one is, below.",
         )
     unfinished = [found for found in findings if found.problem in ("not started", "not finished")]
     if unfinished:
@@ -248,27 +260,29 @@ def _verdict(
             found.problem,
             f"All ranks with a dump have joined {_collective(found)}, and"
             + (
-                f" {_named(found.ranks).lower()} {'has' if len(found.ranks) == 1 else 'have'} not"
-                " started it: the device is busy with what comes before it"
+                f" {name_ranks(found.ranks)} {agree(len(found.ranks), 'has', 'have')} not started"
+                f" it: {agree(len(found.ranks), 'the device is', 'their devices are')} busy with"
+                " what was launched before it"
                 if late
-                else " it has not finished: the network, or a rank without a dump, holds it up"
+                else " it has not finished: the network, or a rank without a dump, delays it"
             ),
             found.ranks if late else without or found.ranks,
             found,
             (
-                "See what those devices run before it."
+                "Look at the kernels launched before it on"
+                f" {agree(len(found.ranks), 'that device', 'those devices')}."
                 if late
-                else "NCCL_DEBUG=INFO says in the logs what it tries; see whether hosts and links"
-                " answer."
+                else "With NCCL_DEBUG=INFO the logs show what NCCL attempts; check that hosts and"
+                " links respond."
             ),
         )
-    lacking = f"; there are no dumps of {_named(without).lower()}" if without else ""
+    lacking = f"; no dumps of {name_ranks(without)}" if without else ""
     return verdict(
         "nothing pending",
-        f"Nothing is pending in {len(places)} dump(s){lacking}",
+        f"Nothing is pending in {counted(len(places), 'dump')}{lacking}",
         without,
         None,
-        f"Give the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}"
+        f"Pass the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}"
         if without
         else "The ranks wait for something other than each other: see the stacks in their logs.",
     )
@@ -288,21 +302,19 @@ def _row(found: Finding) -> Row:
 
 
 def _has(found: Finding) -> str:
-    one = len(found.ranks) == 1
     what = {"other operation": "operation", "other size": "size", "other dtype": "type"}
-    return f"{'has' if one else 'have'} another {what[found.problem]} in"
+    return f"{agree(len(found.ranks), 'has', 'have')} another {what[found.problem]} in"
 
 
 def _collective(found: Finding) -> str:
     return f"{found.operation} number {found.sequence} of {found.group.title}"
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """Ranks 1, 2, 3, …"""
-    shown = ", ".join(map(str, ranks[:MOST_LISTED])) + ", …" * (len(ranks) > MOST_LISTED)
-    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+def _subject(numbers: Sequence[int]) -> str:
+    """Ranks at the beginning of a sentence."""
+    return name_ranks(numbers).capitalize()
 
 
 def _stack(places: Mapping[int, Place], ranks: Sequence[int]) -> str:
     line = next((places[rank].line for rank in ranks if places[rank].line), "")
-    return f"asked last at {line}" if line else ""
+    return f"the last recorded call at {line}" if line else ""
