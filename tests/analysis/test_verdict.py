@@ -60,7 +60,9 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert on_cores.verdict.confidence <= 0.5 < on_devices.verdict.confidence
     assert "share the cores" in on_cores.verdict.advice
     (crowded,) = [
-        row.value for row in on_cores.verdict.evidence if row.what.startswith("passes of all ranks")
+        row.value
+        for row in on_cores.verdict.evidence
+        if row.what.startswith("compute time of all ranks")
     ]
     assert crowded > 1  # six ranks on two cores
     both = [sum(found.stragglers.lost_s.values()) for found in (on_cores, on_devices)]
@@ -74,12 +76,12 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     synthetic.write(tmp_path / "in time", synthetic.Synthetic())
     busy, fault, in_time = (analyze([tmp_path / name]) for name in ("busy", "fault", "in time"))
     assert (busy.verdict.cause, busy.verdict.place) == ("unknown", Place(host="host-a"))
-    assert "too busy to rehearse" in busy.verdict.headline
+    assert "too busy to keep the rehearsal on time" in busy.verdict.headline
     assert "rehearse.time_scale" in busy.verdict.advice
     assert busy.verdict.lost_s == pytest.approx(busy.job.iteration_s - in_time.job.iteration_s)
     assert abs(busy.stragglers.lost_s["unexplained"]) < 1e-6
     assert (fault.verdict.cause, fault.verdict.place.rank) == ("worker", 3)
-    assert "Also: Host host-a was too busy to rehearse" in fault.verdict.headline
+    assert "Also: Host host-a was too busy to keep the rehearsal on time" in fault.verdict.headline
 
 
 def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):

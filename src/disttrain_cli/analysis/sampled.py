@@ -1,7 +1,9 @@
-"""What every step of a run took, by operation and by kernel, whatever wrote its traces: the samples
-that two runs are compared by.
+"""Times of every step of a run, by kind, operation and kernel, from traces of any format: the
+samples by which two runs are compared.
 
 Seconds are means over the ranks (of an operation of a unit, over the unit's), waiting included.
+A rank is idle where it runs no operation or kernel and waits for no data; of Kineto traces it waits
+for data where only an event named after the DataLoader runs.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import run_folder
 from disttrain_cli.spec.trace import COMPUTE
 
-#: `kind` is compute, communication or data, which all formats know.
+#: `kind` is compute, communication, data (where the traces have it), idle, and of Kineto memory.
 Measure = Literal["step", "kind", "operation", "kernel"]
 Key = tuple[Measure, str]
 Told = tuple[Key, int, float]  # seconds of a step
 Series = dict[Key, NDArray[np.float64]]
 WHOLE: Key = ("step", "step")
+DATA: Key = ("kind", "data")
+IDLE: Key = ("kind", "idle")
 
 #: Kinds of own operations; evaluation and checkpoints are no part of a step.
 KINDS = dict.fromkeys((*COMPUTE, "step"), "compute") | {"load": "data"}
@@ -49,14 +53,50 @@ UNION ALL
 SELECT 'took', step, kind, operation, name, sum(end_ns - start_ns) / 1e9
 FROM kernels WHERE measured GROUP BY ALL
 UNION ALL
-SELECT 'ranks', -1, '', '', '', count(DISTINCT rank) FROM kernels"""
+SELECT 'ranks', -1, '', '', '', count(DISTINCT rank) FROM kernels
+UNION ALL
+-- What each interval adds beyond the furthest end so far: of kernels, and of these and loading.
+(WITH loads AS (
+    SELECT e.rank, s.step, s.measured, e.start_ns, e.start_ns + e.duration_ns AS end_ns
+    FROM events e ASOF JOIN steps s ON e.rank = s.rank AND e.start_ns >= s.start_ns
+    WHERE e.name ILIKE '%dataloader%'),
+reached AS (
+    SELECT *, max(end_ns) OVER earlier AS reach,
+           max(end_ns) FILTER (device) OVER earlier AS device_reach
+    FROM (SELECT rank, step, measured, start_ns, end_ns, true AS device FROM kernels
+          UNION ALL SELECT *, false FROM loads)
+    WINDOW earlier AS (PARTITION BY rank ORDER BY start_ns, end_ns
+                       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)),
+covered AS (
+    SELECT rank, step,
+           sum(greatest(0, end_ns - greatest(start_ns, coalesce(reach, start_ns)))) AS ns,
+           sum(greatest(0, end_ns - greatest(start_ns, coalesce(device_reach, start_ns))))
+               FILTER (device) AS device_ns
+    FROM reached WHERE measured GROUP BY ALL),
+rest AS (
+    SELECT s.step, s.until_ns - s.start_ns - coalesce(c.ns, 0) AS idle_ns,
+           coalesce(c.ns - coalesce(c.device_ns, 0), 0) AS data_ns
+    FROM steps s LEFT JOIN covered c USING (rank, step)
+    WHERE s.measured AND s.until_ns IS NOT NULL)
+SELECT 'idle', step, '', '', '', avg(idle_ns) / 1e9 FROM rest GROUP BY step
+UNION ALL
+SELECT 'data', step, '', '', '', avg(data_ns) / 1e9 FROM rest
+WHERE (SELECT count(*) FROM loads) > 0 GROUP BY step)"""
 STUDY = """
 SELECT 'step' AS what, step, '' AS optype, max(start_ts + duration) - min(start_ts) AS value
 FROM operations GROUP BY ALL
 UNION ALL
 SELECT 'took', step, optype, sum(duration) FROM operations GROUP BY ALL
 UNION ALL
-SELECT 'ranks', -1, '', count(DISTINCT (dp_rank, stage)) FROM operations"""
+SELECT 'ranks', -1, '', count(DISTINCT (dp_rank, stage)) FROM operations
+UNION ALL
+SELECT 'covered', step, '', sum(greatest(0, end_ts - greatest(start_ts, coalesce(reach, start_ts))))
+FROM (SELECT step, start_ts, start_ts + duration AS end_ts,
+             max(start_ts + duration) OVER earlier AS reach
+      FROM operations
+      WINDOW earlier AS (PARTITION BY step, dp_rank, stage ORDER BY start_ts, start_ts + duration
+                         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
+GROUP BY step"""
 
 
 class Samples(NamedTuple):
@@ -89,10 +129,11 @@ def _own(paths: list[Path], progress: Progress) -> Series:
     told: list[Told] = []
     for what, step, unit, operation, seconds in rows:
         if what == "step":
-            told.append((WHOLE, step, seconds))
+            told += [(WHOLE, step, seconds), (DATA, step, 0.0), (IDLE, step, seconds)]
         elif what == "took" and operation not in OUTSIDE:
             told.append((("operation", f"{unit} {operation}"), step, seconds / of_unit[unit]))
             told.append((("kind", KINDS.get(operation, "communication")), step, seconds / ranks))
+            told.append((IDLE, step, -seconds / ranks))
     series = _series(told)
     folder = run_folder(paths[0])
     profiles = folder and folder / "traces" / "kineto"
@@ -110,6 +151,8 @@ def _kineto(paths: list[Path], progress: Progress) -> Series:
         number = -1 if step is None else step  # without marks all is one
         if what == "step":
             told.append((WHOLE, number, seconds))
+        elif what in ("data", "idle"):
+            told.append((("kind", what), number, seconds))
         elif what == "took":
             told.append((("kernel", name), number, seconds / ranks))
             told.append((("kind", kind), number, seconds / ranks))
@@ -124,7 +167,9 @@ def _study(paths: list[Path], progress: Progress) -> Series:
     told: list[Told] = []
     for what, step, optype, seconds in rows:
         if what == "step":
-            told.append((WHOLE, step, seconds))
+            told += [(WHOLE, step, seconds), (IDLE, step, seconds)]
+        elif what == "covered":
+            told.append((IDLE, step, -seconds / ranks))
         elif what == "took":
             kind = "communication" if optype in COMMUNICATION else "compute"
             told.append((("operation", optype), step, seconds / ranks))
