@@ -119,13 +119,14 @@ def test_a_slow_unit_is_no_matter_of_sharing(tmp_path, job):
     assert found.verdict.lost_s / found.job.iteration_s <= share + 0.01
 
 
-def test_a_verdict_that_hangs_on_one_event_says_so(tmp_path, job):
+def test_a_verdict_due_to_a_single_event_says_so(tmp_path, job):
     held_up = simulated.HeldUp(1, 1, 3.0, step=2, slot=4)
     found, _ = found_in(tmp_path / "once", job, held_up=[held_up])
     always, _ = found_in(tmp_path / "always", job, held_up=[simulated.HeldUp(1, 1, 0.2)])
     assert found.verdict.cause == always.verdict.cause == "host"
-    assert "one event of one step" in found.verdict.headline and found.causes[0].one_event
-    assert "one event" not in always.verdict.headline and not always.causes[0].one_event
+    assert "due to a single event in one step" in found.verdict.headline
+    assert "single event" not in always.verdict.headline
+    assert found.causes[0].one_event and not always.causes[0].one_event
     assert found.verdict.confidence < always.verdict.confidence
 
 
@@ -291,7 +292,7 @@ def test_rows_that_contradict_each_other_are_not_judged(tmp_path, job):
             table = table.set_column(table.column_names.index(name), name, [values])
         pq.write_table(table, path)
     found = analyze([tmp_path])
-    assert found.verdict.cause == "unknown" and "does not add up" in found.verdict.headline
+    assert found.verdict.cause == "unknown" and "inconsistent" in found.verdict.headline
     assert found.verdict.confidence == 0 and found.causes == []
 
 

@@ -59,6 +59,7 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert "wait for one of the cores" in on_cores.verdict.headline
     assert on_cores.verdict.confidence <= 0.5 < on_devices.verdict.confidence
     assert "share the cores" in on_cores.verdict.advice
+    assert "share the cores" not in on_devices.verdict.headline
     (crowded,) = [
         row.value
         for row in on_cores.verdict.evidence
@@ -67,6 +68,26 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert crowded > 1  # six ranks on two cores
     both = [sum(found.stragglers.lost_s.values()) for found in (on_cores, on_devices)]
     assert both[0] == pytest.approx(both[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("slower", "cores"), [(3.3, True), (1.0, True), (3.3, False)])
+def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path, slower, cores):
+    """Shared cores are then the likely reason; elsewhere the profile or all devices are."""
+    device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
+    factors = dict.fromkeys(synthetic.MODULES, slower)
+    synthetic.write(tmp_path, synthetic.Synthetic(**device, unit_factor=factors))
+    found = analyze([tmp_path]).verdict
+    assert found.cause == "none"
+    predicted = next(row for row in found.evidence if row.what.startswith("step as the profile"))
+    recorded = next(row for row in found.evidence if row.what == "step as recorded")
+    times = recorded.value / predicted.value
+    said = f"Steps take {times:.2g} times as long as the profile predicts for this work"
+    assert (said in found.headline) == (cores and slower > 1)
+    assert ("likely reason" in found.headline) == (cores and slower > 1)
+    assert ("Every unit takes at least 3.3 times" in found.headline) == (not cores)
+    if slower > 1:
+        assert times > 2.5
+        assert found.next_command.startswith("disttrain plan" if cores else "disttrain profile")
 
 
 def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):

@@ -178,7 +178,7 @@ def _study(paths: list[Path], progress: Progress) -> Series:
 
 
 def _series(told: Sequence[Told]) -> Series:
-    """Sums by key and step, in the order of steps; a step that a key says nothing of has 0."""
+    """Sums by key and step, in the order of steps; 0 for a step without the key."""
     steps = sorted({step for _, step, _ in told})
     place = {step: number for number, step in enumerate(steps)}
     sums: dict[Key, NDArray[np.float64]] = {}
@@ -187,4 +187,6 @@ def _series(told: Sequence[Told]) -> Series:
     if WHOLE in sums:  # what was recorded outside the marked steps is no step
         marked = sums[WHOLE] > 0
         sums = {key: values[marked] for key, values in sums.items()}
+    if IDLE in sums:  # a difference of sums, exact to the ns of the traces
+        sums[IDLE] = sums[IDLE].round(9) + 0.0
     return sums
