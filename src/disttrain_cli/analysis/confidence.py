@@ -26,10 +26,22 @@ def exceeds(shares: Floats, least: float) -> float:
     return 0.5 + 0.5 * erf((float(shares.mean()) - least) / (spread * sqrt(2)))
 
 
-def known(unexplained: float, steps: int, present: float = 1.0) -> float:
-    """What is known of a job, 0 to 1: by the share of a step that is unexplained, and of the ranks
-    that are there."""
-    return max(0.0, 1.0 - abs(unexplained)) * (1.0 - 0.5**steps) * present
+def known(
+    unexplained: float,
+    steps: int,
+    present: float = 1.0,
+    unclassified: float = 0.0,
+    repaired: float = 0.0,
+) -> float:
+    """What is known of a job, 0 to 1: by the share of a step that is unexplained, of the ranks that
+    are there, of kernel time whose kind is not known, and of what was repaired."""
+    return (
+        max(0.0, 1.0 - abs(unexplained))
+        * (1.0 - 0.5**steps)
+        * present
+        * (1.0 - unclassified)
+        * (1.0 - repaired)
+    )
 
 
 def calibrated(raw: float, kind: str) -> float:

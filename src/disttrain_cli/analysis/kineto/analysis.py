@@ -6,12 +6,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from disttrain_cli.analysis.confidence import calibrated
+from disttrain_cli.analysis.confidence import calibrated, known
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.late import late_ranks
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.path import critical_path
 from disttrain_cli.analysis.kineto.roofline import operators
+from disttrain_cli.analysis.kineto.steps import JudgedSteps, judged_steps
 from disttrain_cli.analysis.kineto.stragglers import mended
 from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
@@ -37,8 +38,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     """Analyse the Kineto/Chrome JSON of one job.
 
     Times are of the measured profiler steps, or of all that was recorded where none are marked.
-    Lost seconds are per step and rank; with compute, which is the ideal, they sum to what was
-    measured (`losses` says what each key holds).
+    Lost seconds are per judged step (`steps`) and rank; with compute, which is the ideal, they sum to
+    the step (`losses` describes each key).
 
     Raises:
         DataError: nothing was recorded that takes time.
@@ -51,29 +52,28 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU,"
             " ProfilerActivity.CUDA])",
         )
-    steps = iterations["measured"] or 1
+    judged = judged_steps(database.sql("SELECT * FROM step_times ORDER BY rank, step"))
     losses = Losses(
-        steps=steps,
-        marked=iterations["measured"] > 0,
-        ranks=database.sql("SELECT * FROM times ORDER BY rank"),
+        judged=judged,
         blame=database.answer("blame"),
         present=_present(database),
-        late=late_ranks(database),
+        late=late_ranks(database, judged.steps),
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
     verdict = judge(losses, database) if understood else not_understood(losses, database)
     if not understood and losses.stragglers:
         verdict = mended(losses, database, verdict.evidence, understood)
     if verdict.cause != "unknown":
-        verdict = replace(verdict, confidence=calibrated(verdict.confidence, "kineto"))
+        raw = verdict.confidence * _known(losses, database, totals)
+        verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
     compute_s = losses.ideal_s()
     return Analysis(
         format="kineto",
-        job=_job(database, totals, iterations, understood),
+        job=_job(database, losses, totals, iterations, understood),
         units=[],
         stragglers=(
             Stragglers(
-                slowdown=losses.mean("span_ns") / compute_s if compute_s else None,
+                slowdown=losses.step_s / compute_s if compute_s else None,
                 ideal_s=compute_s,
                 lost_s=losses.lost_s(),
                 not_told=_not_told(database),
@@ -95,7 +95,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         launches=[LaunchRow(**row) for row in database.answer("launch_rows")],
         queues=[QueueRow(**row) for row in database.answer("queue_rows")],
         critical_path=critical_path(database),
-        warnings=[*database.warnings, *_limits(database, totals, iterations, understood)],
+        warnings=[*database.warnings, *_limits(database, judged, totals, iterations, understood)],
     )
 
 
@@ -123,11 +123,30 @@ def _present(database: KinetoDatabase) -> float:
     return row["seen"] / max(row["seen"], row["size"] or 0)
 
 
+def _known(losses: Losses, database: KinetoDatabase, totals: dict[str, Any]) -> float:
+    """What is known of the job, 0 to 1."""
+    lost_s = losses.lost_s()
+    return known(
+        unexplained=lost_s["unexplained"] / losses.step_s,
+        steps=len(losses.judged.steps),
+        present=losses.present,
+        unclassified=totals["unclassified"] or 0.0,
+    )
+
+
 def _job(
-    database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any], understood: bool
+    database: KinetoDatabase,
+    losses: Losses,
+    totals: dict[str, Any],
+    iterations: dict[str, Any],
+    understood: bool,
 ) -> JobSummary:
     """Of the devices' time nothing is said where no work of theirs is `understood`."""
-    span_s = totals["span_s"] or 1.0
+    step_s = losses.step_s or 1.0
+
+    def share(*columns: str) -> float:
+        return sum(losses.mean(column) for column in columns) / step_s
+
     return JobSummary(
         run=database.run,
         name=database.run,
@@ -147,17 +166,19 @@ def _job(
         iteration_p95_s=iterations["p95_s"],
         sequences_per_s=None,
         mfu=None,
-        bubble_fraction=1 - totals["busy"] if understood else None,
-        exposed_communication_fraction=totals["exposed_fraction"] if understood else None,
+        bubble_fraction=1 - share("compute_ns") if understood else None,
+        exposed_communication_fraction=(
+            share("exposed_ns") - share("exposed_wait_ns") if understood else None
+        ),
         time_shares=(
             {
-                "compute": totals["compute_s"] / span_s,
-                "waiting": totals["wait_s"] / span_s,
-                "transfer": totals["transfer_s"] / span_s,
-                "copies": totals["memory_s"] / span_s,
-                "data_wait": totals["data_s"] / span_s,
-                "gap": totals["host_s"] / span_s,
-                "idle": (totals["idle_s"] - totals["data_s"] - totals["host_s"]) / span_s,
+                "compute": share("compute_ns"),
+                "waiting": share("exposed_wait_ns", "idle_host_wait_ns"),
+                "transfer": share("exposed_ns") - share("exposed_wait_ns"),
+                "copies": share("memory_ns"),
+                "data_wait": share("idle_data_ns"),
+                "gap": share("idle_cpu_ns", "idle_late_ns"),
+                "idle": share("idle_queued_ns", "idle_unrecorded_ns"),
             }
             if understood
             else {}
@@ -167,7 +188,11 @@ def _job(
 
 
 def _limits(
-    database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any], understood: bool
+    database: KinetoDatabase,
+    judged: JudgedSteps,
+    totals: dict[str, Any],
+    iterations: dict[str, Any],
+    understood: bool,
 ) -> list[str]:
     """What limits the figures, beyond what reading had to leave out."""
     said = []
@@ -189,6 +214,11 @@ def _limits(
         said.append(
             f"rank(s) {', '.join(str(row['rank']) for row in silent_ranks[:8])} recorded nothing"
             " measurable"
+        )
+    if judged.incomplete is not None:
+        said.append(
+            f"step {judged.incomplete}, the last one, is incomplete (a rank ran less than half of"
+            " its other steps' kernels) and is left out of losses and verdict"
         )
     if iterations["partial"]:
         said.append(

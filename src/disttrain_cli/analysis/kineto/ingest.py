@@ -231,6 +231,7 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         "clocks",
         "waits",
         "busy",
+        "windows",
         "times",
         "step_lengths",
         "counted",

@@ -10,6 +10,7 @@ ranks there are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import comb
 
 import numpy as np
@@ -20,9 +21,10 @@ from disttrain_cli.analysis.kineto.losses import Late, tail
 from disttrain_cli.analysis.kineto.replay import Collectives, read_collectives
 
 
-def late_ranks(database: KinetoDatabase) -> list[Late]:
-    """Ranks that hold up others in collectives, those first that gain most if they are mended."""
-    played = read_collectives(database)
+def late_ranks(database: KinetoDatabase, steps: Sequence[int | None]) -> list[Late]:
+    """Ranks that hold up others in collectives of some steps, those first that gain most if they are
+    mended."""
+    played = read_collectives(database, steps)
     return [] if played is None else find_late(played)
 
 

@@ -1,23 +1,21 @@
 """Where the time of ranks goes, and what of it is for ranks that the others wait for.
 
-Every moment of a rank's span is of exactly one kind, so compute, which is the ideal, and the losses
-sum to what was measured. By key of `lost_s`:
+Every moment of a judged step of a rank is of exactly one kind, so compute, which is the ideal, and the
+losses sum to the step. By key of `lost_s`:
 
 - `worker`: waiting, outside of compute, for the ranks that are last more often than chance allows.
-- `communication`: waiting for whoever else joins last, transfers, and copies and fills, where no
-  compute hides them.
+- `communication`: waiting for whoever else joins last, on the device or between hosts, transfers, and
+  copies and fills, where no compute hides them.
 - `data`: the device is idle while the CPU loads data (an annotation or operator named after the
   DataLoader).
-- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only
-  after the device had
-  become idle, or, where its launch is not recorded, the host was running operators or calls.
-  - `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was
-    launched long before,
-  so it waited for something else.
-  - `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units,
-    stages, microbatches or
-  samples; what uneven ones cost is in `worker` where it is always the same rank, else in
-  `communication`.
+- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only after
+  the device had become idle, or, where its launch is not recorded, the host was running operators or
+  calls. Before the first kernel of a step and after its last one the host must be seen to run something.
+- `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was
+  launched long before, so it waited for something else.
+- `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units, stages,
+  microbatches or samples; what uneven ones cost is in `worker` where it is always the same rank, else
+  in `communication`.
 
 Late ranks are found by playing the collectives again (`late.py`); what mending them gains is
 `worker`: waiting for them, and what they compute, load or idle longer than others, which is taken
@@ -38,8 +36,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb, exp, log
-from typing import Any
 
+import numpy as np
+
+from disttrain_cli.analysis.kineto.steps import JudgedSteps, Row
 from disttrain_cli.analysis.losses import CAUSES
 from disttrain_cli.analysis.walk import Floats
 
@@ -50,6 +50,7 @@ KEY_OF = {
     "worker": "worker",
     "others": "communication",
     "transfers": "communication",
+    "host_waits": "communication",
     "host_copies": "communication",
     "device_copies": "communication",
     "data": "data",
@@ -68,6 +69,7 @@ _WORKS = {
     "host_works": "idle_cpu_ns",
     "host_silent": "idle_late_ns",
     "host_copies": "host_copies_ns",
+    "unrecorded": "idle_unrecorded_ns",
 }
 
 
@@ -103,22 +105,55 @@ class Late:
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the time of every rank goes (rows of `times`), and who was waited for (rows of
+    """Where the time of every rank goes in the judged steps, and who was waited for (rows of
     `kineto/blame.sql`)."""
 
-    steps: int
-    marked: bool
-    ranks: list[dict[str, Any]]
-    blame: list[dict[str, Any]]
+    judged: JudgedSteps
+    blame: list[Row]
     present: float = 1.0  # share of the job's ranks whose traces are there
     late: Sequence[Late] = ()  # ranks that others are late for, by what mending them gains
 
+    @property
+    def marked(self) -> bool:
+        """True if steps are marked; else all that was recorded is one."""
+        return self.judged.steps != [None]
+
+    @cached_property
+    def ranks(self) -> list[Row]:
+        """Per rank the mean row of its judged steps."""
+        sums = dict[int, Row]()
+        for row in self.judged.rows:
+            own = sums.setdefault(row["rank"], dict.fromkeys(row, 0.0) | {"rank": row["rank"]})
+            for column, value in row.items():
+                if column.endswith("_ns"):
+                    own[column] += value / len(self.judged.steps)
+        return list(sums.values())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a judged step, mean over the ranks."""
+        return self.mean("step_ns")
+
     def mean(self, column: str) -> float:
         """Mean over the ranks of a column in ns, as s per step."""
-        return sum(self.of(row, column) for row in self.ranks) / len(self.ranks)
+        return sum(of(row, column) for row in self.ranks) / len(self.ranks)
 
-    def of(self, row: dict[str, Any], column: str) -> float:
-        return float(row[column]) / 1e9 / self.steps
+    def shares(self) -> dict[str, Floats]:
+        """By key of `lost_s`, the share of every judged step that it takes, mean over the ranks."""
+        of_step = [
+            [row for row in self.judged.rows if row["step"] == step] for step in self.judged.steps
+        ]
+        lost = [[by_key(parts(row, 0.0)) for row in rows] for rows in of_step]
+        step_s = [sum(of(row, "step_ns") for row in rows) for rows in of_step]
+        return {
+            key: np.array(
+                [
+                    sum(one[key] for one in ranks) / max(length_s, 1e-12)
+                    for ranks, length_s in zip(lost, step_s, strict=True)
+                ]
+            )
+            for key in CAUSES
+        }
 
     @cached_property
     def straggler(self) -> Straggler | None:
@@ -170,7 +205,7 @@ class Losses:
         others = [ns for other, ns in works.items() if other != rank]
         return works[rank] - sum(others) / len(others) if others else 0.0
 
-    def _share(self, row: dict[str, Any]) -> float:
+    def _share(self, row: Row) -> float:
         """The share of all waiting that is for a rank (a row of `blame`)."""
         in_collectives = row["blamed_ns"] / sum(other["wait_ns"] for other in self.blame)
         exposed_ns = sum(other["exposed_wait_ns"] for other in self.ranks)
@@ -179,52 +214,25 @@ class Losses:
         longer_ns = max(0.0, self.longer_ns(row["rank"])) * (len(self.ranks) - 1)
         return float(in_collectives + min(self.at_messages, longer_ns / exposed_ns))
 
-    def parts(self, row: dict[str, Any], worker_share: float) -> dict[str, float]:
-        """Lost seconds per step of a rank by finer kind."""
-        wait_s, of = self.of(row, "exposed_wait_ns"), self.of
-        return {
-            "worker": worker_share * wait_s,
-            "others": wait_s - worker_share * wait_s,
-            "transfers": of(row, "exposed_ns") - wait_s,
-            "host_copies": of(row, "host_copies_ns"),
-            "device_copies": of(row, "memory_ns") - of(row, "host_copies_ns"),
-            "data": of(row, "idle_data_ns"),
-            "host_works": of(row, "idle_cpu_ns"),
-            "host_silent": of(row, "idle_late_ns"),
-            "queued": of(row, "idle_queued_ns"),
-            "unrecorded": (
-                row["idle_ns"]
-                - row["idle_data_ns"]
-                - row["idle_cpu_ns"]
-                - row["idle_late_ns"]
-                - row["idle_queued_ns"]
-            )
-            / 1e9
-            / self.steps,
-        }
-
     @cached_property
     def stragglers(self) -> list[Late]:
         """Late ranks that cost enough, where it is no chance that they are last so often."""
         return [
             one
             for one in self.late
-            if one.sure and one.gain_s.mean() >= LEAST_STRAGGLER * self.mean("span_ns")
+            if one.sure and one.gain_s.mean() >= LEAST_STRAGGLER * self.step_s
         ]
 
     def mean_parts(self) -> dict[str, float]:
-        """The same, mean over the ranks."""
+        """Lost seconds per step by finer kind, mean over the ranks."""
         share = 0.0 if self.stragglers else self.worker_share
-        of_ranks = [self.parts(row, share) for row in self.ranks]
-        parts = {
-            part: sum(parts_of_rank[part] for parts_of_rank in of_ranks) / len(of_ranks)
-            for part in KEY_OF
-        }
+        of_ranks = [parts(row, share) for row in self.ranks]
+        means = {part: sum(own[part] for own in of_ranks) / len(of_ranks) for part in KEY_OF}
         for part, gain_s in self.regained.items():
-            parts["worker"] += gain_s
-            if part in parts:
-                parts[part] -= gain_s
-        return parts
+            means["worker"] += gain_s
+            if part in means:
+                means[part] -= gain_s
+        return means
 
     def ideal_s(self) -> float:
         """Compute per step and rank, without what stragglers compute longer than others."""
@@ -262,15 +270,38 @@ class Losses:
         step, summed."""
         longer = dict.fromkeys(_WORKS, 0.0)
         for part, column in _WORKS.items():
-            others = sorted(self.of(row, column) for row in self.ranks if row["rank"] not in ranks)
+            others = sorted(of(row, column) for row in self.ranks if row["rank"] not in ranks)
             for row in self.ranks:
                 if others and row["rank"] in ranks:
-                    longer[part] += max(0.0, self.of(row, column) - others[(len(others) - 1) // 2])
+                    longer[part] += max(0.0, of(row, column) - others[(len(others) - 1) // 2])
         return longer
 
     def lost_s(self) -> dict[str, float]:
         """Seconds per step and rank by cause: the keys of every analysis."""
         return by_key(self.mean_parts())
+
+
+def of(row: Row, column: str) -> float:
+    """A column in ns as seconds."""
+    return float(row[column]) / 1e9
+
+
+def parts(row: Row, worker_share: float) -> dict[str, float]:
+    """Lost seconds of a row by finer kind, where `worker_share` of its waiting is for stragglers."""
+    wait_s, host_copies_s = of(row, "exposed_wait_ns"), of(row, "host_copies_ns")
+    return {
+        "worker": worker_share * wait_s,
+        "others": wait_s - worker_share * wait_s,
+        "transfers": of(row, "exposed_ns") - wait_s,
+        "host_waits": of(row, "idle_host_wait_ns"),
+        "host_copies": host_copies_s,
+        "device_copies": of(row, "memory_ns") - host_copies_s,
+        "data": of(row, "idle_data_ns"),
+        "host_works": of(row, "idle_cpu_ns"),
+        "host_silent": of(row, "idle_late_ns"),
+        "queued": of(row, "idle_queued_ns"),
+        "unrecorded": of(row, "idle_unrecorded_ns"),
+    }
 
 
 def by_key(parts: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ of another structure than most are left out.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +154,14 @@ def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
     return mend
 
 
-def read_collectives(database: KinetoDatabase) -> Collectives | None:
-    """The collectives and messages of a database; None where no two ranks joined one, or most
+def read_collectives(
+    database: KinetoDatabase, judged: Sequence[int | None]
+) -> Collectives | None:
+    """The collectives and messages of the judged steps; None where no two ranks joined one, or most
     messages are unknown."""
     read = database.columns("participations")
+    chosen = np.isin(read["step"], [-1 if step is None else step for step in judged])
+    read = {name: column[chosen] for name, column in read.items()}
     if (
         not len(read["rank"])
         or (database.answer("totals")[0]["lone_messages_share"] or 0.0) > MOST_LONE
@@ -250,7 +254,7 @@ def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]
     first = {
         row["rank"]: row["first_ns"]
         for row in database.sql(
-            "SELECT rank, min(start_ns) AS first_ns FROM raw_kernels WHERE measured GROUP BY rank"
+            "SELECT rank, min(start_ns) AS first_ns FROM windows WHERE measured GROUP BY rank"
         )
     }
     clocks = {}

@@ -31,7 +31,7 @@ def mended(
 ) -> Verdict:
     """Ranks without which the recorded collectives, played again, are done sooner; those first that
     gain most."""
-    span_s, first = losses.mean("span_ns"), losses.stragglers[0]
+    span_s, first = losses.step_s, losses.stragglers[0]
     others = [
         one
         for one in losses.late
@@ -59,13 +59,9 @@ def mended(
         + (f" Nearly all of it is in step {single}." if single is not None else ""),
         place=Place(rank=first.ranks[0]),
         lost_s=sum(float(each.gain_s.mean()) for each in losses.stragglers),
-        confidence=round(
-            (1 - first.chance)
-            * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
-            * losses.present
-            * _matched(database),
-            3,
-        ),
+        confidence=(1 - first.chance)
+        * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
+        * _matched(database),
         evidence=[
             *evidence,
             Evidence(
@@ -90,23 +86,6 @@ def mended(
     )
 
 
-def in_one_step(losses: Losses) -> tuple[str, float] | None:
-    """What is waited for, where that is ranks that are late in a single step; and the chance of
-    more such steps."""
-    span_s = losses.mean("span_ns")
-    first = next(iter(losses.late), None)
-    single = None if first is None else _single_step(first, span_s)
-    if first is None or single is None:
-        return None
-    return (
-        (
-            f"Ranks wait for {_named(first.ranks).lower()} in one step, {single}, and little in the"
-            " others"
-        ),
-        exceeds(first.gain_s / span_s, LEAST_STRAGGLER),
-    )
-
-
 def _single_step(late: Late, span_s: float) -> int | None:
     """The step without which mending would not gain enough, if it is one of several."""
     least_s, count, largest = LEAST_STRAGGLER * span_s, len(late.gain_s), int(late.gain_s.argmax())
@@ -123,7 +102,7 @@ def unlikely(losses: Losses) -> float:
     """The chance that in more such steps no rank is a straggler."""
     return 1 - max(
         (
-            exceeds(one.gain_s / losses.mean("span_ns"), LEAST_STRAGGLER)
+            exceeds(one.gain_s / losses.step_s, LEAST_STRAGGLER)
             for one in losses.late
             if one.sure
         ),
@@ -141,7 +120,7 @@ def _why(losses: Losses, late: Late, understood: bool) -> str:
             " are slow."
         )
     longer = {part: value / len(late.ranks) for part, value in losses.longer_of(late.ranks).items()}
-    host_s = longer["host_works"] + longer["host_silent"]
+    host_s = longer["host_works"] + longer["host_silent"] + longer["unrecorded"]
     if longer["compute"] > max(host_s, longer["data"]):
         return (
             f"In a step {who.lower()} compute{'s' * one} {seconds(longer['compute'])} longer than"
@@ -227,7 +206,7 @@ def waited_for(
     """The worst straggler where only waiting tells, and why; and every other rank for which waiting
     costs enough."""
     span_s, sure = (
-        losses.mean("span_ns"),
+        losses.step_s,
         [one for one in costly if one.chance < LEAST_SURE] or [straggler],
     )
     rank, did = (
@@ -242,7 +221,7 @@ def waited_for(
         "Before them",
     )
     if losses.at_messages > 0.5:
-        later_s = work_s = losses.longer_ns(rank) / 1e9 / losses.steps
+        later_s = work_s = losses.longer_ns(rank) / 1e9
         when = "In a step"
     works_longer = work_s > 0.5 * later_s > 0
     advice = (
@@ -263,9 +242,7 @@ def waited_for(
         + "".join(_another(losses, one) for one in costly if one != straggler),
         place=Place(rank=rank),
         lost_s=min(sum(losses.cost_s(one) for one in sure), losses.mean("exposed_wait_ns")),
-        confidence=round(
-            (1 - straggler.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3
-        ),
+        confidence=(1 - straggler.chance) * min(1.0, sum(one.share for one in sure)),
         evidence=[
             *evidence,
             Evidence(
@@ -302,7 +279,7 @@ def _met(losses: Losses) -> str:
 
 def _another(losses: Losses, one: Straggler) -> str:
     """A sentence on a further rank that is waited for."""
-    costs = _costs(losses.cost_s(one), losses.mean("span_ns"))
+    costs = _costs(losses.cost_s(one), losses.step_s)
     if one.chance < LEAST_SURE:
         return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
     return (

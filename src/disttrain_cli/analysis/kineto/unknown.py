@@ -8,6 +8,7 @@ from typing import Any
 
 from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
+from disttrain_cli.analysis.kineto.gaps import Gap
 from disttrain_cli.analysis.kineto.kernels import operation_in, users_patterns
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
@@ -23,7 +24,7 @@ _KERNELS = (
     'disttrain analyze --sql "SELECT name, count(*), sum(end_ns - start_ns) / 1e6 AS ms FROM'
     " kernels WHERE kind = 'unclassified' GROUP BY ALL ORDER BY ms DESC LIMIT 30\""
 )
-_IDLE = 'disttrain analyze --sql "SELECT * FROM times ORDER BY rank"'
+_IDLE = 'disttrain analyze --sql "SELECT * FROM step_times ORDER BY rank, step"'
 _MEASURED = (
     "Still measured: the ranks, what is marked as steps, and the time of the events, in the tables"
     " below."
@@ -37,7 +38,7 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     evidence = [
         Evidence(
             what="recorded, from the first event to the last, mean over the ranks",
-            value=losses.mean("span_ns") * losses.steps,
+            value=database.answer("totals")[0]["span_s"],
             unit="s",
         )
     ]
@@ -111,7 +112,9 @@ def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence
     )
 
 
-def idle_without_reason(parts: dict[str, float], of_step: str, evidence: list[Evidence]) -> Verdict:
+def idle_without_reason(
+    parts: dict[str, float], of_step: str, gap: Gap | None, evidence: list[Evidence]
+) -> Verdict:
     """The devices idle, and no record says that their hosts are late."""
     if parts["queued"] > parts["unrecorded"]:
         return _unknown(
@@ -124,11 +127,13 @@ def idle_without_reason(parts: dict[str, float], of_step: str, evidence: list[Ev
             parts["queued"] + parts["unrecorded"],
         )
     return _unknown(
-        f"the devices idle {of_step}, and nothing that was recorded says why",
-        "Record the CPU too (ProfilerActivity.CPU): launches, operators and data loading tell a"
-        " late host from other causes. If other events are work of the devices, name them in"
+        f"the devices idle {of_step}, and nothing that was recorded says why"
+        + (f": in one long gap of each step, {gap.text}" if gap else ""),
+        "Record what the hosts do: ProfilerActivity.CPU, with_stack=True, or"
+        " torch.profiler.record_function around the loading of data and whatever else runs between"
+        " steps. If other events are work of the devices, name them in"
         f" {users_patterns()}.",
-        _IDLE,
+        gap.command if gap else _IDLE,
         evidence,
         parts["queued"] + parts["unrecorded"],
     )
@@ -176,10 +181,10 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
-def of_step(value: float, span_s: float, marked: bool) -> str:
-    """A time of every step: "12 ms of the 80 ms from the first kernel of a step to the last (15
-    %)"."""
+def of_step(value: float, step_s: float, marked: bool) -> str:
+    """A time of every step: "12 ms of the 80 ms of a step (15 %)"."""
     return (
-        f"{seconds(value)} of the {seconds(span_s)} from the first kernel"
-        f" {'of a step ' if marked else ''}to the last ({100 * value / span_s:.0f} %)"
+        f"{seconds(value)} of the {seconds(step_s)}"
+        f" {'of a step' if marked else 'from the first kernel to the last'}"
+        f" ({100 * value / step_s:.0f} %)"
     )

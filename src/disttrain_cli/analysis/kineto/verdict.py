@@ -4,18 +4,23 @@ communication, or compute.
 Where the traces do not tell (`unknown`), nothing is blamed: no kernels, most of them of an unknown
 kind, or devices that idle without a record of a late host.
 
-Confidence: of stragglers, how sure it is that this is no chance, times the chance that mending them
-gains enough in more such steps (of those known by waiting alone, their share of all waiting); of
-another cause, the share of ranks on which it is the largest loss; of "none", the share of ranks on
-which nothing is large. All of it times the share of the job's ranks whose traces are there: what
-the others did, and who waited for them, is not seen.
+Evidence (`analysis/confidence.py`): of stragglers, how sure it is that this is no chance, times the
+chance that mending them gains enough in more such steps (of those known by waiting alone, their share
+of all waiting); of another cause, the chance that it costs enough and more than every other one, times
+the share of ranks on which it is the largest loss; of "none", the chance that nothing costs enough.
+What the traces lack lowers it: steps, ranks, the kind of kernels, reasons for idle time, right clocks.
 """
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from disttrain_cli.analysis.confidence import exceeds
+from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_STRAGGLER, LEAST_SURE, Losses, by_key
-from disttrain_cli.analysis.kineto.stragglers import in_one_step, mended, unlikely, waited_for
+from disttrain_cli.analysis.kineto.gaps import gap_of_each_step, gap_of_event
+from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_STRAGGLER, LEAST_SURE, Losses, by_key, of, parts
+from disttrain_cli.analysis.kineto.stragglers import mended, unlikely, waited_for
 from disttrain_cli.analysis.kineto.unknown import (
     MOST_UNCLASSIFIED,
     idle_without_reason,
@@ -33,33 +38,55 @@ LEAST_SHARE = {
     "host": 0.1,
     "unexplained": 0.1,
 }
+MOST_NAMED = 8  # steps
 
 
 def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
+    """Name what costs most in a usual step, and a step that is not usual."""
+    verdict, event = _of_usual_step(losses, database), losses.judged.event
+    if event is None:
+        return verdict
+    gap = gap_of_event(event, database)
+    what = f"a pause of {gap.text}" if gap else f"{seconds(event.longer_s)} more idle time"
+    where = f" on rank {event.rank}, for which the others wait" if event.rank is not None else ""
+    return replace(
+        verdict,
+        headline=(
+            f"{verdict.headline} One step of {event.steps}, {event.step}, has {what}{where}; the"
+            f" verdict is of the other {event.steps - 1}."
+        ),
+        evidence=[
+            *verdict.evidence,
+            Evidence(
+                what=f"step {event.step}, left out: longer than the others by",
+                value=event.longer_s,
+                unit="s",
+            ),
+        ],
+    )
+
+
+def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     """Name what costs most; stragglers go first, because the others' waiting for them hides the
     rest."""
-    span_s, parts = losses.mean("span_ns"), losses.mean_parts()
-    lost_s = by_key(parts)
+    step_s, means = losses.step_s, losses.mean_parts()
+    lost_s = by_key(means)
     large = {
         cause: lost_s[cause]
         for cause, least in LEAST_SHARE.items()
-        if lost_s[cause] >= least * span_s
+        if lost_s[cause] >= least * step_s
     }
     evidence = [
         Evidence(
-            what=(
-                "a step, from the first kernel to the last"
-                if losses.marked
-                else "recorded, from the first kernel to the last"
-            ),
-            value=span_s,
+            what="a step" if losses.marked else "recorded, from the first kernel to the last",
+            value=step_s,
             unit="s",
         ),
         Evidence(what="compute", value=losses.ideal_s(), unit="s"),
         *(
             Evidence(what=_WHAT[part], value=lost, unit="s")
-            for part, lost in sorted(parts.items(), key=lambda item: -item[1])
-            if lost > 0.005 * span_s
+            for part, lost in sorted(means.items(), key=lambda item: -item[1])
+            if lost > 0.005 * step_s
         ),
     ]
     if losses.at_messages > 0:
@@ -81,7 +108,7 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
     if "worker" in large and sure:
         costly = [
-            one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s
+            one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * step_s
         ]
         return waited_for(
             losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence
@@ -95,13 +122,18 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
         return _calm(losses, evidence)
     cause = max(large, key=lambda name: large[name])
     if cause == "unexplained":
-        return idle_without_reason(parts, of_step(lost_s[cause], span_s, losses.marked), evidence)
-    by_rank = [by_key(losses.parts(row, 0.0)) for row in losses.ranks]
+        return idle_without_reason(
+            means,
+            of_step(lost_s[cause], step_s, losses.marked),
+            gap_of_each_step(losses, database, lost_s[cause]),
+            evidence,
+        )
+    by_rank = [by_key(parts(row, 0.0)) for row in losses.ranks]
     agree = sum(
         max(LEAST_SHARE, key=lambda name: shares[name]) == cause for shares in by_rank
     ) / len(by_rank)
     largest = max(
-        (part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: parts[part]
+        (part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: means[part]
     )
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
@@ -114,13 +146,16 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
             "Ranks wait for one another's messages, no rank more than its pipeline does that fills"
             " and drains"
         )
-    told, persists = (in_one_step(losses) if largest == "others" else None) or (told, 1.0)
+    gap = gap_of_each_step(losses, database, lost_s[cause]) if cause == "host" else None
+    if gap is not None:
+        told = f"The devices wait for their hosts in one long gap of each step, {gap.text}"
+        advice, command = _ONE_GAP, gap.command
     return Verdict(
         cause=cause,
-        headline=_figured(told, largest, parts, losses),
+        headline=_figured(told, largest, means, losses) + _seldom(losses, cause),
         place=Place(),
         lost_s=lost_s[cause],
-        confidence=round(agree * losses.present * persists, 3),
+        confidence=agree * _holds(losses, cause),
         evidence=[
             *evidence,
             Evidence(
@@ -133,23 +168,49 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     )
 
 
+def _holds(losses: Losses, cause: str) -> float:
+    """The chance that in more such steps a cause costs enough, and more than any other."""
+    shares = losses.shares()
+    rivals = [shares[other] for other in LEAST_SHARE if other != cause]
+    return min(
+        exceeds(shares[cause], LEAST_SHARE[cause]),
+        *(exceeds(shares[cause] - rival, 0.0) for rival in rivals),
+    )
+
+
+def _seldom(losses: Losses, cause: str) -> str:
+    """In which steps a cause costs enough, where that is half of them or fewer."""
+    shares, judged = losses.shares()[cause], losses.judged
+    steps = [
+        step
+        for step, share in zip(judged.steps, shares, strict=True)
+        if share >= LEAST_SHARE[cause]
+    ]
+    if not steps or 2 * len(steps) > len(judged.steps):
+        return ""
+    named = ", ".join(map(str, steps[:MOST_NAMED])) + (", …" if len(steps) > MOST_NAMED else "")
+    return f" Only in {len(steps)} of {len(judged.steps)} steps ({named})."
+
+
 def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
     calm = 0
     for row in losses.ranks:
-        parts = by_key(losses.parts(row, 0.0))
+        lost_s = by_key(parts(row, 0.0))
         calm += all(
-            parts[cause] < least * losses.of(row, "span_ns") for cause, least in LEAST_SHARE.items()
+            lost_s[cause] < least * of(row, "step_ns") for cause, least in LEAST_SHARE.items()
         )
+    shares = losses.shares()
+    most = max(exceeds(shares[cause], least) for cause, least in LEAST_SHARE.items())
     return Verdict(
         cause="none",
         headline=(
             "No straggler: the devices compute"
-            f" {100 * losses.mean('compute_ns') / losses.mean('span_ns'):.0f} % of the time, and"
-            " nothing else costs much."
+            f" {100 * losses.mean('compute_ns') / losses.step_s:.0f} % of the time, and nothing else"
+            " costs much."
         ),
         place=Place(),
         lost_s=0.0,
-        confidence=round(calm / len(losses.ranks) * losses.present * unlikely(losses), 3),
+        confidence=calm / len(losses.ranks) * unlikely(losses) * (1 - most),
         evidence=[*evidence, *_not_one(losses)],
         advice=(
             "More speed needs faster kernels (lower precision, fusion, torch.compile) or more"
@@ -182,19 +243,19 @@ def _not_one(losses: Losses) -> list[Evidence]:
     ]
 
 
-def _figured(told: str, largest: str, parts: dict[str, float], losses: Losses) -> str:
+def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -> str:
     """What is told of the largest part of a cause, with its own seconds; then the cause's other
     parts with theirs."""
-    span_s, worded = losses.mean("span_ns"), dict[str, float]()
+    step_s, worded = losses.step_s, dict[str, float]()
     for part, (words, *_) in _DETAILS.items():
         if KEY_OF[part] == KEY_OF[largest]:
-            worded[words] = worded.get(words, 0.0) + parts[part]
+            worded[words] = worded.get(words, 0.0) + means[part]
     own_s = worded.pop(_DETAILS[largest][0])
     others = sorted(worded.items(), key=lambda item: -item[1])
     return " ".join(
-        f"{words}: {of_step(lost_s, span_s, losses.marked)}."
+        f"{words}: {of_step(lost_s, step_s, losses.marked)}."
         for words, lost_s in [(told, own_s), *others]
-        if lost_s == own_s or lost_s >= LEAST_SHARE["worker"] * span_s
+        if lost_s == own_s or lost_s >= LEAST_SHARE["worker"] * step_s
     )
 
 
@@ -203,6 +264,7 @@ _WHAT = {
     "others": "waiting for whoever joins last, now one, now another",
     "transfers": "transfers that nothing hides",
     "data": "idle while data is loaded",
+    "host_waits": "idle while hosts wait for one another",
     "host_works": "idle while the host runs operators and calls",
     "host_silent": (
         "idle until the next kernel is launched, and the host runs nothing that was recorded"
@@ -222,6 +284,10 @@ _HOST = (
         'disttrain analyze --sql "SELECT name, count(*), sum(duration_ns) / 1e6 AS ms FROM events'
         " WHERE category IN ('cpu_op', 'cuda_runtime') GROUP BY ALL ORDER BY ms DESC LIMIT 20\""
     ),
+)
+_ONE_GAP = (
+    "Launching less does not shorten a single gap: move what the host does in it off the training"
+    " loop (another thread or process, asynchronous saving and logging), or do it in fewer steps."
 )
 #: Finer kind of lost time → headline, advice, next command.
 _DETAILS = {
@@ -248,6 +314,18 @@ _DETAILS = {
         (
             'disttrain analyze --sql "SELECT step, name, index, max(rank) FILTER (is_last) AS last,'
             ' max(wait_ns) / 1e6 AS ms FROM waits GROUP BY ALL ORDER BY ms DESC LIMIT 20"'
+        ),
+    ),
+    "host_waits": (
+        "Hosts wait for one another outside of the devices (barriers, gloo)",
+        (
+            "Leave out barriers and object collectives of the training loop, or run them less often:"
+            " the devices idle until the last host has joined."
+        ),
+        (
+            'disttrain analyze --sql "SELECT rank, name, count(*), sum(duration_ns) / 1e6 AS ms'
+            " FROM events WHERE name ILIKE '%gloo%' OR name ILIKE '%barrier%' GROUP BY ALL ORDER BY"
+            ' ms DESC"'
         ),
     ),
     "transfers": (

@@ -1,9 +1,5 @@
--- The job in one row: means over ranks in s, and the share of time that nothing classifies.
-SELECT avg(span_ns) / 1e9 AS span_s, avg(compute_ns) / 1e9 AS compute_s, avg(idle_ns) / 1e9 AS idle_s,
-       avg(idle_data_ns) / 1e9 AS data_s, avg(idle_cpu_ns + idle_late_ns) / 1e9 AS host_s,
-       avg(exposed_wait_ns) / 1e9 AS wait_s,
-       avg(exposed_ns - exposed_wait_ns) / 1e9 AS transfer_s, avg(memory_ns) / 1e9 AS memory_s,
-       sum(exposed_ns - exposed_wait_ns) / sum(span_ns) AS exposed_fraction, sum(compute_ns) / sum(span_ns) AS busy,
+-- The job in one row: recorded time, the share of kernel time that nothing classifies, and how collectives were matched.
+SELECT avg(span_ns) / 1e9 AS span_s,
        (SELECT coalesce(sum(end_ns - start_ns) FILTER (kind = 'unclassified'), 0) / nullif(sum(end_ns - start_ns), 0)
         FROM raw_kernels WHERE measured) AS unclassified,
        (SELECT count(DISTINCT collective) FROM joined

@@ -1,0 +1,97 @@
+"""The steps that losses and verdict are of: complete ones, and none that a single event makes longer.
+
+A verdict is of the usual step. One step of several that loses much more than the others (a checkpoint,
+an evaluation, a stall) says nothing of them: it is reported beside the verdict instead. Two such steps
+may be a cause that recurs and stay in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+#: The last step is incomplete on a rank that launched a smaller share of the kernels of its other steps.
+LEAST_COMPLETE = 0.5
+#: A single event would add at least this share of a usual step to the mean step.
+LEAST_EVENT = 0.05
+#: No other step exceeds the median by a larger share of what the event does.
+MOST_OTHER = 0.5
+#: Of fewer steps none is the usual one.
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class SingleEvent:
+    """One step that loses more than the others."""
+
+    step: int
+    steps: int  # among so many measured ones
+    longer_s: float  # than the median, mean over the ranks
+    rank: int | None  # whose device idles longer, where the others wait for it
+    rows: list[Row]  # of `step_times`
+
+
+@dataclass(frozen=True)
+class JudgedSteps:
+    """Rows of `step_times` of the judged steps, and what was left out."""
+
+    rows: list[Row]
+    steps: list[int | None]
+    event: SingleEvent | None = None
+    incomplete: int | None = None  # number of the last step, if that was left out
+
+
+def judged_steps(rows: list[Row]) -> JudgedSteps:
+    """Leave out an incomplete last step, then the step of a single event."""
+    incomplete = _incomplete(rows)
+    rows = [row for row in rows if incomplete is None or row["step"] != incomplete]
+    event = _single_event(rows)
+    rows = [row for row in rows if event is None or row["step"] != event.step]
+    steps = list(dict.fromkeys(row["step"] for row in rows if row["step"] is not None))
+    return JudgedSteps(rows, list(steps) or [None], event, incomplete)
+
+
+def lost_ns(row: Row) -> int:
+    """Time of a step in which its device idles, copies or waits for other ranks."""
+    return int(row["idle_ns"] + row["exposed_wait_ns"] + row["memory_ns"])
+
+
+def _incomplete(rows: list[Row]) -> int | None:
+    of_rank = defaultdict[int, list[Row]](list)
+    for row in rows:
+        of_rank[row["rank"]].append(row)
+    for own in of_rank.values():
+        *others, last = own
+        if others and last["kernels"] < LEAST_COMPLETE * median(row["kernels"] for row in others):
+            return int(last["step"])
+    return None
+
+
+def _single_event(rows: list[Row]) -> SingleEvent | None:
+    of_step = defaultdict[int | None, list[Row]](list)
+    for row in rows:
+        of_step[row["step"]].append(row)
+    of_step.pop(None, None)
+    if len(of_step) < LEAST_STEPS:
+        return None
+    lost = {step: _mean(lost_ns(row) for row in own) for step, own in of_step.items()}
+    usual_ns = median(_mean(row["step_ns"] for row in own) for own in of_step.values())
+    second, most = sorted(lost, key=lambda step: lost[step])[-2:]
+    usual = median(lost.values())
+    longer = lost[most] - usual
+    if longer < LEAST_EVENT * len(of_step) * usual_ns or lost[second] - usual > MOST_OTHER * longer:
+        return None
+    own = of_step[most]
+    waits = sorted(own, key=lambda row: row["exposed_wait_ns"])
+    lone = len(own) > 1 and waits[1]["exposed_wait_ns"] - waits[0]["exposed_wait_ns"] > longer / 2
+    return SingleEvent(
+        int(most or 0), len(of_step), longer / 1e9, waits[0]["rank"] if lone else None, own
+    )
+
+
+def _mean(values: Any) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
