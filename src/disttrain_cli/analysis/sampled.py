@@ -46,42 +46,18 @@ FROM operations WHERE measured GROUP BY ALL
 UNION ALL
 SELECT 'ranks', -1, unit, '', count(DISTINCT rank) FROM operations GROUP BY ALL"""
 KINETO = """
-SELECT 'step' AS what, step, '' AS kind, '' AS operation, '' AS name,
-  avg(until_ns - start_ns) / 1e9 AS value
-FROM steps WHERE measured AND until_ns IS NOT NULL GROUP BY ALL
+SELECT 'step' AS what, step, '' AS kind, '' AS operation, '' AS name, avg(step_ns) / 1e9 AS value
+FROM step_times WHERE step IS NOT NULL GROUP BY ALL
+UNION ALL
+SELECT 'idle', step, '', '', '', avg(idle_ns - idle_data_ns) / 1e9 FROM step_times GROUP BY ALL
+UNION ALL
+SELECT 'data', step, '', '', '', avg(idle_data_ns) / 1e9 FROM step_times
+WHERE (SELECT count(*) FROM events WHERE name ILIKE '%dataloader%') > 0 GROUP BY ALL
 UNION ALL
 SELECT 'took', step, kind, operation, name, sum(end_ns - start_ns) / 1e9
 FROM kernels WHERE measured GROUP BY ALL
 UNION ALL
-SELECT 'ranks', -1, '', '', '', count(DISTINCT rank) FROM kernels
-UNION ALL
--- What each interval adds beyond the furthest end so far: of kernels, and of these and loading.
-(WITH loads AS (
-    SELECT e.rank, s.step, s.measured, e.start_ns, e.start_ns + e.duration_ns AS end_ns
-    FROM events e ASOF JOIN steps s ON e.rank = s.rank AND e.start_ns >= s.start_ns
-    WHERE e.name ILIKE '%dataloader%'),
-reached AS (
-    SELECT *, max(end_ns) OVER earlier AS reach,
-           max(end_ns) FILTER (device) OVER earlier AS device_reach
-    FROM (SELECT rank, step, measured, start_ns, end_ns, true AS device FROM kernels
-          UNION ALL SELECT *, false FROM loads)
-    WINDOW earlier AS (PARTITION BY rank ORDER BY start_ns, end_ns
-                       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)),
-covered AS (
-    SELECT rank, step,
-           sum(greatest(0, end_ns - greatest(start_ns, coalesce(reach, start_ns)))) AS ns,
-           sum(greatest(0, end_ns - greatest(start_ns, coalesce(device_reach, start_ns))))
-               FILTER (device) AS device_ns
-    FROM reached WHERE measured GROUP BY ALL),
-rest AS (
-    SELECT s.step, s.until_ns - s.start_ns - coalesce(c.ns, 0) AS idle_ns,
-           coalesce(c.ns - coalesce(c.device_ns, 0), 0) AS data_ns
-    FROM steps s LEFT JOIN covered c USING (rank, step)
-    WHERE s.measured AND s.until_ns IS NOT NULL)
-SELECT 'idle', step, '', '', '', avg(idle_ns) / 1e9 FROM rest GROUP BY step
-UNION ALL
-SELECT 'data', step, '', '', '', avg(data_ns) / 1e9 FROM rest
-WHERE (SELECT count(*) FROM loads) > 0 GROUP BY step)"""
+SELECT 'ranks', -1, '', '', '', count(DISTINCT rank) FROM kernels"""
 STUDY = """
 SELECT 'step' AS what, step, '' AS optype, max(start_ts + duration) - min(start_ts) AS value
 FROM operations GROUP BY ALL

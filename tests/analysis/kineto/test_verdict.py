@@ -163,9 +163,9 @@ def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
         and said in verdict.headline
     )
     assert ("which may be chance" in verdict.headline) == (times == 8)
-    gains = {row.what: row.value for row in verdict.evidence if row.what.startswith("mending")}
-    assert gains["mending rank 0"] == pytest.approx(times / 11 * 200e-6, rel=0.01)
-    assert times == 8 or gains["mending rank 3"] == pytest.approx(5 / 11 * 200e-6, rel=0.01)
+    gains = {row.what: row.value for row in verdict.evidence if row.what.startswith("saved")}
+    assert gains["saved by fixing rank 0"] == pytest.approx(times / 11 * 200e-6, rel=0.01)
+    assert times == 8 or gains["saved by fixing rank 3"] == pytest.approx(5 / 11 * 200e-6, rel=0.01)
     assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
 
 
