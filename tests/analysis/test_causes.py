@@ -302,12 +302,13 @@ def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
     rows = pq.read_table(path)
     pq.write_table(rows.filter(pc.less(rows["step"], 2)), path)
     assert any(
-        "traces end early of rank 3 (at step 1)" in text for text in analyze([tmp_path]).warnings
+        "the trace of rank 3 (at step 1) ends early" in text
+        for text in analyze([tmp_path]).warnings
     )
     pq.write_table(rows.filter(pc.less(rows["step"], 1)), path)
     with pytest.raises(DataError) as caught:
         analyze([tmp_path])
-    assert "traces end early of rank 3 (at step 0)" in str(caught.value) and "rank-*" in str(
+    assert "the trace of rank 3 (at step 0) ends early" in str(caught.value) and "rank-*" in str(
         caught.value
     )
 

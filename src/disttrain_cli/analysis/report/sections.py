@@ -80,7 +80,7 @@ def rehearsed(job: JobSummary) -> str:
 
 
 def verdict(analysis: Analysis) -> str:
-    """What slows the job, how sure that is, what to do, and the figures behind it."""
+    """The cause that slows the job, the confidence, what to do, and the figures behind it."""
     judged = analysis.verdict
     kind = "good" if judged.cause == "none" else "bad" if judged.confidence >= 0.5 else "unsure"
     where = place(**asdict(judged.place))
@@ -215,7 +215,7 @@ def losses(analysis: Analysis) -> str:
     lost = analysis.stragglers
     if lost.lost_s is None or lost.slowdown is None or lost.ideal_s is None:
         return ""
-    kineto = analysis.format == "kineto"
+    kineto, marked = analysis.format == "kineto", analysis.job.iteration_s is not None
     parts = [("total", "compute alone" if kineto else "ideal step", lost.ideal_s)]
     parts += [
         ("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
@@ -225,12 +225,13 @@ def losses(analysis: Analysis) -> str:
     parts += [
         (
             "total",
-            "first kernel to last" if kineto else "step as recorded",
+            "step as recorded" if marked else "first kernel to last",
             lost.ideal_s * lost.slowdown,
         )
     ]
     ideal = (
-        "compute alone; mean over ranks, per step, from the first kernel to the last"
+        "compute alone; mean over ranks, per step"
+        + ("" if marked else ", from the first kernel to the last")
         if kineto
         else (
             "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed"
@@ -346,7 +347,7 @@ def ranks_chart(analysis: Analysis) -> str:
 
 
 def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
-    """Losses, MFU, time and gradient norm over steps, beside what the plan said."""
+    """Losses, MFU, time and gradient norm over steps, with the plan's figures."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [
