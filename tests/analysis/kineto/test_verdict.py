@@ -5,7 +5,9 @@ import random
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.losses import CAUSES
+from disttrain_cli.analysis.sampled import WHOLE, samples_of
 from tests.analysis.kineto import traces
 
 RANKS, STEPS = 4, 12
@@ -34,6 +36,33 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     assert verdict.lost_s == pytest.approx(150e-6, rel=0.1)
     assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
     assert "its host is late" in verdict.advice
+
+
+@pytest.mark.parametrize(("compute", "larger"), [(100, True), (600, False)])
+def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute, larger):
+    found = job(tmp_path, jittered([(2, 150)], base=960), compute=[compute + 340] * RANKS)
+    lost_s, verdict = found.stragglers.lost_s, found.verdict
+    assert (verdict.cause, verdict.place.rank) == ("worker", 2)
+    assert (lost_s["host"] > verdict.lost_s) == larger
+    share = f"({100 * lost_s['host'] / found.job.iteration_s:.0f} %)"
+    said = "The larger loss is on all ranks: the devices wait for their hosts to launch work"
+    assert (said in verdict.headline and share in verdict.headline) == larger
+    assert ("launch less and larger" in verdict.advice) == larger
+    assert verdict.lost_fraction == pytest.approx(verdict.lost_s / found.job.iteration_s)
+
+
+def test_a_job_has_one_step_length_though_ranks_mark_different_ones(tmp_path):
+    for rank in range(2):
+        marks = [
+            event | {"dur": event["dur"] * (1 + rank)} if "Step" in event["name"] else event
+            for event in traces.events([620], compute=600)
+        ]
+        traces.write(tmp_path / f"rank{rank}.json", traces.document(marks, rank, 2))
+    found = analyze([tmp_path])
+    (step_s,) = (row.value for row in found.verdict.evidence if row.what == "a step")
+    assert found.job.iteration_s == pytest.approx(1.5e-3) == step_s
+    assert samples_of([tmp_path]).series[WHOLE] == pytest.approx([step_s])
+    assert f"of the {seconds(step_s)} of a step" in found.verdict.headline
 
 
 def test_a_straggler_that_computes_longer_is_told_from_a_late_host(tmp_path):

@@ -109,7 +109,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     if losses.present < 1:
         evidence.append(
             Evidence(
-                what="ranks whose traces are present", value=losses.present, unit="share of ranks"
+                what="ranks whose traces are there", value=losses.present, unit="share of ranks"
             )
         )
     if losses.stragglers:
