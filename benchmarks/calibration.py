@@ -32,7 +32,7 @@ from unittest import mock
 import numpy as np
 from msgspec.structs import asdict
 
-from benchmarks import altered, known
+from benchmarks import altered, kineto_jobs, known
 from benchmarks.common import Tables, table
 from disttrain_cli.analysis import confidence
 from disttrain_cli.analysis.analyze import analyze
@@ -46,13 +46,14 @@ FIRST_HELD_OUT = 1000  # of the seeds that were not developed on
 BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 1.01)
 RAW_BINS = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.01)
 #: By family, seeds of every kind: developed on, and held out.
-SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4)}
+SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4), "kineto_jobs": (16, 8)}
 #: By family, kinds of fault that confidence was not fitted on.
 NEVER = {
     "simulated": known.HELD_OUT,
     "rehearsed": known.HELD_OUT,
     "operations": altered.OPERATIONS_HELD_OUT,
     "kineto": altered.KINETO_HELD_OUT,
+    "kineto_jobs": kineto_jobs.HELD_OUT,
 }
 
 
@@ -84,6 +85,7 @@ def cases(
             "simulated": known.DEVELOPED,
             "operations": altered.OPERATIONS,
             "kineto": altered.KINETO,
+            "kineto_jobs": kineto_jobs.DEVELOPED,
         }[family]
         never = NEVER[family]
         for kind in (*kinds, *(never if held_out else ())):
@@ -116,6 +118,8 @@ def _write(folder: Path, family: str, kind: str, seed: int, traces: Path) -> lis
         return altered.operations(kind, seed, traces)
     if family == "kineto":
         return altered.kineto(kind, seed, traces)
+    if family == "kineto_jobs":
+        return kineto_jobs.kineto_job(kind, seed, traces)
     jobs = list(known.JOBS)[:2] if family == "rehearsed" else list(known.JOBS)
     job = random.Random(seed).choice(jobs)
     profile, layout = known.prepared(folder, job)

@@ -41,10 +41,7 @@ def test_a_change_is_a_percentage_or_a_factor(pct, shown):
 
 
 def test_a_time_of_a_step_has_the_unit_that_fits():
-    assert (
-        of_step(12.9, 80.0, True)
-        == "12.9 s of the 80 s from the first kernel of a step to the last (16 %)"
-    )
+    assert of_step(12.9, 80.0, True) == "12.9 s of the 80 s of a step (16 %)"
     assert (
         of_step(0.000152, 0.0102, False)
         == "152 µs of the 10.2 ms from the first kernel to the last (1 %)"

@@ -131,22 +131,25 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
     assert verdict.cause == "worker" and verdict.place.rank in slow and said in verdict.headline
     assert verdict.lost_s == pytest.approx(gains(kinds, slow, ranks), rel=0.03)
     assert found.stragglers.lost_s["worker"] == pytest.approx(verdict.lost_s)
-    span_s = sum(row.span_us for row in found.ranks) / ranks / 1e6 / found.job.steps_measured
-    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(span_s)
+    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(
+        traces.mean_step_s([tmp_path])
+    )
     assert "computes" in verdict.advice or "compute " in verdict.advice
-    assert "ank 4" not in verdict.headline and verdict.confidence > 0.9
+    assert "ank 4" not in verdict.headline.split("saves")[0] and verdict.confidence > 0.9
     if kinds == TENSOR_AND_DATA and len(slow) == 2:
         alone = gains(kinds, slow, ranks) - gains(kinds, {5: slow[5]}, ranks)
         assert (
-            f"Rank 2 alone gains {seconds(alone)[:2]}" in verdict.headline
+            f"Fixing rank 2 alone saves {seconds(alone)[:2]}" in verdict.headline
             and "Rank 5 alone" not in verdict.headline
         )
 
 
 def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
     verdict = job(tmp_path, WORLD, {(0, 3): 2.0}).verdict
-    assert verdict.cause == "communication" and verdict.confidence < 0.8
-    assert "Ranks wait for rank 0 in one step, 3, and little in the others" in verdict.headline
+    assert verdict.cause == "none" and verdict.headline.endswith(
+        "One step of 4, 3, has 3.5 ms more idle time on rank 0, for which the others wait; the verdict"
+        " is of the other 3."
+    )
 
 
 def test_where_collectives_name_no_group_little_is_sure_and_clocks_stay(tmp_path):
@@ -167,7 +170,7 @@ def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     job(tmp_path, WORLD, {2: 1.4})
     alone = analyze([tmp_path / "rank0.json"]).verdict
     assert alone.headline.startswith(
-        "Communication, or waiting for ranks whose traces are missing, is not hidden"
+        "Communication, or waiting for ranks whose traces are missing, is not overlapped"
     )
     job(tmp_path / "part", TENSOR_AND_DATA, {5: 1.4})
     part = analyze([tmp_path / "part" / f"rank{rank}.json" for rank in (0, 2, 4, 6)]).verdict

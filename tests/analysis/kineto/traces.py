@@ -4,6 +4,8 @@ times."""
 import json
 from pathlib import Path
 
+from disttrain_cli.analysis.analyze import ask
+
 BASE_US = 1_700_000_000_000_000
 STEP_US = 1000
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*, unsigned long, ncclWork*)"
@@ -106,3 +108,8 @@ def job(folder: Path, arrivals, compute=None, world_size=None, ahead=None, **mor
         )
         for rank, own in enumerate(arrivals)
     ]
+
+
+def mean_step_s(paths) -> float:
+    """Seconds of a measured step, mean over the ranks."""
+    return ask(paths, "SELECT avg(step_ns) / 1e9 FROM step_times").rows[0][0]

@@ -233,6 +233,11 @@ def _limits(
             f" {agree(iterations['unmarked'], 'marks', 'mark')} no step: all that was recorded"
             " there is measured"
         )
+    if lent := iterations["lent_ranks"]:
+        said.append(
+            f"{counted(lent, 'rank')} {agree(lent, 'marks', 'mark')} no step: the marks of the first"
+            " rank that does are used"
+        )
     if totals["unmatched"]:
         count = totals["unmatched"]
         said.append(

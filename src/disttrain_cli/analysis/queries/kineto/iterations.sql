@@ -5,5 +5,6 @@ SELECT (SELECT count(DISTINCT step) FROM steps) AS recorded, count(*) AS measure
        (SELECT count(*) FROM (SELECT step FROM steps GROUP BY step
                               HAVING count(*) < (SELECT count(DISTINCT rank) FROM steps))) AS partial,
        (SELECT count(DISTINCT rank) FROM raw_kernels)
-           - (SELECT count(DISTINCT rank) FROM steps WHERE rank IN (SELECT rank FROM raw_kernels)) AS unmarked
+           - (SELECT count(DISTINCT rank) FROM steps WHERE rank IN (SELECT rank FROM raw_kernels)) AS unmarked,
+       (SELECT count(DISTINCT rank) FROM steps WHERE lent AND rank IN (SELECT rank FROM raw_kernels)) AS lent_ranks
 FROM lengths;

@@ -1,7 +1,9 @@
 -- One row per step and rank, by whatever marks steps: names (the first pattern of a step that any event fits), else
 -- arguments (step_num of annotations, iteration of all events). Marks without a number are counted. measured: on all
--- ranks that mark steps, and not the first of several (warm-up). Where marks end long before the next begins (a host that
--- runs ahead), the last step is as long as they are apart. Columns: rank, step, start_ns, end_ns, until_ns, measured
+-- ranks that mark steps, and not the first of several (warm-up). Ranks that mark none and were recorded at that time have
+-- the marks of the first rank that does (lent). Where marks end long before the next begins (a host that
+-- runs ahead), the last step is as long as they are apart. Columns: rank, step, start_ns, end_ns, until_ns, measured,
+-- lent
 CREATE TABLE steps AS
 WITH marks AS (
     SELECT f.rank, CASE WHEN s.line IS NOT NULL THEN s.line WHEN e.step >= 0 THEN 1000000 ELSE 2000000 END AS line,
@@ -35,12 +37,22 @@ counted AS (
 found AS (
     SELECT rank, step::BIGINT AS step, min(start_ns) AS start_ns, max(end_ns) AS end_ns FROM counted GROUP BY ALL),
 common AS (
-    SELECT step FROM found GROUP BY step HAVING count(*) = (SELECT count(DISTINCT rank) FROM found))
+    SELECT step FROM found GROUP BY step HAVING count(*) = (SELECT count(DISTINCT rank) FROM found)),
+lowest AS (
+    SELECT * FROM found WHERE rank = (SELECT min(rank) FROM found)),
+whole AS (SELECT min(start_ns) AS start_ns, max(end_ns) AS end_ns FROM lowest),
+together AS (
+    SELECT *, false AS lent FROM found
+    UNION ALL
+    SELECT f.rank, m.step, m.start_ns, m.end_ns, true
+    FROM files f, whole w, lowest m
+    WHERE f.kept AND f.rank NOT IN (SELECT rank FROM found)
+      AND 2 * (least(f.last_ns, w.end_ns) - greatest(f.first_ns, w.start_ns)) > w.end_ns - w.start_ns)
 SELECT rank, step, start_ns, end_ns,
        coalesce(next_ns, if(median(end_ns - start_ns) OVER own < 0.8 * median(next_ns - start_ns) OVER own,
                             greatest(end_ns, start_ns + (median(next_ns - start_ns) OVER own)::BIGINT), end_ns)) AS until_ns,
        step IN (SELECT step FROM common)
-           AND (step > (SELECT min(step) FROM common) OR (SELECT count(*) FROM common) = 1) AS measured
-FROM (SELECT *, lead(start_ns) OVER (PARTITION BY rank ORDER BY start_ns) AS next_ns FROM found)
+           AND (step > (SELECT min(step) FROM common) OR (SELECT count(*) FROM common) = 1) AS measured, lent
+FROM (SELECT *, lead(start_ns) OVER (PARTITION BY rank ORDER BY start_ns) AS next_ns FROM together)
 WINDOW own AS (PARTITION BY rank)
 ORDER BY rank, step;

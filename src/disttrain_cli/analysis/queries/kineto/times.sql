@@ -29,6 +29,7 @@ SELECT g.rank, n.step, greatest(g.before_ns, n.start_ns) AS start_ns, least(g.st
 FROM gaps g JOIN numbered n ON g.rank = n.rank AND g.before_ns < n.end_ns AND g.start_ns > n.start_ns
 WHERE least(g.start_ns, n.end_ns) - greatest(g.before_ns, n.start_ns) >= 0.02 * (n.end_ns - n.start_ns);
 -- Moments of one state, summed by rank, step (stepped: in a measured one; null where none is marked) and state.
+-- Outside: before a step's first kernel or after its last, for more than 1 ms, which Python between two operators hardly takes.
 -- Bits of the host (none overlaps itself, so they add up): data 1, cpu 2, late 4, queued 8, waits 16, python 32.
 CREATE TEMP TABLE moments AS
 WITH parts AS (
@@ -53,9 +54,10 @@ WITH parts AS (
     UNION ALL
     SELECT rank, 'step', number, start_ns, end_ns FROM numbered
     UNION ALL
-    SELECT rank, 'outside', 1, start_ns, coalesce(first_ns, end_ns) FROM numbered WHERE coalesce(first_ns, end_ns) > start_ns
+    SELECT rank, 'outside', 1, start_ns, coalesce(first_ns, end_ns) FROM numbered
+    WHERE coalesce(first_ns, end_ns) > start_ns + 1000000
     UNION ALL
-    SELECT rank, 'outside', 1, last_ns, end_ns FROM numbered WHERE last_ns < end_ns),
+    SELECT rank, 'outside', 1, last_ns, end_ns FROM numbered WHERE last_ns < end_ns - 1000000),
 edges AS (
     SELECT rank, start_ns AS at_ns, what, bit AS change FROM parts
     UNION ALL
@@ -95,7 +97,7 @@ SELECT rank, sum(ns)::BIGINT AS span_ns,
 FROM moments WHERE span GROUP BY rank ORDER BY rank;
 -- One row per rank and measured step (null: no step is marked), as `windows` bounds it. An idle moment is the host's while
 -- it loads data (data), waits for other hosts (host_wait), runs anything and the next kernel is not launched (cpu), or that
--- is late and lies between two kernels of the step (late); queued: the next kernel was launched long enough before.
+-- is late and does not lie outside (late); queued: the next kernel was launched long enough before.
 -- Columns: rank, step, kernels, step_ns, compute_ns, exposed_ns, exposed_wait_ns, memory_ns, host_copies_ns, idle_ns,
 -- idle_data_ns, idle_host_wait_ns, idle_cpu_ns, idle_late_ns, idle_queued_ns, idle_unrecorded_ns
 CREATE TABLE step_times AS

@@ -1,0 +1,161 @@
+"""Steps from mark to mark: idle time outside of kernels, hosts that run ahead, single events."""
+
+import pytest
+
+from disttrain_cli.analysis.analyze import analyze, ask
+from tests.analysis.kineto import traces
+
+WORK_US, LAUNCH_US = 40_000, 100
+LOADER = ("user_annotation", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__")
+SAVE = ("cpu_op", "save")
+
+
+def span(kind, start, length):
+    """An event of the host: (category, name), or None for nothing recorded."""
+    if kind is None:
+        return []
+    category, name = kind
+    about = {"ph": "X", "pid": 100, "tid": 100}
+    return [about | {"cat": category, "name": name, "ts": start, "dur": length}]
+
+
+def recorded(steps, lead=0, of=None, tail=(), tail_of=None, ahead=False, marked=True, last=None):
+    """Steps of one rank: `lead` µs of the host, then a kernel; the host waits for it, or runs `ahead`.
+
+    `tail[step]` is a pause of the host after the kernel; `last` is how many kernels the last step runs.
+    """
+    found, host, device = [], traces.BASE_US, 0
+    for step in range(steps):
+        begin = host
+        found += span(of, host, lead) if lead else []
+        host += lead + LAUNCH_US
+        for number in range(4 if last is None or step < steps - 1 else last):
+            start = max(host, device)
+            launch, kernel = traces.kernel(traces.GEMM, start, WORK_US // 4, 10 * step + number)
+            found += [launch | {"ts": host - 5}, kernel]
+            device, host = start + WORK_US // 4, host + 10
+        if not ahead:
+            host = device
+        elif step:
+            host = max(host, device - WORK_US)
+        pause = tail[step] if step < len(tail) else 0
+        found += span(tail_of, host, pause) if pause else []
+        host += pause
+        found += (
+            span(("user_annotation", f"ProfilerStep#{step}"), begin, host - begin) if marked else []
+        )
+    return found
+
+
+def job(folder, *ranks):
+    for rank, found in enumerate(ranks):
+        traces.write(folder / f"rank{rank}.json", traces.document(found, rank, len(ranks)))
+    return analyze([folder])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_what_a_step_waits_for_before_its_first_kernel_is_lost_however_many_are_recorded(
+    tmp_path, steps
+):
+    found = job(tmp_path, recorded(steps, 30_000, LOADER))
+    assert found.verdict.cause == "data" and found.verdict.lost_s == pytest.approx(0.03)
+    assert found.job.iteration_s == pytest.approx(0.0701)
+    assert (
+        found.verdict.headline
+        == "The devices wait for data: 30 ms of the 70.1 ms of a step (43 %)."
+    )
+    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(0.0701)
+
+
+@pytest.mark.parametrize(
+    ("of", "cause", "said"),
+    [
+        (
+            ("cpu_op", "aten::tokenize"),
+            "host",
+            "in one long gap of each step, 30.1 ms while the host runs",
+        ),
+        (("python_function", "train.py(3): preprocess"), "host", "train.py(3): preprocess"),
+        (("python_function", "torch/utils/data/dataloader.py(701): __next__"), "data", "for data"),
+        (("user_annotation", "gloo:barrier"), "communication", "Hosts wait for one another"),
+        (
+            ("cuda_runtime", "cudaStreamSynchronize"),
+            "unknown",
+            "nothing that was recorded says why",
+        ),
+        (None, "unknown", "in one long gap of each step, 30.1 ms before ampere_sgemm"),
+    ],
+)
+def test_what_the_host_does_before_the_first_kernel_is_the_cause(tmp_path, of, cause, said):
+    found = job(tmp_path, recorded(3, 30_000, of))
+    assert found.verdict.cause == cause and said in found.verdict.headline
+    key = "unexplained" if cause == "unknown" else cause
+    assert found.stragglers.lost_s[key] == pytest.approx(0.03, rel=0.01)
+    assert "CUDA graphs" not in found.verdict.advice
+
+
+@pytest.mark.parametrize("steps", [2, 3, 6])
+def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
+    """What it does before the first kernel passes while the device runs the step before."""
+    found = job(tmp_path, recorded(steps, 10_000, SAVE, ahead=True))
+    assert found.verdict.cause == "none"
+    lost_s = sum(found.stragglers.lost_s.values())
+    assert lost_s < 1e-4 and found.stragglers.ideal_s == pytest.approx(0.04, rel=0.01)
+    assert found.job.iteration_s == pytest.approx(0.04, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tail_of", "said"),
+    [
+        (
+            SAVE,
+            "One step of 10, 5, has a pause of 400 ms while the host runs save; the verdict is of",
+        ),
+        (None, "while the host runs nothing that was recorded"),
+    ],
+)
+def test_a_single_pause_is_told_and_the_usual_step_judged(tmp_path, tail_of, said):
+    found = job(tmp_path, recorded(11, tail=[0, 0, 0, 0, 0, 400_000], tail_of=tail_of))
+    assert found.verdict.cause == "none" and said in found.verdict.headline
+    assert sum(found.stragglers.lost_s.values()) < 0.001
+    assert found.job.steps_measured == 10 and found.job.iteration_s == pytest.approx(0.0801)
+
+
+def test_a_pause_in_several_steps_is_a_cause_and_they_are_named(tmp_path):
+    pauses = [400_000 if step in (3, 8) else 0 for step in range(11)]
+    verdict = job(tmp_path, recorded(11, tail=pauses, tail_of=SAVE)).verdict
+    assert verdict.cause == "host" and verdict.headline.endswith("Only in 2 of 10 steps (3, 8).")
+    assert "CUDA graphs" not in verdict.advice and verdict.confidence < 0.9
+
+
+def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
+    verdict = job(tmp_path, recorded(3, tail=[0, 400_000], tail_of=SAVE)).verdict
+    assert verdict.cause == "host" and "Only in 1 of 2 steps (1)." in verdict.headline
+
+
+def test_a_last_step_that_was_cut_off_is_left_out(tmp_path):
+    found = job(tmp_path, recorded(4, last=1))
+    assert found.verdict.cause == "none" and found.stragglers.ideal_s == pytest.approx(0.04)
+    assert any("step 3, the last one, is incomplete" in warning for warning in found.warnings)
+
+
+def test_ranks_without_marks_have_those_of_the_others(tmp_path):
+    ranks = [recorded(4, 30_000, LOADER, marked=rank == 0) for rank in range(2)]
+    found = job(tmp_path, *ranks)
+    assert found.stragglers.lost_s["data"] == pytest.approx(0.03)
+    assert "1 rank marks no step: the marks of the first rank that does are used" in (
+        found.warnings
+    )
+    elsewhen = [event | {"ts": event["ts"] + 10**9} for event in ranks[1]]
+    apart = job(tmp_path / "apart", ranks[0], elsewhen)
+    assert any(
+        "no step: all that was recorded there is measured" in warning for warning in apart.warnings
+    )
+
+
+def test_every_moment_of_a_measured_step_is_of_one_cause(tmp_path):
+    job(tmp_path, recorded(4, 30_000, LOADER, tail=[0, 5000, 5000, 5000], tail_of=SAVE))
+    query = "SELECT step, sum(seconds) FROM losses GROUP BY step ORDER BY step"
+    rows = ask([tmp_path], query).rows
+    assert [step for step, _ in rows] == [1, 2, 3]
+    assert [seconds for _, seconds in rows] == pytest.approx([0.0751] * 3)
