@@ -46,7 +46,7 @@ FIRST_HELD_OUT = 1000  # of the seeds that were not developed on
 BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 1.01)
 RAW_BINS = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.01)
 #: By family, seeds of every kind: developed on, and held out.
-SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4), "kineto_jobs": (16, 8)}
+SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4), "kineto_jobs": (12, 6)}
 #: By family, kinds of fault that confidence was not fitted on.
 NEVER = {
     "simulated": known.HELD_OUT,

@@ -1,9 +1,8 @@
-"""Synthetic Kineto jobs of which is known what slows them: a host, a device and collectives per rank,
-simulated.
+"""Synthetic Kineto jobs of which is known what slows them: hosts, devices and collectives, simulated.
 
-In every step a rank's host loads data, launches a kernel per layer and a collective after each group of
-layers, copies, and synchronizes or runs ahead. Truths are what the same job gains without a fault, by
-simulation; causes that cost less than a verdict asks for (`LEAST_SHARE`) count as nothing.
+In every step a rank's host loads data, launches a kernel per layer and a collective after every
+other layer, copies, and synchronizes or runs ahead. Truths are what the same job gains without a
+fault, by simulation; causes that cost less than a verdict asks for (`LEAST_SHARE`) count as nothing.
 """
 
 from __future__ import annotations
@@ -104,24 +103,52 @@ def play(job: Job) -> tuple[list[Ran], np.ndarray[Any, Any]]:
                 start = max(host[rank], device[rank] + 1)
                 takes = job.layer_us * noise[step, layer, rank] * job.slow.get(rank, 1.0)
                 name = job.names[layer] if job.names else GEMM
-                ran[rank].append(("cuda_runtime", "cudaLaunchKernel", host[rank] - LAUNCH_US, host[rank] - 1, number))
+                ran[rank].append(
+                    (
+                        "cuda_runtime",
+                        "cudaLaunchKernel",
+                        host[rank] - LAUNCH_US,
+                        host[rank] - 1,
+                        number,
+                    )
+                )
                 ran[rank].append(("kernel", name, start, start + takes, number))
                 device[rank] = start + takes
             if job.talks and layer % 2 and job.ranks > 1:
                 last = device.max() + 1 + job.move_us
                 for rank in range(job.ranks):
-                    ran[rank].append(("cuda_runtime", "cudaLaunchKernelExC", host[rank] + 1, host[rank] + 5, number + 1))
+                    ran[rank].append(
+                        (
+                            "cuda_runtime",
+                            "cudaLaunchKernelExC",
+                            host[rank] + 1,
+                            host[rank] + 5,
+                            number + 1,
+                        )
+                    )
                     host[rank] += 6
                     ran[rank].append(("kernel", job.reduce, device[rank] + 1, last, number + 1))
                 device[:] = last
         number += 2
         for rank in range(job.ranks):
             if job.copy_us:
-                ran[rank].append(("cuda_runtime", "cudaMemcpyAsync", host[rank], host[rank] + 4, number))
-                ran[rank].append(("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", device[rank] + 1, device[rank] + job.copy_us, number))
+                ran[rank].append(
+                    ("cuda_runtime", "cudaMemcpyAsync", host[rank], host[rank] + 4, number)
+                )
+                ran[rank].append(
+                    (
+                        "gpu_memcpy",
+                        "Memcpy DtoH (Device -> Pageable)",
+                        device[rank] + 1,
+                        device[rank] + job.copy_us,
+                        number,
+                    )
+                )
                 device[rank] += job.copy_us
             if job.sync:
-                ran[rank].append(("cuda_runtime", "cudaDeviceSynchronize", host[rank] + 5, device[rank] + 5, -1))
+                ran[rank].append(
+                    ("cuda_runtime", "cudaDeviceSynchronize", host[rank] + 5, device[rank] + 5, -1)
+                )
                 host[rank] = device[rank] + 8
             elif step:  # one step ahead at most
                 host[rank] = max(host[rank], ends[step][rank])
@@ -132,10 +159,22 @@ def play(job: Job) -> tuple[list[Ran], np.ndarray[Any, Any]]:
     marks[-1] = host
     for rank, own in enumerate(ran):
         for step in range(job.steps):
-            own.append(("user_annotation", f"ProfilerStep#{step}", marks[step][rank], marks[step + 1][rank] - 2, -1))
+            own.append(
+                (
+                    "user_annotation",
+                    f"ProfilerStep#{step}",
+                    marks[step][rank],
+                    marks[step + 1][rank] - 2,
+                    -1,
+                )
+            )
     bounds = marks if job.sync else ends
     lengths = np.diff(bounds, axis=0)
-    usual = [step for step in range(job.steps) if (step or job.steps == 1) and (not job.event_us or step != job.event_step)]
+    usual = [
+        step
+        for step in range(job.steps)
+        if (step or job.steps == 1) and (not job.event_us or step != job.event_step)
+    ]
     return ran, lengths[usual].mean(axis=0)
 
 
@@ -180,7 +219,9 @@ def draw(kind: str, seed: int) -> Job:
         if random_.random() < 0.4:
             return dataclasses.replace(job, reduce=_strange(random_))
         share = random_.random()
-        names = tuple(_strange(random_) if random_.random() < share else GEMM for _ in range(LAYERS))
+        names = tuple(
+            _strange(random_) if random_.random() < share else GEMM for _ in range(LAYERS)
+        )
         return dataclasses.replace(job, names=names)
     if kind == "runs ahead":
         return dataclasses.replace(change(random_.choice(plain)), sync=False)
@@ -190,7 +231,9 @@ def draw(kind: str, seed: int) -> Job:
         return dataclasses.replace(change("data"), loads_silently=True)
     if kind == "late host":
         job = dataclasses.replace(job, ranks=4)
-        return dataclasses.replace(job, late_us={random_.randrange(4): random_.uniform(0.01, 0.8) * whole_us})
+        return dataclasses.replace(
+            job, late_us={random_.randrange(4): random_.uniform(0.01, 0.8) * whole_us}
+        )
     slow = dict.fromkeys(random_.sample(range(8), 2), 1 + random_.uniform(0.02, 0.6))
     return dataclasses.replace(job, ranks=8, slow=slow)
 
@@ -200,7 +243,9 @@ def partial_change(job: Job, random_: random.Random) -> Callable[..., Job]:
 
     def change(kind: str, ranks: int | None = None) -> Job:
         whole_us, share = LAYERS * job.layer_us, random_.uniform(0.01, 0.9)
-        many = ranks or (random_.choice((2, 4, 8)) if kind in ("straggler", "communication") else job.ranks)
+        many = ranks or (
+            random_.choice((2, 4, 8)) if kind in ("straggler", "communication") else job.ranks
+        )
         changed = dataclasses.replace(job, ranks=many)
         if kind == "data":
             return dataclasses.replace(changed, data_us=share * whole_us)
@@ -242,7 +287,9 @@ def kineto_job(kind: str, seed: int, path: Path) -> list[Truth]:
     for rank in dict.fromkeys([*job.slow, *job.late_us]):
         slow = {one: factor for one, factor in job.slow.items() if one != rank}
         late = {one: us for one, us in job.late_us.items() if one != rank}
-        gains.append(("worker", {"rank": rank}, step - without(slow=slow, late_us=late), step - even))
+        gains.append(
+            ("worker", {"rank": rank}, step - without(slow=slow, late_us=late), step - even)
+        )
     return [
         Truth(cause, place, share if share >= LEAST_SHARE[cause] else 0.0, together / step)
         for cause, place, gain, together in gains

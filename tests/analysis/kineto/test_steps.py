@@ -20,9 +20,9 @@ def span(kind, start, length):
 
 
 def recorded(steps, lead=0, of=None, tail=(), tail_of=None, ahead=False, marked=True, last=None):
-    """Steps of one rank: `lead` µs of the host, then a kernel; the host waits for it, or runs `ahead`.
+    """Steps of one rank: `lead` µs of the host, then kernels; it waits for them, or runs `ahead`.
 
-    `tail[step]` is a pause of the host after the kernel; `last` is how many kernels the last step runs.
+    `tail[step]` is a pause of the host after the kernels; `last` is how many the last step runs.
     """
     found, host, device = [], traces.BASE_US, 0
     for step in range(steps):
@@ -109,7 +109,7 @@ def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
     [
         (
             SAVE,
-            "One step of 10, 5, has a pause of 400 ms while the host runs save; the verdict is of",
+            "One step of 10, step 5, has a pause of 400 ms while the host runs save; the verdict is",
         ),
         (None, "while the host runs nothing that was recorded"),
     ],
@@ -136,7 +136,20 @@ def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
 def test_a_last_step_that_was_cut_off_is_left_out(tmp_path):
     found = job(tmp_path, recorded(4, last=1))
     assert found.verdict.cause == "none" and found.stragglers.ideal_s == pytest.approx(0.04)
-    assert any("step 3, the last one, is incomplete" in warning for warning in found.warnings)
+    assert any(
+        "step 3, the last one, was not recorded to its end" in warning for warning in found.warnings
+    )
+
+
+@pytest.mark.parametrize("steps", [3, 4, 7])
+def test_data_that_are_loaded_between_the_marks_are_of_the_step(tmp_path, steps):
+    """As `for batch in loader: with record_function("train_step"): …` marks them."""
+    found = recorded(steps, tail=[30_000] * steps, tail_of=LOADER)
+    for event in found:
+        if event["name"].startswith("ProfilerStep#"):
+            event |= {"name": f"train_step {event['name'][13:]}", "dur": event["dur"] - 30_000}
+    lost = job(tmp_path, found).stragglers.lost_s
+    assert lost["data"] == pytest.approx(0.03)
 
 
 def test_ranks_without_marks_have_those_of_the_others(tmp_path):

@@ -39,8 +39,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     """Analyse the Kineto/Chrome JSON of one job.
 
     Times are of the measured profiler steps, or of all that was recorded where none are marked.
-    Lost seconds are per judged step (`steps`) and rank; with compute, which is the ideal, they sum to
-    the step (`losses` describes each key).
+    Lost seconds are per judged step (`steps`) and rank; with compute, which is the ideal, they sum
+    to the step (`losses` describes each key).
 
     Raises:
         DataError: nothing was recorded that takes time.
@@ -53,7 +53,11 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU,"
             " ProfilerActivity.CUDA])",
         )
-    judged = judged_steps(database.sql("SELECT * FROM step_times ORDER BY rank, step"))
+    unended = database.sql(
+        "SELECT max(step) AS step FROM steps WHERE measured AND until_ns > end_ns"
+        " AND start_ns >= ALL (SELECT start_ns FROM steps s WHERE s.rank = steps.rank)"
+    )[0]["step"]
+    judged = judged_steps(database.sql("SELECT * FROM step_times ORDER BY rank, step"), unended)
     losses = Losses(
         judged=judged,
         blame=database.answer("blame"),
@@ -219,8 +223,8 @@ def _limits(
         )
     if judged.incomplete is not None:
         said.append(
-            f"step {judged.incomplete}, the last one, is incomplete (a rank ran less than half of"
-            " its other steps' kernels) and is left out of losses and verdict"
+            f"step {judged.incomplete}, the last one, was not recorded to its end (a rank lacks"
+            " most of its kernels, or no further mark ends it): it is left out of losses and verdict"
         )
     if iterations["partial"]:
         said.append(

@@ -11,7 +11,7 @@ from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.steps import Row, SingleEvent
 
 #: One gap in each step explains a loss if it makes up this share of it.
-LEAST_OF_LOSS = 0.5
+LEAST_OF_LOSS = 2 / 3
 LONGEST_NAME = 80
 
 
@@ -24,7 +24,7 @@ class Gap(NamedTuple):
 
 
 def gap_of_each_step(losses: Losses, database: KinetoDatabase, lost_s: float) -> Gap | None:
-    """The typical longest gap of the judged steps, where one gap in each makes up most of a loss."""
+    """The typical longest gap of a judged step, where one gap in each makes up most of a loss."""
     rows = [row for row in database.query("longest_gaps") if row["step"] in losses.judged.steps]
     total_s = sum(_seconds(row) for row in rows) / len(losses.judged.rows)
     if not losses.marked or total_s < LEAST_OF_LOSS * lost_s:
@@ -62,8 +62,8 @@ def _gap(database: KinetoDatabase, row: Row) -> Gap:
     return Gap(
         _seconds(row),
         f"{seconds(_seconds(row))} {text}",
-        'disttrain analyze --sql "SELECT name, category, thread, duration_ns / 1e6 AS ms FROM events'
-        f" WHERE rank = {row['rank']} AND start_ns < {row['end_ns']} AND start_ns + duration_ns >"
+        'disttrain analyze --sql "SELECT name, category, thread, duration_ns / 1e6 AS ms FROM'
+        f" events WHERE rank = {row['rank']} AND start_ns < {row['end_ns']} AND start_ns + duration_ns >"
         f' {row["start_ns"]} ORDER BY ms DESC LIMIT 20"',
     )
 

@@ -22,8 +22,8 @@ from disttrain_cli.analysis.kineto.replay import Collectives, read_collectives
 
 
 def late_ranks(database: KinetoDatabase, steps: Sequence[int | None]) -> list[Late]:
-    """Ranks that hold up others in collectives of some steps, those first that gain most if they are
-    mended."""
+    """Ranks that hold up others in collectives of some steps, those first that gain most if they
+    are mended."""
     played = read_collectives(database, steps)
     return [] if played is None else find_late(played)
 

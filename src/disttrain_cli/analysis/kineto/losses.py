@@ -1,21 +1,22 @@
 """Where the time of ranks goes, and what of it is for ranks that the others wait for.
 
-Every moment of a judged step of a rank is of exactly one kind, so compute, which is the ideal, and the
-losses sum to the step. By key of `lost_s`:
+Every moment of a judged step of a rank is of exactly one kind, so compute, which is the ideal, and
+the losses sum to the step. By key of `lost_s`:
 
 - `worker`: waiting, outside of compute, for the ranks that are last more often than chance allows.
-- `communication`: waiting for whoever else joins last, on the device or between hosts, transfers, and
-  copies and fills, where no compute hides them.
+- `communication`: waiting for whoever else joins last, on the device or between hosts, transfers,
+  and copies and fills, where no compute hides them.
 - `data`: the device is idle while the CPU loads data (an annotation or operator named after the
   DataLoader).
-- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only after
-  the device had become idle, or, where its launch is not recorded, the host was running operators or
-  calls. Before the first kernel of a step and after its last one the host must be seen to run something.
+- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only
+  after the device had become idle, or, where its launch is not recorded, the host was running
+  operators or calls. Before the first kernel of a step and after its last one, for more than 1 ms,
+  the host must be seen to run something.
 - `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was
   launched long before, so it waited for something else.
-- `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units, stages,
-  microbatches or samples; what uneven ones cost is in `worker` where it is always the same rank, else
-  in `communication`.
+- `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units,
+  stages, microbatches or samples; what uneven ones cost is in `worker` where it is always the same
+  rank, else in `communication`.
 
 Late ranks are found by playing the collectives again (`late.py`); what mending them gains is
 `worker`: waiting for them, and what they compute, load or idle longer than others, which is taken
@@ -287,7 +288,7 @@ def of(row: Row, column: str) -> float:
 
 
 def parts(row: Row, worker_share: float) -> dict[str, float]:
-    """Lost seconds of a row by finer kind, where `worker_share` of its waiting is for stragglers."""
+    """Lost seconds of a row by finer kind; `worker_share` of its waiting is for stragglers."""
     wait_s, host_copies_s = of(row, "exposed_wait_ns"), of(row, "host_copies_ns")
     return {
         "worker": worker_share * wait_s,

@@ -154,9 +154,7 @@ def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
     return mend
 
 
-def read_collectives(
-    database: KinetoDatabase, judged: Sequence[int | None]
-) -> Collectives | None:
+def read_collectives(database: KinetoDatabase, judged: Sequence[int | None]) -> Collectives | None:
     """The collectives and messages of the judged steps; None where no two ranks joined one, or most
     messages are unknown."""
     read = database.columns("participations")

@@ -1,8 +1,8 @@
-"""The steps that losses and verdict are of: complete ones, and none that a single event makes longer.
+"""The steps that losses and verdict are of: complete ones, none that a single event makes longer.
 
-A verdict is of the usual step. One step of several that loses much more than the others (a checkpoint,
-an evaluation, a stall) says nothing of them: it is reported beside the verdict instead. Two such steps
-may be a cause that recurs and stay in.
+A verdict is of the usual step. One step of several that loses much more than the others (a
+checkpoint, a stall of the network) says nothing of them: it is reported beside the verdict instead.
+Two such steps may be a cause that recurs, and stay in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 Row = dict[str, Any]
-#: The last step is incomplete on a rank that launched a smaller share of the kernels of its other steps.
+#: The last step of a rank is incomplete with a smaller share of the kernels of its other steps.
 LEAST_COMPLETE = 0.5
 #: A single event would add at least this share of a usual step to the mean step.
 LEAST_EVENT = 0.05
@@ -30,8 +30,7 @@ class SingleEvent:
     step: int
     steps: int  # among so many measured ones
     longer_s: float  # than the median, mean over the ranks
-    rank: int | None  # whose device idles longer, where the others wait for it
-    rows: list[Row]  # of `step_times`
+    rank: int | None  # that the others wait for
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,14 @@ class JudgedSteps:
     incomplete: int | None = None  # number of the last step, if that was left out
 
 
-def judged_steps(rows: list[Row]) -> JudgedSteps:
-    """Leave out an incomplete last step, then the step of a single event."""
-    incomplete = _incomplete(rows)
+def judged_steps(rows: list[Row], unended: int | None = None) -> JudgedSteps:
+    """Leave out an incomplete last step, then the step of a single event.
+
+    Args:
+        rows: `step_times`, by rank and step.
+        unended: the last step, where steps go on after their marks and no further mark ends it.
+    """
+    incomplete = _incomplete(rows, unended)
     rows = [row for row in rows if incomplete is None or row["step"] != incomplete]
     event = _single_event(rows)
     rows = [row for row in rows if event is None or row["step"] != event.step]
@@ -54,17 +58,14 @@ def judged_steps(rows: list[Row]) -> JudgedSteps:
     return JudgedSteps(rows, list(steps) or [None], event, incomplete)
 
 
-def lost_ns(row: Row) -> int:
-    """Time of a step in which its device idles, copies or waits for other ranks."""
-    return int(row["idle_ns"] + row["exposed_wait_ns"] + row["memory_ns"])
-
-
-def _incomplete(rows: list[Row]) -> int | None:
+def _incomplete(rows: list[Row], unended: int | None) -> int | None:
     of_rank = defaultdict[int, list[Row]](list)
     for row in rows:
         of_rank[row["rank"]].append(row)
     for own in of_rank.values():
         *others, last = own
+        if others and last["step"] == unended:
+            return unended
         if others and last["kernels"] < LEAST_COMPLETE * median(row["kernels"] for row in others):
             return int(last["step"])
     return None
@@ -77,7 +78,10 @@ def _single_event(rows: list[Row]) -> SingleEvent | None:
     of_step.pop(None, None)
     if len(of_step) < LEAST_STEPS:
         return None
-    lost = {step: _mean(lost_ns(row) for row in own) for step, own in of_step.items()}
+    lost = {
+        step: _mean(row["step_ns"] - row["compute_ns"] for row in own)
+        for step, own in of_step.items()
+    }
     usual_ns = median(_mean(row["step_ns"] for row in own) for own in of_step.values())
     second, most = sorted(lost, key=lambda step: lost[step])[-2:]
     usual = median(lost.values())
@@ -88,7 +92,7 @@ def _single_event(rows: list[Row]) -> SingleEvent | None:
     waits = sorted(own, key=lambda row: row["exposed_wait_ns"])
     lone = len(own) > 1 and waits[1]["exposed_wait_ns"] - waits[0]["exposed_wait_ns"] > longer / 2
     return SingleEvent(
-        int(most or 0), len(of_step), longer / 1e9, waits[0]["rank"] if lone else None, own
+        int(most or 0), len(of_step), longer / 1e9, waits[0]["rank"] if lone else None
     )
 
 

@@ -39,7 +39,7 @@ def mended(
         if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s
     ]
     single = _single_step(first, span_s)
-    gain_s, who = float(first.gain_s.mean()), _named(first.ranks)
+    gain_s, who = min(float(first.gain_s.mean()), span_s), _named(first.ranks)
     one, met = len(first.ranks) == 1, _met(losses)
     alone = [
         f" Fixing rank {rank} alone saves {costs(gain, span_s)}."
@@ -59,7 +59,7 @@ def mended(
         + "".join(_more(late, span_s) for late in others)
         + (f" Nearly all of it is in step {single}." if single is not None else ""),
         place=Place(rank=first.ranks[0]),
-        lost_s=sum(float(each.gain_s.mean()) for each in losses.stragglers),
+        lost_s=min(sum(float(each.gain_s.mean()) for each in losses.stragglers), span_s),
         confidence=(1 - first.chance)
         * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
         * _matched(database),

@@ -5,10 +5,10 @@ Where the traces do not tell (`unknown`), nothing is blamed: no kernels, most of
 kind, or devices that idle without a record of a late host.
 
 Evidence (`analysis/confidence.py`): of stragglers, how sure it is that this is no chance, times the
-chance that mending them gains enough in more such steps (of those known by waiting alone, their share
-of all waiting); of another cause, the chance that it costs enough and more than every other one, times
-the share of ranks on which it is the largest loss; of "none", the chance that nothing costs enough.
-What the traces lack lowers it: steps, ranks, the kind of kernels, reasons for idle time, right clocks.
+chance that mending them gains enough in more such steps (of those known by waiting alone, their
+share of all waiting); of another cause, the chance that it costs enough and more than every other
+one, times the share of ranks on which it is the largest loss; of "none", the chance that nothing
+costs enough. What the traces lack lowers it: steps, ranks, kinds of kernels, reasons for idle time.
 """
 
 from __future__ import annotations
@@ -56,12 +56,16 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     if event is None:
         return verdict
     gap = gap_of_event(event, database)
-    what = f"a pause of {gap.text}" if gap else f"{seconds(event.longer_s)} more idle time"
-    where = f" on rank {event.rank}, for which the others wait" if event.rank is not None else ""
+    what = (
+        f"has a pause of {gap.text}"
+        if gap
+        else f"takes {seconds(event.longer_s)} longer than the others"
+    )
+    where = f" (the others wait for rank {event.rank})" if event.rank is not None else ""
     return replace(
         verdict,
         headline=(
-            f"{verdict.headline} One step of {event.steps}, {event.step}, has {what}{where}; the"
+            f"{verdict.headline} One step of {event.steps}, step {event.step}, {what}{where}; the"
             f" verdict is of the other {event.steps - 1}."
         ),
         evidence=[
@@ -239,8 +243,8 @@ def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
         cause="none",
         headline=(
             "No straggler: the devices compute"
-            f" {100 * losses.mean('compute_ns') / losses.step_s:.0f} % of the time, and nothing else"
-            " costs much."
+            f" {100 * losses.mean('compute_ns') / losses.step_s:.0f} % of the time, and nothing"
+            " else costs much."
         ),
         place=Place(),
         lost_s=0.0,

@@ -49,7 +49,7 @@ together AS (
     WHERE f.kept AND f.rank NOT IN (SELECT rank FROM found)
       AND 2 * (least(f.last_ns, w.end_ns) - greatest(f.first_ns, w.start_ns)) > w.end_ns - w.start_ns)
 SELECT rank, step, start_ns, end_ns,
-       coalesce(next_ns, if(median(end_ns - start_ns) OVER own < 0.8 * median(next_ns - start_ns) OVER own,
+       coalesce(next_ns, if(median((end_ns - start_ns) / nullif(next_ns - start_ns, 0)) OVER own < 0.8,
                             greatest(end_ns, start_ns + (median(next_ns - start_ns) OVER own)::BIGINT), end_ns)) AS until_ns,
        step IN (SELECT step FROM common)
            AND (step > (SELECT min(step) FROM common) OR (SELECT count(*) FROM common) = 1) AS measured, lent
