@@ -105,6 +105,14 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     assert "Also: Host host-a was too busy to keep the rehearsal on time" in fault.verdict.headline
 
 
+@pytest.mark.parametrize("steps", [12, 40])
+def test_a_step_length_of_a_sample_of_steps_says_so(tmp_path, steps):
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=steps, slow_rank={3: 1.6}))
+    found = analyze([tmp_path])
+    sampled = f"mean of the 32 replayed of {found.job.steps_measured} measured steps"
+    assert (sampled in found.verdict.headline) == (steps == 40)
+
+
 def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}))
     found = analyze([tmp_path])

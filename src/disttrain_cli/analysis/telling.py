@@ -39,11 +39,11 @@ MOST_UNEXPLAINED = 0.2
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of the steps beside their causes."""
+    """Figures of the steps that verdicts need besides the causes."""
 
     losses: Losses
     where: Mapping[int, Place]  # by rank
-    comparisons: list[Comparison]  # predictions beside measurements
+    comparisons: list[Comparison]  # predictions and measurements
     gpus: int
     kind: str  # of traces, for the confidence
     shares: dict[str, float]  # where the ranks' time goes, as fractions
@@ -54,11 +54,20 @@ class Record:
     operations: Sequence[OperationRow] = ()
     # by rank, the share of its passes for which the others of its TP or CP group wait for it
     waited_for: Mapping[int, float] = field(default_factory=dict)
-    clocks_s: float = 0.0  # by which hosts' clocks, put right, may still be off
+    clocks_s: float = 0.0  # by which hosts' corrected clocks may still be off
+    steps_measured: int = 0  # of which at most 32 are replayed
 
     @property
     def measured_s(self) -> float:
         return float(self.losses.measured.mean())
+
+    @property
+    def sampled(self) -> str:
+        """Which steps the seconds are of, where these are not all measured ones."""
+        replayed = len(self.losses.measured)
+        if replayed >= self.steps_measured:
+            return ""
+        return f"; mean of the {replayed} replayed of {self.steps_measured} measured steps"
 
     @property
     def pipelined(self) -> bool:

@@ -95,7 +95,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     ]
     found = (
         f"{told.told}: {gain_s:.3g} s of every {measured_s:.3g} s step"
-        f" ({100 * gain_s / measured_s:.0f} %)."
+        f" ({100 * gain_s / measured_s:.0f} %{record.sampled})."
     )
     return Verdict(
         cause=main.cause,

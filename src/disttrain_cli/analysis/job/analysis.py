@@ -255,6 +255,7 @@ def _straggle(
         waited_for=beside(graph, held_up(graph)),
         clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
         / 1e6,
+        steps_measured=database.query("iterations")[0]["measured"],
     )
     if findings:
         mended = replace(graph, recorded=Delays(*state))

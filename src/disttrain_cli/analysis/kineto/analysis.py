@@ -239,14 +239,14 @@ def _limits(
         )
     if lent := iterations["lent_ranks"]:
         said.append(
-            f"{counted(lent, 'rank')} {agree(lent, 'marks', 'mark')} no step: the marks of the first"
-            " rank that does are used"
+            f"{counted(lent, 'rank')} {agree(lent, 'marks', 'mark')} no step: the marks of the"
+            " first rank that does are used"
         )
     if totals["unmatched"]:
         count = totals["unmatched"]
         said.append(
-            f"{counted(count, 'collective')} {agree(count, 'does', 'do')} not occur equally often on"
-            f" the ranks that join {agree(count, 'it', 'them')}, so waiting there is not known"
+            f"{counted(count, 'collective')} {agree(count, 'does', 'do')} not occur equally often"
+            f" on the ranks that join {agree(count, 'it', 'them')}, so waiting there is not known"
         )
     if totals["lone_messages"] and database.sql("SELECT count(*) AS n FROM times")[0]["n"] > 1:
         count = totals["lone_messages"]
