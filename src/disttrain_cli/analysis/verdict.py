@@ -46,13 +46,13 @@ def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
         alone_s = float(finding.alone_s.mean())
         if max(gain_pct, 100 * alone_s / record.measured_s) < LEAST_GAIN_PCT:
             continue
-        place, told, _, _, command = _told(record, finding)
+        place, _, _, _, command = tell(record, finding)
         rows.append(
             Cause(
                 cause=finding.cause,
                 place=place,
                 places=finding.places[:MOST_PLACES],
-                told=told,
+                told=_told(record, finding).told,
                 gain_s=float(finding.gain_s.mean()),
                 gain_pct=gain_pct,
                 alone_s=alone_s,
