@@ -1,8 +1,8 @@
-"""Synthetic Kineto jobs of which is known what slows them: hosts, devices and collectives, simulated.
+"""Synthetic Kineto jobs of which is known what slows them: simulated hosts, devices, collectives.
 
 In every step a rank's host loads data, launches a kernel per layer and a collective after every
 other layer, copies, and synchronizes or runs ahead. Truths are what the same job gains without a
-fault, by simulation; causes that cost less than a verdict asks for (`LEAST_SHARE`) count as nothing.
+fault, by simulation; causes that cost less than a verdict asks for (`LEAST_SHARE`) count as none.
 """
 
 from __future__ import annotations

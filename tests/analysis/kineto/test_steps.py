@@ -104,12 +104,28 @@ def test_a_host_that_runs_ahead_leaves_no_gap(tmp_path, steps):
     assert found.job.iteration_s == pytest.approx(0.04, rel=0.01)
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_communication_beside_the_next_step_is_hidden_in_the_last_one_too(tmp_path, steps):
+    found = []
+    for step in range(steps):
+        mark, end = (traces.BASE_US + 50_000 * (step + more) for more in (0, 1))
+        for name, start, length, stream in (
+            (traces.GEMM, mark + 1000, 50_000, 7),
+            (traces.ALL_REDUCE, end + 1000, 20_000, 20),
+        ):
+            launch, kernel = traces.kernel(name, start, length, 10 * step + stream, stream)
+            found += [launch | {"ts": mark + stream}, kernel]
+        found += span(("user_annotation", f"ProfilerStep#{step}"), mark, end - mark)
+    verdict = job(tmp_path, found, found).verdict
+    assert verdict.cause == "none" and "One step" not in verdict.headline
+
+
 @pytest.mark.parametrize(
     ("tail_of", "said"),
     [
         (
             SAVE,
-            "One step of 10, step 5, has a pause of 400 ms while the host runs save; the verdict is",
+            "One step of 10, step 5, has a pause of 400 ms while the host runs save; the",
         ),
         (None, "while the host runs nothing that was recorded"),
     ],

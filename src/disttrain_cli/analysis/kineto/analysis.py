@@ -224,7 +224,7 @@ def _limits(
     if judged.incomplete is not None:
         said.append(
             f"step {judged.incomplete}, the last one, was not recorded to its end (a rank lacks"
-            " most of its kernels, or no further mark ends it): it is left out of losses and verdict"
+            " most of its kernels, or no further mark ends it): it is left out of the verdict"
         )
     if iterations["partial"]:
         said.append(

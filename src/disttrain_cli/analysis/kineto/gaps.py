@@ -63,8 +63,8 @@ def _gap(database: KinetoDatabase, row: Row) -> Gap:
         _seconds(row),
         f"{seconds(_seconds(row))} {text}",
         'disttrain analyze --sql "SELECT name, category, thread, duration_ns / 1e6 AS ms FROM'
-        f" events WHERE rank = {row['rank']} AND start_ns < {row['end_ns']} AND start_ns + duration_ns >"
-        f' {row["start_ns"]} ORDER BY ms DESC LIMIT 20"',
+        f" events WHERE rank = {row['rank']} AND start_ns < {row['end_ns']} AND start_ns +"
+        f' duration_ns > {row["start_ns"]} ORDER BY ms DESC LIMIT 20"',
     )
 
 
