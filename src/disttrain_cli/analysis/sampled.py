@@ -44,6 +44,10 @@ UNION ALL
 SELECT 'took', step, unit, operation, sum(duration_ns) / 1e9
 FROM operations WHERE measured GROUP BY ALL
 UNION ALL
+SELECT 'covered', step, '', operation,
+  sum(greatest(0, least(o.end_ns, w.end_ns) - greatest(o.start_ns, w.start_ns))) / 1e9
+FROM operations o JOIN windows w USING (step) WHERE o.measured GROUP BY ALL
+UNION ALL
 SELECT 'ranks', -1, unit, '', count(DISTINCT rank) FROM operations GROUP BY ALL"""
 KINETO = """
 SELECT 'step' AS what, step, '' AS kind, '' AS operation, '' AS name, avg(step_ns) / 1e9 AS value
@@ -106,10 +110,11 @@ def _own(paths: list[Path], progress: Progress) -> Series:
     for what, step, unit, operation, seconds in rows:
         if what == "step":
             told += [(WHOLE, step, seconds), (DATA, step, 0.0), (IDLE, step, seconds)]
+        elif what == "covered" and operation not in OUTSIDE:
+            told.append((IDLE, step, -seconds / ranks))
         elif what == "took" and operation not in OUTSIDE:
             told.append((("operation", f"{unit} {operation}"), step, seconds / of_unit[unit]))
             told.append((("kind", KINDS.get(operation, "communication")), step, seconds / ranks))
-            told.append((IDLE, step, -seconds / ranks))
     series = _series(told)
     folder = run_folder(paths[0])
     profiles = folder and folder / "traces" / "kineto"
