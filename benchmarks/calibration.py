@@ -187,6 +187,11 @@ def is_held_out(row: Row) -> bool:
     return int(row["case"].split()[-1]) >= FIRST_HELD_OUT or row["kind"] in NEVER[row["family"]]
 
 
+def is_claim(row: Row) -> bool:
+    """True unless the verdict is `unknown` without any confidence, which claims nothing."""
+    return bool(row["said"] != "unknown" or row["raw"])
+
+
 def fit(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
     """By format, mean raw evidence and share that was right, of bins; one more right and one more
     wrong each.
@@ -196,7 +201,9 @@ def fit(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
     """
     found = {}
     for kind in sorted({row["format"] for row in rows}):
-        own = [row for row in rows if row["format"] == kind and not is_held_out(row)]
+        own = [
+            row for row in rows if row["format"] == kind and not is_held_out(row) and is_claim(row)
+        ]
         joined = list[list[Row]]()
         for least, most in itertools.pairwise(RAW_BINS):
             members = [row for row in own if least <= row["raw"] < most]
@@ -228,7 +235,7 @@ def reliability(rows: list[Row]) -> list[Row]:
         row["sure"] = confidence.calibrated(row["raw"], row["format"])
     found = []
     for least, most in itertools.pairwise(BINS):
-        own = [row for row in rows if least <= row["sure"] < most]
+        own = [row for row in rows if least <= row["sure"] < most and is_claim(row)]
         if own:
             found.append(
                 {
@@ -256,6 +263,7 @@ def tables(rows: list[Row]) -> Tables:
                     "family": family,
                     "kind": kind,
                     "right": sum(row["right"] for row in those),
+                    "unknown": sum(not is_claim(row) for row in those),
                     "n": len(those),
                     "mean said": float(np.mean([row["sure"] for row in those])),
                 }

@@ -33,6 +33,7 @@ DEVELOPED = (
     "noise",
     "event",
     "unclassified",
+    "small",
 )
 HELD_OUT = ("runs ahead", "host gap", "late host", "two stragglers", "silent loader")
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
@@ -194,7 +195,7 @@ def draw(kind: str, seed: int) -> Job:
         start_us=random_.choice((0.0, random_.uniform(0.0, 0.8) * whole_us)),
         sync=random_.random() < 0.7,
     )
-    change = partial_change(job, random_)
+    change = faults_of(job, random_)
     plain = ("none", "data", "host", "communication", "straggler", "copies")
     if kind in plain:
         return change(kind)
@@ -216,13 +217,15 @@ def draw(kind: str, seed: int) -> Job:
         )
     if kind == "unclassified":
         job = change(random_.choice(plain))
-        if random_.random() < 0.4:
+        if random_.random() < 0.5:
             return dataclasses.replace(job, reduce=_strange(random_))
         share = random_.random()
         names = tuple(
             _strange(random_) if random_.random() < share else GEMM for _ in range(LAYERS)
         )
         return dataclasses.replace(job, names=names)
+    if kind == "small":
+        return change(random_.choice(plain), most=0.2)
     if kind == "runs ahead":
         return dataclasses.replace(change(random_.choice(plain)), sync=False)
     if kind == "host gap":
@@ -238,11 +241,11 @@ def draw(kind: str, seed: int) -> Job:
     return dataclasses.replace(job, ranks=8, slow=slow)
 
 
-def partial_change(job: Job, random_: random.Random) -> Callable[..., Job]:
+def faults_of(job: Job, random_: random.Random) -> Callable[..., Job]:
     """A function that puts a fault of a plain kind into a job."""
 
-    def change(kind: str, ranks: int | None = None) -> Job:
-        whole_us, share = LAYERS * job.layer_us, random_.uniform(0.01, 0.9)
+    def change(kind: str, ranks: int | None = None, most: float = 0.9) -> Job:
+        whole_us, share = LAYERS * job.layer_us, random_.uniform(0.01, most)
         many = ranks or (
             random_.choice((2, 4, 8)) if kind in ("straggler", "communication") else job.ranks
         )

@@ -73,7 +73,7 @@ def test_what_a_step_waits_for_before_its_first_kernel_is_lost_however_many_are_
         (
             ("cpu_op", "aten::tokenize"),
             "host",
-            "in one long gap of each step, 30.1 ms while the host runs",
+            "in one long gap of a step, 30.1 ms while the host runs",
         ),
         (("python_function", "train.py(3): preprocess"), "host", "train.py(3): preprocess"),
         (("python_function", "torch/utils/data/dataloader.py(701): __next__"), "data", "for data"),
@@ -83,7 +83,7 @@ def test_what_a_step_waits_for_before_its_first_kernel_is_lost_however_many_are_
             "unknown",
             "nothing that was recorded says why",
         ),
-        (None, "unknown", "in one long gap of each step, 30.1 ms before ampere_sgemm"),
+        (None, "unknown", "in one long gap of a step, 30.1 ms before ampere_sgemm"),
     ],
 )
 def test_what_the_host_does_before_the_first_kernel_is_the_cause(tmp_path, of, cause, said):

@@ -63,13 +63,19 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         blame=database.answer("blame"),
         present=_present(database),
         late=late_ranks(database, judged.steps),
+        unclassified=totals["unclassified"] or 0.0,
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
     verdict = judge(losses, database) if understood else not_understood(losses, database)
     if not understood and losses.stragglers:
         verdict = mended(losses, database, verdict.evidence, understood)
     if verdict.cause != "unknown":
-        raw = verdict.confidence * _known(losses, database, totals)
+        raw = verdict.confidence * known(
+            unexplained=losses.lost_s()["unexplained"] / losses.step_s,
+            steps=len(judged.steps),
+            present=losses.present,
+            unclassified=losses.unclassified,
+        )
         verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
     if verdict.cause != "unknown" or verdict.lost_s:
         verdict = replace(verdict, lost_fraction=verdict.lost_s / losses.step_s)
@@ -128,17 +134,6 @@ def _present(database: KinetoDatabase) -> float:
         "SELECT (SELECT count(*) FROM times) AS seen, max(world_size) AS size FROM files WHERE kept"
     )[0]
     return row["seen"] / max(row["seen"], row["size"] or 0)
-
-
-def _known(losses: Losses, database: KinetoDatabase, totals: dict[str, Any]) -> float:
-    """What is known of the job, 0 to 1."""
-    lost_s = losses.lost_s()
-    return known(
-        unexplained=lost_s["unexplained"] / losses.step_s,
-        steps=len(losses.judged.steps),
-        present=losses.present,
-        unclassified=totals["unclassified"] or 0.0,
-    )
 
 
 def _job(

@@ -16,9 +16,8 @@ LONGEST_NAME = 80
 
 
 class Gap(NamedTuple):
-    """A gap and how it reads."""
+    """The text of a gap, and the query of what its host did."""
 
-    seconds: float
     text: str
     command: str
 
@@ -60,7 +59,6 @@ def _gap(database: KinetoDatabase, row: Row) -> Gap:
     else:
         text = "while the host runs nothing that was recorded"
     return Gap(
-        _seconds(row),
         f"{seconds(_seconds(row))} {text}",
         'disttrain analyze --sql "SELECT name, category, thread, duration_ns / 1e6 AS ms FROM'
         f" events WHERE rank = {row['rank']} AND start_ns < {row['end_ns']} AND start_ns +"

@@ -113,6 +113,7 @@ class Losses:
     blame: list[Row]
     present: float = 1.0  # share of the job's ranks whose traces are there
     late: Sequence[Late] = ()  # ranks that others are late for, by what mending them gains
+    unclassified: float = 0.0  # share of the kernels' time whose kind is not known
 
     @property
     def marked(self) -> bool:
@@ -139,22 +140,18 @@ class Losses:
         """Mean over the ranks of a column in ns, as s per step."""
         return sum(of(row, column) for row in self.ranks) / len(self.ranks)
 
+    @cached_property
     def shares(self) -> dict[str, Floats]:
         """By key of `lost_s`, the share of every judged step that it takes, mean over the ranks."""
-        of_step = [
-            [row for row in self.judged.rows if row["step"] == step] for step in self.judged.steps
-        ]
-        lost = [[by_key(parts(row, 0.0)) for row in rows] for rows in of_step]
-        step_s = [sum(of(row, "step_ns") for row in rows) for rows in of_step]
-        return {
-            key: np.array(
-                [
-                    sum(one[key] for one in ranks) / max(length_s, 1e-12)
-                    for ranks, length_s in zip(lost, step_s, strict=True)
-                ]
-            )
-            for key in CAUSES
-        }
+        index = {step: number for number, step in enumerate(self.judged.steps)}
+        step_s = np.full(len(index), 1e-12)
+        lost_s = {key: np.zeros(len(index)) for key in CAUSES}
+        for row in self.judged.rows:
+            if row["step"] in index:
+                step_s[index[row["step"]]] += of(row, "step_ns")
+                for key, seconds in by_key(parts(row, 0.0)).items():
+                    lost_s[key][index[row["step"]]] += seconds
+        return {key: seconds / step_s for key, seconds in lost_s.items()}
 
     @cached_property
     def straggler(self) -> Straggler | None:

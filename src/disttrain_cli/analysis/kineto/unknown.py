@@ -128,7 +128,7 @@ def idle_without_reason(
         )
     return _unknown(
         f"the devices idle {of_step}, and nothing that was recorded says why"
-        + (f": in one long gap of each step, {gap.text}" if gap else ""),
+        + (f": in one long gap of a step, {gap.text}" if gap else ""),
         "Record what the hosts do: ProfilerActivity.CPU, with_stack=True, or"
         " torch.profiler.record_function around the loading of data and whatever else runs between"
         " steps. If other events are work of the devices, name them in"

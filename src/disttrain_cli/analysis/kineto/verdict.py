@@ -46,6 +46,8 @@ LEAST_SHARE = {
     "host": 0.1,
     "unexplained": 0.1,
 }
+#: Chance that kernels of unknown kind are communication, which then is not hidden.
+UNCLASSIFIED_TALKS = 0.5
 MOST_NAMED = 8  # steps
 LEAST_NAMED = 0.005  # of a step, to be named
 
@@ -126,9 +128,8 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         worst = [*(one for one in costly if one in sure), *sure][0]
         verdict = waited_for(losses, worst, costly, database, evidence)
         return _with_larger(losses, verdict, means)
-    unknown_share = database.answer("totals")[0]["unclassified"] or 0.0
-    if unknown_share > MOST_UNCLASSIFIED:
-        return unclassified(unknown_share, database, evidence)
+    if losses.unclassified > MOST_UNCLASSIFIED:
+        return unclassified(losses.unclassified, database, evidence)
     if not losses.mean("compute_ns"):
         return no_compute(evidence)
     if not large:
@@ -159,14 +160,16 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         )
     gap = gap_of_each_step(losses, database, lost_s[cause]) if cause == "host" else None
     if gap is not None:
-        told = f"The devices wait for their hosts in one long gap of each step, {gap.text}"
+        told = f"The devices wait for their hosts in one long gap of a step, {gap.text}"
         advice, command = _ONE_GAP, gap.command
     return Verdict(
         cause=cause,
         headline=_figured(told, largest, means, losses) + _seldom(losses, cause),
         place=Place(),
         lost_s=lost_s[cause],
-        confidence=agree * _holds(losses, cause),
+        confidence=agree
+        * _holds(losses, cause)
+        * (losses.straggler.chance if largest == "others" and losses.straggler else 1.0),
         evidence=[
             *evidence,
             Evidence(
@@ -208,7 +211,7 @@ def _largest(cause: str, means: dict[str, float]) -> str:
 
 def _holds(losses: Losses, cause: str) -> float:
     """The chance that in more such steps a cause costs enough, and more than any other."""
-    shares = losses.shares()
+    shares = losses.shares
     rivals = [shares[other] for other in LEAST_SHARE if other != cause]
     return min(
         exceeds(shares[cause], LEAST_SHARE[cause]),
@@ -218,7 +221,7 @@ def _holds(losses: Losses, cause: str) -> float:
 
 def _seldom(losses: Losses, cause: str) -> str:
     """In which steps a cause costs enough, where that is half of them or fewer."""
-    shares, judged = losses.shares()[cause], losses.judged
+    shares, judged = losses.shares[cause], losses.judged
     steps = [
         step
         for step, share in zip(judged.steps, shares, strict=True)
@@ -237,8 +240,10 @@ def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
         calm += all(
             lost_s[cause] < least * of(row, "step_ns") for cause, least in LEAST_SHARE.items()
         )
-    shares = losses.shares()
+    shares = losses.shares
     most = max(exceeds(shares[cause], least) for cause, least in LEAST_SHARE.items())
+    talks = shares["communication"] + losses.unclassified
+    most = max(most, UNCLASSIFIED_TALKS * exceeds(talks, LEAST_SHARE["communication"]))
     return Verdict(
         cause="none",
         headline=(
