@@ -245,7 +245,7 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     if not starts:
         raise DataError(
             "No row of the trace can be used",
-            "all lack a place or a time, or tell one that cannot be",
+            "all lack coordinates or a time, or hold impossible ones",
             RECORD,
         )
     seen = connection.execute("SELECT sum(rows)::BIGINT FROM seen").fetchall()[0][0]

@@ -172,7 +172,7 @@ class Analysis(Struct, frozen=True, kw_only=True):
         list[Remedy],
         Meta(
             description=(
-                "What single changes would gain, most first; empty where no step could be replayed."
+                "Savings of single changes, largest first; empty where no step could be replayed."
             )
         ),
     ] = []

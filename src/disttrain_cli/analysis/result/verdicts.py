@@ -38,7 +38,7 @@ class Stragglers(Struct, frozen=True, kw_only=True):
         list[str],
         Meta(
             description=(
-                "Keys of lost_s of which these traces tell nothing: 0 there is no measurement."
+                "Keys of lost_s that these traces do not contain: 0 there is no measurement."
             )
         ),
     ] = []
