@@ -62,7 +62,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         judged=judged,
         blame=database.answer("blame"),
         present=_present(database),
-        late=late_ranks(database, judged.steps),
+        late=late_ranks(database, judged.played),
         unclassified=totals["unclassified"] or 0.0,
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"

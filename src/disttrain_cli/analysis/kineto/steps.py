@@ -42,6 +42,11 @@ class JudgedSteps:
     event: SingleEvent | None = None
     incomplete: int | None = None  # number of the last step, if that was left out
 
+    @property
+    def played(self) -> list[int | None]:
+        """Steps whose collectives are compared: those of the last one are all there, or differ."""
+        return self.steps if self.incomplete is None else [*self.steps, self.incomplete]
+
 
 def judged_steps(rows: list[Row], unended: int | None = None) -> JudgedSteps:
     """Leave out an incomplete last step, then the step of a single event.

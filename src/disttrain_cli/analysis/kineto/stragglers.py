@@ -62,7 +62,7 @@ def mended(
         lost_s=min(sum(float(each.gain_s.mean()) for each in losses.stragglers), span_s),
         confidence=(1 - first.chance)
         * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
-        * _matched(database),
+        * matched(database),
         evidence=[
             *evidence,
             Evidence(
@@ -163,10 +163,11 @@ def _more(late: Late, span_s: float) -> str:
     )
 
 
-def _matched(database: KinetoDatabase) -> float:
-    """Share of the collectives whose ranks are known."""
+def matched(database: KinetoDatabase) -> float:
+    """Share of the collectives whose ranks are known; 1 where there are none."""
     totals = database.answer("totals")[0]
-    return float(totals["waited"] / max(1, totals["matched"] + totals["unmatched"]))
+    count = totals["matched"] + totals["unmatched"]
+    return float(totals["waited"] / count) if count else 1.0
 
 
 def costs(value_s: float, span_s: float) -> str:

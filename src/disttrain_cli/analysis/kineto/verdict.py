@@ -28,7 +28,14 @@ from disttrain_cli.analysis.kineto.losses import (
     of,
     parts,
 )
-from disttrain_cli.analysis.kineto.stragglers import P_VALUE, costs, mended, unlikely, waited_for
+from disttrain_cli.analysis.kineto.stragglers import (
+    P_VALUE,
+    costs,
+    matched,
+    mended,
+    unlikely,
+    waited_for,
+)
 from disttrain_cli.analysis.kineto.unknown import (
     MOST_UNCLASSIFIED,
     idle_without_reason,
@@ -48,6 +55,8 @@ LEAST_SHARE = {
 }
 #: Chance that kernels of unknown kind are communication, which then is not hidden.
 UNCLASSIFIED_TALKS = 0.5
+#: What "no straggler" is worth where of no collective it is known who joined it.
+UNMATCHED_CALM = 0.3
 MOST_NAMED = 8  # steps
 LEAST_NAMED = 0.005  # of a step, to be named
 
@@ -133,7 +142,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     if not losses.mean("compute_ns"):
         return no_compute(evidence)
     if not large:
-        return _calm(losses, evidence)
+        return _calm(losses, database, evidence)
     cause = max(large, key=lambda name: large[name])
     if cause == "unexplained":
         return idle_without_reason(
@@ -233,7 +242,7 @@ def _seldom(losses: Losses, cause: str) -> str:
     return f" Only in {len(steps)} of {counted(len(judged.steps), 'step')} ({named})."
 
 
-def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
+def _calm(losses: Losses, database: KinetoDatabase, evidence: list[Evidence]) -> Verdict:
     calm = 0
     for row in losses.ranks:
         lost_s = by_key(parts(row, 0.0))
@@ -253,7 +262,11 @@ def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
         ),
         place=Place(),
         lost_s=0.0,
-        confidence=calm / len(losses.ranks) * unlikely(losses) * (1 - most),
+        confidence=calm
+        / len(losses.ranks)
+        * unlikely(losses)
+        * (1 - most)
+        * (UNMATCHED_CALM + (1 - UNMATCHED_CALM) * matched(database)),
         evidence=[*evidence, *_not_one(losses)],
         advice=(
             "More speed needs faster kernels (lower precision, fusion, torch.compile) or more"
