@@ -174,7 +174,7 @@ def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     )
     job(tmp_path / "part", TENSOR_AND_DATA, {5: 1.4})
     part = analyze([tmp_path / "part" / f"rank{rank}.json" for rank in (0, 2, 4, 6)]).verdict
-    assert part.place.rank == 4 and part.confidence < 0.9 and "may have held it up" in part.advice
+    assert part.place.rank == 4 and part.confidence < 0.9 and "may have delayed it" in part.advice
 
 
 def test_ranks_whose_compute_goes_on_beside_collectives(tmp_path):
