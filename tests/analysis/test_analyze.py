@@ -72,7 +72,7 @@ def test_a_cpu_has_one_peak(tmp_path, analysis):
     assert [unit.mfu for unit in shared.units] == pytest.approx(
         [unit.mfu for unit in analysis.units]
     )
-    assert any("share the 2 core(s)" in warning for warning in shared.warnings)
+    assert any("share the 2 cores" in warning for warning in shared.warnings)
     assert not any("share" in warning for warning in analysis.warnings)
 
 

@@ -92,7 +92,7 @@ def test_equally_slow_ranks_are_named_together(tmp_path, job):
     (cause,) = [one for one in found.causes if one.cause == "worker"]
     assert {place.replica for place in cause.places} == {1, 2}
     assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
-    assert "only mending all of them gains" in found.verdict.headline
+    assert "fixing any one of them alone does not help" in found.verdict.headline
 
 
 def test_all_that_gain_enough_are_named(tmp_path, job):
@@ -119,13 +119,14 @@ def test_a_slow_unit_is_no_matter_of_sharing(tmp_path, job):
     assert found.verdict.lost_s / found.job.iteration_s <= share + 0.01
 
 
-def test_a_verdict_that_hangs_on_one_event_says_so(tmp_path, job):
+def test_a_verdict_due_to_a_single_event_says_so(tmp_path, job):
     held_up = simulated.HeldUp(1, 1, 3.0, step=2, slot=4)
     found, _ = found_in(tmp_path / "once", job, held_up=[held_up])
     always, _ = found_in(tmp_path / "always", job, held_up=[simulated.HeldUp(1, 1, 0.2)])
     assert found.verdict.cause == always.verdict.cause == "host"
-    assert "one event of one step" in found.verdict.headline and found.causes[0].one_event
-    assert "one event" not in always.verdict.headline and not always.causes[0].one_event
+    assert "due to a single event in one step" in found.verdict.headline
+    assert "single event" not in always.verdict.headline
+    assert found.causes[0].one_event and not always.causes[0].one_event
     assert found.verdict.confidence < always.verdict.confidence
 
 
@@ -223,7 +224,10 @@ def test_units_that_are_all_slower_than_their_profile_are_said(tmp_path, job):
         ),
     )
     assert found.verdict.cause == "none"
-    assert "Every unit takes at least 1.5 times what the profile says" in found.verdict.headline
+    assert (
+        "Every unit takes at least 1.5 times as long as the profile predicts"
+        in found.verdict.headline
+    )
     assert found.verdict.next_command.startswith("disttrain profile")
 
 
@@ -288,7 +292,7 @@ def test_rows_that_contradict_each_other_are_not_judged(tmp_path, job):
             table = table.set_column(table.column_names.index(name), name, [values])
         pq.write_table(table, path)
     found = analyze([tmp_path])
-    assert found.verdict.cause == "unknown" and "does not add up" in found.verdict.headline
+    assert found.verdict.cause == "unknown" and "inconsistent" in found.verdict.headline
     assert found.verdict.confidence == 0 and found.causes == []
 
 
@@ -298,12 +302,13 @@ def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
     rows = pq.read_table(path)
     pq.write_table(rows.filter(pc.less(rows["step"], 2)), path)
     assert any(
-        "traces end early of rank 3 (at step 1)" in text for text in analyze([tmp_path]).warnings
+        "the trace of rank 3 (at step 1) ends early" in text
+        for text in analyze([tmp_path]).warnings
     )
     pq.write_table(rows.filter(pc.less(rows["step"], 1)), path)
     with pytest.raises(DataError) as caught:
         analyze([tmp_path])
-    assert "traces end early of rank 3 (at step 0)" in str(caught.value) and "rank-*" in str(
+    assert "the trace of rank 3 (at step 0) ends early" in str(caught.value) and "rank-*" in str(
         caught.value
     )
 
@@ -376,4 +381,4 @@ def test_ranks_that_share_a_replica_are_not_told_apart():
     assert "--profile-steps" in told.advice
     others = [Place(unit=unit, stage=0, replica=1, rank=at) for at, unit in ((4, "llm"), (5, "e"))]
     told = tell(record, Finding("worker", others, gain_s, gain_s))
-    assert "Ranks 4 and 5 are slow" in told.told and "only mending all of them" in told.told
+    assert "Ranks 4 and 5 are slow" in told.told and "fixing any one of them alone" in told.told

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from disttrain_cli.analysis.compare import TimeChange, Times, compare_times
-from disttrain_cli.analysis.sampled import samples_of
+from disttrain_cli.analysis.sampled import DATA, IDLE, WHOLE, Samples, samples_of
+from disttrain_cli.analysis.significance import LEVEL, difference
 from tests.analysis import synthetic
 from tests.analysis.kineto import traces
 from tests.commands.test_train import call
@@ -53,6 +56,41 @@ def test_own_runs_are_compared_by_operation(own: dict[str, Path]) -> None:
     assert slower.after_s / slower.before_s == pytest.approx(1.5, rel=0.15)
     assert found["kind", "compute"].significant and found["step", "step"].significant
     assert not found["operation", "encoder forward"].significant
+
+
+def test_the_step_is_the_primary_comparison_and_the_rest_is_corrected() -> None:
+    """A step 20 % shorter whose interval excludes zero, beside 48 rows of noise."""
+    draw = np.random.default_rng(4)
+    noise = [("operation", f"part {number}") for number in range(48)]
+
+    def run(step_s: float) -> Samples:
+        series = {key: draw.normal(0.1, 0.01, 10) for key in noise}
+        return Samples("disttrain", {WHOLE: step_s + np.linspace(-0.26, 0.26, 10)} | series)
+
+    before, after = run(1.0), run(0.8)
+    found = rows(compare_times(before, after))
+    alone = {key: difference(before.series[key], after.series[key]) for key in [WHOLE, *noise]}
+    step = found[WHOLE]
+    assert step.p == alone[WHOLE].p and LEVEL / 49 < step.p < LEVEL
+    assert step.significant and step.high_s is not None and step.high_s < 0
+    assert min(one.p for key, one in alone.items() if key != WHOLE) < LEVEL
+    assert not any(row.significant for key, row in found.items() if key != WHOLE)
+
+
+def test_kinds_add_up_to_the_step(own: dict[str, Path], tmp_path: Path) -> None:
+    loads = {"ph": "X", "cat": "user_annotation", "pid": 100, "tid": 100, "dur": 90}
+    for rank in range(2):
+        found = traces.events([620] * 4)
+        found += [
+            loads | {"name": "enumerate(DataLoader)#_SingleProcess", "ts": traces.BASE_US + at}
+            for at in (1500, 2150)  # during the first kernel of 300 µs, and of an idle device
+        ]
+        traces.write(tmp_path / f"rank{rank}.json", traces.document(found, rank, 2))
+    for path in (own["before"], tmp_path):
+        series = samples_of([path]).series
+        kinds = sum(values for key, values in series.items() if key[0] == "kind")
+        assert kinds == pytest.approx(series[WHOLE], rel=1e-6)
+        assert (series[IDLE] >= 0).all() and DATA in series
 
 
 def test_equal_runs_do_not_differ(own: dict[str, Path]) -> None:
@@ -101,7 +139,8 @@ def test_the_command_shows_what_is_beyond_noise(
     arguments = ["analyze", own["slow"], "--compare", own["before"]]
     code, out, _ = call(arguments, capsys)
     assert code == 0 and "ms of a step and rank" in out and "llm forward" in out
-    assert "more rows differ no more than steps do" in out
+    assert "more rows differ no more than steps do" in out and "Holm's correction" in out
+    assert re.search(r"^kind +data ", out, re.M) and re.search(r"^kind +idle ", out, re.M)
     code, out, _ = call([*arguments, "--json", "--quiet"], capsys)
     times = json.loads(out)["compare"]["times"]
     assert {*times} == {"test", "formats", "steps", "rows"}

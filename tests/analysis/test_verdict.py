@@ -59,12 +59,35 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert "wait for one of the cores" in on_cores.verdict.headline
     assert on_cores.verdict.confidence <= 0.5 < on_devices.verdict.confidence
     assert "share the cores" in on_cores.verdict.advice
+    assert "share the cores" not in on_devices.verdict.headline
     (crowded,) = [
-        row.value for row in on_cores.verdict.evidence if row.what.startswith("passes of all ranks")
+        row.value
+        for row in on_cores.verdict.evidence
+        if row.what.startswith("compute time of all ranks")
     ]
     assert crowded > 1  # six ranks on two cores
     both = [sum(found.stragglers.lost_s.values()) for found in (on_cores, on_devices)]
     assert both[0] == pytest.approx(both[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("slower", "cores"), [(3.3, True), (1.0, True), (3.3, False)])
+def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path, slower, cores):
+    """Shared cores are then the likely reason; elsewhere the profile or all devices are."""
+    device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
+    factors = dict.fromkeys(synthetic.MODULES, slower)
+    synthetic.write(tmp_path, synthetic.Synthetic(**device, unit_factor=factors))
+    found = analyze([tmp_path]).verdict
+    assert found.cause == "none"
+    predicted = next(row for row in found.evidence if row.what.startswith("step as the profile"))
+    recorded = next(row for row in found.evidence if row.what == "step as recorded")
+    times = recorded.value / predicted.value
+    said = f"Steps take {times:.2g} times as long as the profile predicts for this work"
+    assert (said in found.headline) == (cores and slower > 1)
+    assert ("likely reason" in found.headline) == (cores and slower > 1)
+    assert ("Every unit takes at least 3.3 times" in found.headline) == (not cores)
+    if slower > 1:
+        assert times > 2.5
+        assert found.next_command.startswith("disttrain plan" if cores else "disttrain profile")
 
 
 def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
@@ -74,12 +97,20 @@ def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):
     synthetic.write(tmp_path / "in time", synthetic.Synthetic())
     busy, fault, in_time = (analyze([tmp_path / name]) for name in ("busy", "fault", "in time"))
     assert (busy.verdict.cause, busy.verdict.place) == ("unknown", Place(host="host-a"))
-    assert "too busy to rehearse" in busy.verdict.headline
+    assert "too busy to keep the rehearsal on time" in busy.verdict.headline
     assert "rehearse.time_scale" in busy.verdict.advice
     assert busy.verdict.lost_s == pytest.approx(busy.job.iteration_s - in_time.job.iteration_s)
     assert abs(busy.stragglers.lost_s["unexplained"]) < 1e-6
     assert (fault.verdict.cause, fault.verdict.place.rank) == ("worker", 3)
-    assert "Also: Host host-a was too busy to rehearse" in fault.verdict.headline
+    assert "Also: Host host-a was too busy to keep the rehearsal on time" in fault.verdict.headline
+
+
+@pytest.mark.parametrize("steps", [12, 40])
+def test_a_step_length_of_a_sample_of_steps_says_so(tmp_path, steps):
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=steps, slow_rank={3: 1.6}))
+    found = analyze([tmp_path])
+    sampled = f"mean of the 32 replayed of {found.job.steps_measured} measured steps"
+    assert (sampled in found.verdict.headline) == (steps == 40)
 
 
 def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):

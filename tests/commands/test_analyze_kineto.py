@@ -40,6 +40,7 @@ def test_the_verdict_the_tables_and_the_next_command(slow_rank, capsys):
         and "Units" not in out
         and "Report" not in out
     )
+    assert "not computing" in out and "bubble" not in out  # nothing names a pipeline
 
 
 def test_json_sql_fail_if_and_compare(slow_rank, tmp_path, capsys):
@@ -57,6 +58,9 @@ def test_json_sql_fail_if_and_compare(slow_rank, tmp_path, capsys):
     )
     document = json.loads(out)
     assert code == 5 and document["fail_if"]["holds"] and document["format"] == "kineto"
+    verdict, step_s = document["verdict"], document["job"]["iteration_s"]
+    assert verdict["lost_fraction"] == pytest.approx(verdict["lost_s"] / step_s)
+    assert f"({100 * verdict['lost_fraction']:.0f} %)" in verdict["headline"]
     changes = {change["what"]: change for change in document["compare"]["changes"]}
     assert (
         changes["stragglers.lost_s.worker"]["before"]
@@ -100,4 +104,5 @@ def test_a_file_that_is_no_trace_is_an_error_of_the_user(tmp_path, capsys):
 def test_a_page_for_such_traces(slow_rank, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert call([slow_rank, "--html", page], capsys)[0] == 0
-    assert "Rank 2 is the straggler" in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert "Rank 2 is the straggler" in text and "bubble" not in text

@@ -74,7 +74,7 @@ def _traces(paths: list[Path]) -> Traces:
     if found.format == "flight recorder":
         raise DataError(
             "These are dumps of PyTorch's flight recorder, and no trace",
-            "they tell why a job hangs, and nothing of its times",
+            "they show why a job hangs, and hold no times",
             f"Have them explained: {shlex.join(['disttrain', 'analyze', *map(str, paths)])}",
         )
     return found

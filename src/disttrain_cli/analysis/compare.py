@@ -1,4 +1,4 @@
-"""Two runs side by side: figures of their analyses, and what their steps took, by operation and
+"""Two runs compared: figures of their analyses, and the times of their steps, by operation and
 kernel."""
 
 from __future__ import annotations
@@ -90,28 +90,34 @@ class TimeChange(Struct, frozen=True, kw_only=True):
     difference_s: float | None
     low_s: float | None  # 95 % interval of the difference; null where steps are too few to tell
     high_s: float | None
-    p: float | None  # Holm's, over all rows
+    p: float | None  # of the step its own; of other rows Holm's, over all of those
     significant: bool | None
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """Steps of two runs compared."""
+    """Steps of two runs compared.
 
-    test: str = "Welch's t-test of batch means over steps, Holm's p-values over all rows, 5 %"
+    The step is the primary comparison, stated before any result, so its p-value is not corrected.
+    """
+
+    test: str = (
+        "Welch's t-test of batch means over steps at 5 %: the step as the primary comparison"
+        " without correction, all other rows with Holm's correction among themselves; intervals are"
+        " of single rows"
+    )
     formats: list[str]  # before, after
     steps: list[int]
     rows: list[TimeChange]
 
 
 def compare_times(before: Samples, after: Samples) -> Times:
-    """Every step, kind, operation and kernel of both; the largest differences of each measure
-    first."""
+    """Compare step, kinds, operations and kernels; the largest differences of each first."""
     first, second = _without_small(*_with_nothing(before, after))
     found: dict[Key, Difference | None] = {
         key: difference(first[key], second[key]) if key in first and key in second else None
         for key in [*first, *(key for key in second if key not in first)]
     }
-    adjusted = holm([None if one is None else one.p for one in found.values()])
+    others = holm([one.p if one and key != WHOLE else None for key, one in found.items()])
     rows = [
         TimeChange(
             measure=key[0],
@@ -124,7 +130,8 @@ def compare_times(before: Samples, after: Samples) -> Times:
             p=p,
             significant=None if p is None else p < LEVEL,
         )
-        for (key, one), p in zip(found.items(), adjusted, strict=True)
+        for (key, one), corrected in zip(found.items(), others, strict=True)
+        for p in [one.p if one and key == WHOLE else corrected]
     ]
     rows.sort(key=lambda row: (MEASURES.index(row.measure), -_size(row), row.name))
     return Times(
@@ -133,8 +140,8 @@ def compare_times(before: Samples, after: Samples) -> Times:
 
 
 def _with_nothing(before: Samples, after: Samples) -> tuple[Series, Series]:
-    """Both with what only the other has, which took nothing: where both would have it under the
-    same name, as kernels and what traces of one format tell."""
+    """Both with zeros for what only the other has, where both would name it alike: kernels, and all
+    else of traces of one format."""
 
     def filled(own: Samples, other: Samples) -> Series:
         lengths = {key[0]: len(values) for key, values in own.series.items()}
@@ -150,7 +157,7 @@ def _with_nothing(before: Samples, after: Samples) -> tuple[Series, Series]:
 
 
 def _without_small(before: Series, after: Series) -> tuple[Series, Series]:
-    """Both with the kernels that hardly matter in either put together."""
+    """Both with the kernels that hardly matter in either as one row."""
     step_s = max(_mean(one.get(WHOLE)) or 0.0 for one in (before, after))
     means: dict[Key, float] = {}
     for one in (before, after):

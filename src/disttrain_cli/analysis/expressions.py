@@ -166,8 +166,8 @@ class _Condition:
         if kind == "number" and value is None:
             raise UsageError(
                 f"--fail-if cannot compare {name!r}",
-                "these traces do not tell it, it is null",
-                "Compare what they tell: disttrain analyze --json",
+                "it is null: these traces do not contain it",
+                "Compare a figure that they contain: disttrain analyze --json",
             )
         if kind == "number" and isinstance(value, float):
             limit = float(text.rstrip(" %")) / (100 if text.endswith("%") else 1)

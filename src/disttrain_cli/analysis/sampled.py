@@ -1,7 +1,9 @@
-"""What every step of a run took, by operation and by kernel, whatever wrote its traces: the samples
-that two runs are compared by.
+"""Times of every step of a run, by kind, operation and kernel, from traces of any format: the
+samples by which two runs are compared.
 
 Seconds are means over the ranks (of an operation of a unit, over the unit's), waiting included.
+A rank is idle where it runs no operation or kernel and waits for no data; of Kineto traces it waits
+for data where only an event named after the DataLoader runs.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import run_folder
 from disttrain_cli.spec.trace import COMPUTE
 
-#: `kind` is compute, communication or data, which all formats know.
+#: `kind` is compute, communication, data (where the traces have it), idle, and of Kineto memory.
 Measure = Literal["step", "kind", "operation", "kernel"]
 Key = tuple[Measure, str]
 Told = tuple[Key, int, float]  # seconds of a step
 Series = dict[Key, NDArray[np.float64]]
 WHOLE: Key = ("step", "step")
+DATA: Key = ("kind", "data")
+IDLE: Key = ("kind", "idle")
 
 #: Kinds of own operations; evaluation and checkpoints are no part of a step.
 KINDS = dict.fromkeys((*COMPUTE, "step"), "compute") | {"load": "data"}
@@ -40,11 +44,19 @@ UNION ALL
 SELECT 'took', step, unit, operation, sum(duration_ns) / 1e9
 FROM operations WHERE measured GROUP BY ALL
 UNION ALL
+SELECT 'covered', step, '', operation,
+  sum(greatest(0, least(o.end_ns, w.end_ns) - greatest(o.start_ns, w.start_ns))) / 1e9
+FROM operations o JOIN windows w USING (step) WHERE o.measured GROUP BY ALL
+UNION ALL
 SELECT 'ranks', -1, unit, '', count(DISTINCT rank) FROM operations GROUP BY ALL"""
 KINETO = """
-SELECT 'step' AS what, step, '' AS kind, '' AS operation, '' AS name,
-  avg(until_ns - start_ns) / 1e9 AS value
-FROM steps WHERE measured AND until_ns IS NOT NULL GROUP BY ALL
+SELECT 'step' AS what, step, '' AS kind, '' AS operation, '' AS name, avg(step_ns) / 1e9 AS value
+FROM step_times WHERE step IS NOT NULL GROUP BY ALL
+UNION ALL
+SELECT 'idle', step, '', '', '', avg(idle_ns - idle_data_ns) / 1e9 FROM step_times GROUP BY ALL
+UNION ALL
+SELECT 'data', step, '', '', '', avg(idle_data_ns) / 1e9 FROM step_times
+WHERE (SELECT count(*) FROM events WHERE name ILIKE '%dataloader%') > 0 GROUP BY ALL
 UNION ALL
 SELECT 'took', step, kind, operation, name, sum(end_ns - start_ns) / 1e9
 FROM kernels WHERE measured GROUP BY ALL
@@ -56,7 +68,15 @@ FROM operations GROUP BY ALL
 UNION ALL
 SELECT 'took', step, optype, sum(duration) FROM operations GROUP BY ALL
 UNION ALL
-SELECT 'ranks', -1, '', count(DISTINCT (dp_rank, stage)) FROM operations"""
+SELECT 'ranks', -1, '', count(DISTINCT (dp_rank, stage)) FROM operations
+UNION ALL
+SELECT 'covered', step, '', sum(greatest(0, end_ts - greatest(start_ts, coalesce(reach, start_ts))))
+FROM (SELECT step, start_ts, start_ts + duration AS end_ts,
+             max(start_ts + duration) OVER earlier AS reach
+      FROM operations
+      WINDOW earlier AS (PARTITION BY step, dp_rank, stage ORDER BY start_ts, start_ts + duration
+                         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING))
+GROUP BY step"""
 
 
 class Samples(NamedTuple):
@@ -89,7 +109,9 @@ def _own(paths: list[Path], progress: Progress) -> Series:
     told: list[Told] = []
     for what, step, unit, operation, seconds in rows:
         if what == "step":
-            told.append((WHOLE, step, seconds))
+            told += [(WHOLE, step, seconds), (DATA, step, 0.0), (IDLE, step, seconds)]
+        elif what == "covered" and operation not in OUTSIDE:
+            told.append((IDLE, step, -seconds / ranks))
         elif what == "took" and operation not in OUTSIDE:
             told.append((("operation", f"{unit} {operation}"), step, seconds / of_unit[unit]))
             told.append((("kind", KINDS.get(operation, "communication")), step, seconds / ranks))
@@ -110,6 +132,8 @@ def _kineto(paths: list[Path], progress: Progress) -> Series:
         number = -1 if step is None else step  # without marks all is one
         if what == "step":
             told.append((WHOLE, number, seconds))
+        elif what in ("data", "idle"):
+            told.append((("kind", what), number, seconds))
         elif what == "took":
             told.append((("kernel", name), number, seconds / ranks))
             told.append((("kind", kind), number, seconds / ranks))
@@ -124,7 +148,9 @@ def _study(paths: list[Path], progress: Progress) -> Series:
     told: list[Told] = []
     for what, step, optype, seconds in rows:
         if what == "step":
-            told.append((WHOLE, step, seconds))
+            told += [(WHOLE, step, seconds), (IDLE, step, seconds)]
+        elif what == "covered":
+            told.append((IDLE, step, -seconds / ranks))
         elif what == "took":
             kind = "communication" if optype in COMMUNICATION else "compute"
             told.append((("operation", optype), step, seconds / ranks))
@@ -133,7 +159,7 @@ def _study(paths: list[Path], progress: Progress) -> Series:
 
 
 def _series(told: Sequence[Told]) -> Series:
-    """Sums by key and step, in the order of steps; a step that a key says nothing of has 0."""
+    """Sums by key and step, in the order of steps; 0 for a step without the key."""
     steps = sorted({step for _, step, _ in told})
     place = {step: number for number, step in enumerate(steps)}
     sums: dict[Key, NDArray[np.float64]] = {}
@@ -142,4 +168,6 @@ def _series(told: Sequence[Told]) -> Series:
     if WHOLE in sums:  # what was recorded outside the marked steps is no step
         marked = sums[WHOLE] > 0
         sums = {key: values[marked] for key, values in sums.items()}
+    if IDLE in sums:  # a difference of sums, exact to the ns of the traces
+        sums[IDLE] = sums[IDLE].round(9) + 0.0
     return sums

@@ -1,16 +1,17 @@
-"""Whether two runs differ by more than their steps differ among themselves.
+"""Test of whether two runs differ by more than their steps differ among themselves.
 
 Of every figure there is a sample per step. Steps next to each other resemble each other, so each
-run's are first put together to at most `MOST_BATCHES` means of consecutive steps (batch means);
-Welch's t-test compares the means of these, for unequal variances. All figures of a comparison are
-one family: p-values are Holm's, so that the chance that any of the figures called significant is
-noise stays under `LEVEL`. The interval of a difference is that of the same test at 95 %, of this
-figure alone.
+run's are first averaged to at most `MOST_BATCHES` means of consecutive steps (batch means);
+Welch's t-test compares the means of these, for unequal variances. The step is the primary
+comparison, chosen before any result, and is tested at `LEVEL` by itself. All other figures are one
+family: their p-values are Holm's, so the chance that any of those called significant is noise stays
+below `LEVEL`. The interval of a difference is that of the same test at 95 %, of this figure alone,
+so that of a significant step excludes zero.
 
-Where noise has a correlation of 0.8 from step to step, a single figure at 5 % tells 7 % of equal
-runs of 200 steps apart (51 % without batches), and 27 % of runs of 40 steps.
+Where noise has a correlation of 0.8 from step to step, a single figure at 5 % calls 7 % of equal
+runs of 200 steps different (51 % without batches), and 27 % of runs of 40 steps.
 
-What this does not know: how much two starts of one run differ; steps are of one start each.
+The test does not cover how much two starts of one run differ: steps are of one start each.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from numpy.typing import NDArray
 LEVEL = 0.05
 MOST_BATCHES = 10
 RESOLUTION = 1e-9  # of times: what differs less is equal
-LEAST_STEPS = 3  # of each run; fewer tell nothing of the noise
+LEAST_STEPS = 3  # of each run; fewer do not show the noise
 
 
 class Difference(NamedTuple):
     """After less before, with the 95 % interval and the p-value of this figure alone; None where
-    there is too little to tell the noise."""
+    steps are too few to estimate the noise."""
 
     mean: float
     low: float | None
@@ -62,8 +63,8 @@ def difference(before: NDArray[np.float64], after: NDArray[np.float64]) -> Diffe
 
 
 def batches(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means of at most `MOST_BATCHES` runs of consecutive values, as equal in length as can be; of
-    few values themselves."""
+    """Means of at most `MOST_BATCHES` runs of consecutive values of nearly equal length; few values
+    unchanged."""
     if len(values) <= MOST_BATCHES:
         return values
     return np.array([part.mean() for part in np.array_split(values, MOST_BATCHES)])

@@ -1,4 +1,4 @@
-"""What a cause is in words: its place, the figures behind it, and what to do."""
+"""Causes in words: the place, the figures behind it, and what to do."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ MOST_UNEXPLAINED = 0.2
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of the steps beside their causes."""
+    """Figures of the steps that verdicts need besides the causes."""
 
     losses: Losses
     where: Mapping[int, Place]  # by rank
-    comparisons: list[Comparison]  # predictions beside measurements
+    comparisons: list[Comparison]  # predictions and measurements
     gpus: int
     kind: str  # of traces, for the confidence
     shares: dict[str, float]  # where the ranks' time goes, as fractions
@@ -54,11 +54,25 @@ class Record:
     operations: Sequence[OperationRow] = ()
     # by rank, the share of its passes for which the others of its TP or CP group wait for it
     waited_for: Mapping[int, float] = field(default_factory=dict)
-    clocks_s: float = 0.0  # by which hosts' clocks, put right, may still be off
+    clocks_s: float = 0.0  # by which hosts' corrected clocks may still be off
+    steps_measured: int = 0  # of which at most 32 are replayed
 
     @property
     def measured_s(self) -> float:
         return float(self.losses.measured.mean())
+
+    @property
+    def sampled(self) -> str:
+        """Which steps the seconds are of, where these are not all measured ones."""
+        replayed = len(self.losses.measured)
+        if replayed >= self.steps_measured:
+            return ""
+        return f"; mean of the {replayed} replayed of {self.steps_measured} measured steps"
+
+    @property
+    def pipelined(self) -> bool:
+        """True where the ranks are several stages, of one unit or of several."""
+        return len({(place.unit, place.stage) for place in self.where.values()}) > 1
 
     @property
     def known(self) -> float:
@@ -123,7 +137,7 @@ def _unit(record: Record, finding: Finding) -> Told:
     else:
         advice += "."
         command = f"disttrain plan --gpus {gpus + 1} --top 5"
-    told = f"GPUs are badly shared: unit {binding} is the bottleneck"
+    told = f"GPUs are shared unevenly between the units: unit {binding} is the bottleneck"
     return Told(Place(unit=binding), told, evidence, advice, command)
 
 
@@ -138,8 +152,8 @@ def _slow_unit(record: Record, place: Place) -> Told:
                 unit="s",
             )
         ],
-        f"{place.unit} takes longer than its profile says, and the others do not: look at its"
-        " devices (clocks, temperature, other kernels); if that is what they can do, measure and"
+        f"{place.unit} takes longer than its profile predicts, and the other units do not: check"
+        " its devices (clocks, temperature, other kernels); if they cannot run faster, measure and"
         " plan again.",
         REMEASURE,
     )
@@ -167,10 +181,10 @@ def _intra(record: Record, finding: Finding) -> Told:
     ]
     return Told(
         Place(unit=unit, replica=replica),
-        f"Uneven data over the replicas of {unit}",
+        f"Uneven data across the replicas of {unit}",
         evidence,
-        "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that"
-        " there is more to level with.",
+        "Balance the replicas: set train.ordering: best, or raise train.global_batch_size, which"
+        " leaves more samples to balance them with.",
         LEVEL,
     )
 
@@ -186,9 +200,9 @@ def _inter(record: Record, finding: Finding) -> Told:
     ]
     return Told(
         Place(unit=unit),
-        f"Uneven data over the slots of a step, most in {unit}",
+        f"Uneven data across the slots of a step, most in {unit}",
         evidence,
-        "Order the slots: set train.ordering: best, or raise train.global_batch_size.",
+        "Reorder the slots: set train.ordering: best, or raise train.global_batch_size.",
         LEVEL,
     )
 
@@ -207,13 +221,13 @@ def _stage(record: Record, finding: Finding) -> Told:
             ),
             [
                 Evidence(
-                    what=f"{unit} stage {place.stage}: time over the unit's mean",
+                    what=f"stage {place.stage} of {unit}: time over the mean stage",
                     value=record.losses.stage_factor[unit, place.stage],
                     unit="ratio",
                 )
             ],
-            "Its ranks take longer for their work than those of the other stages: look at their"
-            f" devices; if that is what they can do, move layers away from stage {place.stage}"
+            "Its ranks take longer for their work than those of the other stages: check their"
+            f" devices; if they cannot run faster, move layers away from stage {place.stage}"
             " (layers_per_stage in plan.yaml), or measure and plan again.",
             REMEASURE,
         )
@@ -227,7 +241,7 @@ def _stage(record: Record, finding: Finding) -> Told:
     )
     evidence = [
         Evidence(
-            what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio"
+            what=f"stage {stage} of {unit}: time over the mean stage", value=factor, unit="ratio"
         )
     ]
     return Told(
@@ -247,14 +261,14 @@ def _worker(record: Record, finding: Finding) -> Told:
             finding.places[0],
             "Many ranks are slow for their work",
             [],
-            "No rank stands out: look at what they share, and at the noise of the passes.",
+            "No rank stands out: check what they share, and how much the times of passes vary.",
             REMEASURE,
         )
     place = named[0]
     told = f"Rank {place.rank} ({place.named}) is slow for its work"
     advice = (
-        f"Look at the device and the other processes of host {place.host}; leave the host out if it"
-        " stays slow."
+        f"Check the device and the other processes on host {place.host}; run without that host if"
+        " it stays slow."
     )
     waited = record.waited_for.get(int(place.rank or 0), 0.0) if len(finding.places) == 1 else 0.0
     evidence = []
@@ -269,7 +283,8 @@ def _worker(record: Record, finding: Finding) -> Told:
         )
     if len(finding.places) > 1:
         told = (
-            f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
+            f"{_ranks(finding.places)} are slow for their work; fixing any one of them alone does"
+            " not help"
         )
         replica = common(finding.places)
         if None not in (replica.unit, replica.stage, replica.replica):
@@ -280,8 +295,8 @@ def _worker(record: Record, finding: Finding) -> Told:
             )
             advice = (
                 "Ranks that share a replica's work take equally long whichever of them is slow:"
-                " record some steps of it with disttrain train --profile-steps A:B, and let"
-                " disttrain analyze TRACES/kineto tell who is last into their collectives."
+                " record some steps with disttrain train --profile-steps A:B; disttrain analyze"
+                " TRACES/kineto then shows which rank joins their collectives last."
             )
     return Told(
         place,
@@ -313,8 +328,8 @@ def _communication(record: Record, finding: Finding) -> Told:
     evidence = [
         Evidence(
             what=(
-                f"{name} stage {number}: transfers to the next stage and back above the usual,"
-                " ranks summed"
+                f"{name} stage {number}: transfers to the next stage and back beyond their usual"
+                " time, summed over ranks"
             ),
             value=seconds,
             unit="s",
@@ -325,8 +340,8 @@ def _communication(record: Record, finding: Finding) -> Told:
         Place(unit=unit, stage=stage),
         f"Transfers are slow or vary, most after stage {stage} of {unit}",
         evidence,
-        f"Look at the link between stage {stage} of {unit} and the next; the command lists the"
-        " ranks whose messages are slowest.",
+        f"Check the link between stage {stage} of {unit} and the next; the command lists the ranks"
+        " whose messages are slowest.",
         SLOWEST_LINKS,
     )
 
@@ -339,7 +354,7 @@ def _update(record: Record, finding: Finding) -> Told:
     if row is None or row.effect_ms < 500 * finding.gain_s.mean():
         return Told(
             Place(),
-            "The end of a step, after its last pass, takes longer than the profile says or than"
+            "The end of a step, after its last pass, takes longer than the profile predicts or than"
             " usual",
             [
                 Evidence(
@@ -347,7 +362,7 @@ def _update(record: Record, finding: Finding) -> Told:
                 )
                 for one in rows[:3]
             ],
-            "Look at what ranks do and which links they use at the end of a step.",
+            "Check what the ranks do at the end of a step, and which links they use.",
             SLOWEST_TRANSFERS,
         )
     what = _UPDATES[row.operation]
@@ -359,11 +374,11 @@ def _update(record: Record, finding: Finding) -> Told:
             Evidence(what=f"{row.place}: {what}, by the profile", value=row.predicted, unit="ms"),
         ],
         (
-            f"Look at the links between the replicas of stage {row.stage} of {row.unit}."
+            f"Check the links between the replicas of stage {row.stage} of {row.unit}."
             if row.operation == "reduce"
             else (
-                f"Look at the devices of stage {row.stage} of {row.unit}, at where its moments are"
-                " kept, and at the links over which its weights are gathered."
+                f"Check the devices of stage {row.stage} of {row.unit}, where its optimizer states"
+                " are held, and the links over which its weights are gathered."
             )
         ),
         SLOWEST_TRANSFERS,
@@ -378,10 +393,10 @@ def _unknown(record: Record, finding: Finding) -> Told:
 def _busy(place: Place) -> Told:
     return Told(
         place,
-        f"Host {place.host} was too busy to rehearse in time",
+        f"Host {place.host} was too busy to keep the rehearsal on time",
         [],
-        "Messages came later than the emulated links say because this host was late: end what else"
-        " runs there, or raise rehearse.time_scale, and rehearse again.",
+        "Messages arrived later than the emulated links deliver them because this host was late:"
+        " stop other processes there, or raise rehearse.time_scale, and rehearse again.",
         AGAIN_REHEARSED,
     )
 
@@ -397,8 +412,8 @@ def _unheard(finding: Finding) -> Told:
         common(finding.places),
         f"Ranks wait for ranks whose traces are missing ({', '.join(names[:MOST_PLACES])})",
         [],
-        "Whether they, their hosts or their links are slow, no trace here tells: add their traces"
-        " and analyse again.",
+        "These traces do not show whether those ranks, their hosts or their links are slow: add"
+        " their traces and analyse again.",
         AGAIN,
     )
 
@@ -442,9 +457,9 @@ def _host(record: Record, finding: Finding) -> Told:
     alone = len(finding.places) == 1 and place.rank is not None
     place = record.where.get(rank, place)
     host = place.host if alone else _late_host(record)
-    told = "Ranks are held up between operations, or now and then inside them, by their hosts"
+    told = "Host-side delays between operations, and occasionally inside them"
     if alone:
-        told = f"Rank {rank} ({place.named}) is held up by its host"
+        told = f"Rank {rank} ({place.named}) is delayed by its host"
     return Told(
         place if alone else Place(unit=place.unit, host=host),
         told,
@@ -462,7 +477,7 @@ def _host(record: Record, finding: Finding) -> Told:
 
 
 def _late_host(record: Record) -> str | None:
-    """The host whose ranks are held up; None where several are alike."""
+    """The host whose ranks are delayed; None where several are alike."""
     of_host: dict[str, float] = {}
     for rank, seconds in record.losses.gap.items():
         if (where := record.where.get(rank)) is not None and where.host is not None:

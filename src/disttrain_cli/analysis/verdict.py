@@ -10,8 +10,10 @@ import numpy as np
 
 from disttrain_cli.analysis.causes import LEAST_SHARE, SMALLEST_SHARE, Finding
 from disttrain_cli.analysis.confidence import calibrated, exceeds
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.losses import CROWDED
 from disttrain_cli.analysis.next_commands import REMEASURE
+from disttrain_cli.analysis.result.rows import Comparison
 from disttrain_cli.analysis.result.verdicts import (
     LEAST_GAIN_PCT,
     Cause,
@@ -22,6 +24,10 @@ from disttrain_cli.analysis.result.verdicts import (
 )
 from disttrain_cli.analysis.telling import MOST_PLACES, Record, Told, tell
 
+_FEWER_RANKS = (
+    "The ranks share the cores of one machine, so a rank that is ready to compute or receive may"
+    " wait for a core. Fewer ranks, or one device per rank, show whether that is the only reason."
+)
 #: Causes that lie in the data.
 UNEVEN = ("intra_microbatch", "inter_microbatch")
 #: Causes that a job leaves behind with a host.
@@ -40,13 +46,13 @@ def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
         alone_s = float(finding.alone_s.mean())
         if max(gain_pct, 100 * alone_s / record.measured_s) < LEAST_GAIN_PCT:
             continue
-        place, told, _, _, command = tell(record, finding)
+        place, _, _, _, command = tell(record, finding)
         rows.append(
             Cause(
                 cause=finding.cause,
                 place=place,
                 places=finding.places[:MOST_PLACES],
-                told=told,
+                told=_told(record, finding).told,
                 gain_s=float(finding.gain_s.mean()),
                 gain_pct=gain_pct,
                 alone_s=alone_s,
@@ -59,7 +65,7 @@ def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
 
 
 def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
-    """Name what gains most if it is mended, and the others that gain enough; or say that nothing
+    """Name the cause whose removal saves most, and the others that save enough; or say that none
     does.
 
     Args:
@@ -68,9 +74,9 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     measured_s = record.measured_s
     if record.contradicts and not any(one.cause == "unknown" for one in findings):
         return unknown(
-            "what was recorded does not add up: replayed, its operations and messages miss the"
-            f" steps by {100 * abs(record.unexplained):.0f} %, so rows are missing, or times of"
-            " ranks disagree"
+            "the traces are inconsistent: a replay of the recorded operations and messages misses"
+            f" the steps by {100 * abs(record.unexplained):.0f} %, so rows are missing, or the"
+            " clocks of ranks disagree"
         )
     large = [
         one
@@ -80,24 +86,23 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     main = next((one for one in large if one.gain_s.mean() >= one.least_share * measured_s), None)
     if main is None:
         return _calm(record, findings)
-    told, gain_s = _helped(record, main, tell(record, main)), float(main.gain_s.mean())
+    told, gain_s = _helped(record, main, _told(record, main)), float(main.gain_s.mean())
     remarks = list(_remarks(record, findings, main, large))
     evidence = [
         *_steps(record),
-        Evidence(what=f"mending it: {told.told}", value=gain_s, unit="s"),
+        Evidence(what=f"saved by fixing it: {told.told}", value=gain_s, unit="s"),
         *(figure for remark in remarks for figure in remark.evidence),
     ]
-    if _crowded(record, main):
-        told = _of_crowded_cores(record, main, told)
     found = (
         f"{told.told}: {gain_s:.3g} s of every {measured_s:.3g} s step"
-        f" ({100 * gain_s / measured_s:.0f} %)."
+        f" ({100 * gain_s / measured_s:.0f} %{record.sampled})."
     )
     return Verdict(
         cause=main.cause,
         headline=" ".join([found, *(note for remark in remarks for note in remark.notes)]),
         place=told.place,
         lost_s=gain_s,
+        lost_fraction=gain_s / measured_s,
         confidence=_sure(record, main, [one for one in findings if one is not main]),
         evidence=evidence + told.evidence + _own_bubbles(record, findings),
         advice=told.advice,
@@ -106,8 +111,14 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
 
 
 def _steps(record: Record) -> list[Evidence]:
+    predicted = _predicted_step(record)
     return [
         Evidence(what="step as recorded", value=record.measured_s, unit="s"),
+        *(
+            [Evidence(what=f"step as {_by(predicted)}", value=predicted.predicted, unit="s")]
+            if predicted
+            else []
+        ),
         Evidence(
             what="ideal step: GPUs perfectly shared, no delays",
             value=float(record.losses.ideal.mean()),
@@ -132,34 +143,35 @@ def _remarks(
     for one in findings:
         if one is not main:
             yield _also(record, one, one in large)
-    if main.cause not in (*OF_HOSTS, "stage"):  # which make a unit slower by themselves
-        yield _Remark(_all_slow(record), [])
+    # these causes make a unit slower by themselves, and fewer shared cores all units
+    if record.shared_cores or main.cause not in (*OF_HOSTS, "stage"):
+        yield _Remark(_slower_than_predicted(record), [])
     yield _how_often(record, main)
     if _one_event(record, main):
         figure = Evidence(
-            what="mending it, had its largest single event not happened",
+            what="saved by fixing it, without its largest single event",
             value=float(main.rest_s or 0.0),
             unit="s",
         )
-        yield _Remark(["All of it hangs on one event of one step."], [figure])
+        yield _Remark(["It is due to a single event in one step."], [figure])
 
 
 def _hidden(record: Record, findings: Sequence[Finding], main: Finding) -> _Remark:
     alone_s = float(main.alone_s.mean())
-    behind = "; ".join(tell(record, one).told for one in findings[: findings.index(main)])
+    behind = "; ".join(_told(record, one).told for one in findings[: findings.index(main)])
     return _Remark(
-        [f"Mended alone it gains {alone_s:.3g} s; it is hidden by this: {behind}."],
-        [Evidence(what="mending it alone, all else as recorded", value=alone_s, unit="s")],
+        [f"Fixed alone it saves {alone_s:.3g} s, as another cause hides it: {behind}."],
+        [Evidence(what="saved by fixing it alone, all else as recorded", value=alone_s, unit="s")],
     )
 
 
 def _also(record: Record, finding: Finding, large: bool) -> _Remark:
-    gain_s, told = float(finding.gain_s.mean()), tell(record, finding).told
+    gain_s, told = float(finding.gain_s.mean()), _told(record, finding).told
     most_s = max(gain_s, float(finding.alone_s.mean()))
     worth = gain_s >= SMALLEST_SHARE * record.measured_s
     return _Remark(
         [f"Also: {told}, {most_s:.3g} s."] if large else [],
-        [Evidence(what=f"then mending also: {told}", value=gain_s, unit="s")] if worth else [],
+        [Evidence(what=f"saved by fixing next: {told}", value=gain_s, unit="s")] if worth else [],
     )
 
 
@@ -167,11 +179,12 @@ def _how_often(record: Record, main: Finding) -> _Remark:
     often = main.gain_s >= main.least_share * record.losses.measured
     rare = 0 < often.sum() <= len(often) / 2
     figure = Evidence(
-        what="steps in which mending it gains that much",
+        what="steps in which fixing it saves that much",
         unit="share of steps",
         value=float(often.mean()),
     )
-    return _Remark([f"Only in {often.sum()} of {len(often)} steps."] if rare else [], [figure])
+    note = f"Only in {often.sum()} of {counted(len(often), 'step')}."
+    return _Remark([note] if rare else [], [figure])
 
 
 def _crowded(record: Record, finding: Finding) -> bool:
@@ -179,33 +192,43 @@ def _crowded(record: Record, finding: Finding) -> bool:
     return record.shared_cores and record.losses.crowded > CROWDED and finding.cause in IN_RANKS
 
 
-def _of_crowded_cores(record: Record, main: Finding, told: Told) -> Told:
-    """The same of ranks that may only have waited for a core."""
+def _told(record: Record, finding: Finding) -> Told:
+    """A cause in words, which says so where ranks may only have waited for a shared core."""
+    told = tell(record, finding)
+    if not _crowded(record, finding):
+        return told
     figure = Evidence(
-        what="passes of all ranks ÷ time of the shared cores",
+        what="compute time of all ranks ÷ time of the shared cores",
         value=record.losses.crowded,
         unit="ratio",
     )
     told = told._replace(
         evidence=[*told.evidence, figure],
-        advice=(
-            "The ranks share the cores of one machine: whoever is ready to compute or receive may"
-            " wait for a core. Fewer ranks, or one device per rank, show whether that is all."
-        ),
-        command=f"disttrain plan --gpus {max(1, record.gpus - 1)}",
+        advice=_FEWER_RANKS,
+        command=_fewer_ranks(record),
     )
-    if main.cause != "host":
+    if finding.cause != "host":
         return told
     slow = Evidence(
-        what="transfers above the usual, ranks summed",
+        what="transfers beyond their usual time, summed over ranks",
         value=sum(record.losses.links.values()),
         unit="s",
     )
+    rank = told.place.rank
     return told._replace(
         place=Place(host=told.place.host),
-        told="Ranks that are ready wait for one of the cores that all share",
+        told=(
+            "Ranks that are ready to run wait"
+            if rank is None
+            else f"Rank {rank} ({told.place.named}) is ready to run and waits"
+        )
+        + " for one of the cores that all ranks share",
         evidence=[slow, *told.evidence[1:]],
     )
+
+
+def _fewer_ranks(record: Record) -> str:
+    return f"disttrain plan --gpus {max(1, record.gpus - 1)}"
 
 
 def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
@@ -216,37 +239,40 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
         key=lambda one: -float(one.gain_s.mean()),
     )
     headline = (
-        f"No straggler: nothing that can be mended costs more than {100 * LEAST_SHARE:.0f} % of a"
+        f"No straggler: no cause that can be fixed costs more than {100 * LEAST_SHARE:.0f} % of a"
         " step"
     )
     for one in small:
         evidence.append(
             Evidence(
-                what=f"small: {tell(record, one).told}", value=float(one.gain_s.mean()), unit="s"
+                what=f"small: {_told(record, one).told}", value=float(one.gain_s.mean()), unit="s"
             )
         )
     faults, limits = ([one for one in small if one.limit == limit] for limit in (False, True))
     if faults:
         share = 100 * faults[0].gain_s.mean() / measured_s
-        headline += f" (most: {tell(record, faults[0]).told}, {share:.1f} %)"
+        headline += f" (the largest: {_told(record, faults[0]).told}, {share:.1f} %)"
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
-        headline += f"; uneven data cost {share:.0f} %" + (
-            ", as far as train.ordering: best regains it" if limits[0].regained else " at most"
+        headline += (
+            f"; of what uneven data cost, train.ordering: best would save {share:.0f} % of a step"
+            if limits[0].regained
+            else f"; uneven data cost {share:.0f} % at most"
         )
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (
-            f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no"
-            " layout tried here regains"
+            f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which none"
+            " of the layouts tried avoids"
         )
-    all_slow = _all_slow(record)
-    headline = ". ".join([headline, *(note.removesuffix(".") for note in all_slow)])
-    fill = record.shares["warmup"] + record.shares["drain"]
-    evidence += [
-        *bubbles,
-        Evidence(what="filling and draining the pipeline", value=fill, unit="share of time"),
-    ]
+    slower = _slower_than_predicted(record)
+    headline = ". ".join([headline, *(note.removesuffix(".") for note in slower)])
+    fill = record.shares["warmup"] + record.shares["drain"] if record.pipelined else 0.0
+    evidence += bubbles
+    if record.pipelined:
+        evidence.append(
+            Evidence(what="warm-up and drain of the pipeline", value=fill, unit="share of time")
+        )
     gains = np.array(
         [one.gain_s / losses.measured * (LEAST_SHARE / one.least_share) for one in findings]
     )
@@ -257,10 +283,12 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
         headline=f"{headline}.",
         place=Place(),
         lost_s=0.0,
+        lost_fraction=0.0,
         confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind),
         evidence=evidence,
         **_calm_advice(
-            all_slow,
+            record,
+            bool(slower),
             fill,
             fitting(
                 [
@@ -271,7 +299,6 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
                 "unit",
                 *UNEVEN,
             ),
-            measured_s,
         ),
     )
 
@@ -302,32 +329,55 @@ def _one_event(record: Record, finding: Finding) -> bool:
     return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
 
 
-def _all_slow(record: Record) -> list[str]:
-    """That no unit is as fast as the profile says: a wrong profile or slow devices everywhere,
-    which no trace tells."""
+def _slower_than_predicted(record: Record) -> list[str]:
+    """A sentence where every unit is slower than predicted, or where ranks share cores the steps.
+
+    On devices of their own the profile is wrong, or all of them are slow: no trace shows which.
+    """
+    step = _predicted_step(record)
+    if record.shared_cores:
+        if step is None or step.error_pct < 100 * LEAST_SHARE:
+            return []
+        return [
+            f"Steps take {1 + step.error_pct / 100:.2g} times as long as {_by(step)}"
+            f" ({step.measured:.3g} instead of {step.predicted:.3g} s): the ranks share the cores"
+            " of one machine, with each other and with other processes, which is the likely reason."
+        ]
     off = [
         row.error_pct
         for row in record.comparisons
         if row.what == "stage_ms" and row.basis == "same work"
     ]
-    if record.shared_cores or min(off, default=0.0) < 100 * LEAST_SHARE:
+    if min(off, default=0.0) < 100 * LEAST_SHARE:
         return []
     return [
-        f"Every unit takes at least {1 + min(off) / 100:.2g} times what the profile says: either"
-        " that is wrong (disttrain profile), or all devices are slow."
+        f"Every unit takes at least {1 + min(off) / 100:.2g} times as long as the profile predicts:"
+        " either the profile is wrong (disttrain profile), or all devices are slow."
     ]
 
 
+def _predicted_step(record: Record) -> Comparison | None:
+    """The predicted and measured step, by the profile at the recorded sizes if that is known."""
+    steps = {row.basis: row for row in record.comparisons if row.what == "iteration_s"}
+    return steps.get("same work") or steps.get("plan")
+
+
+def _by(step: Comparison) -> str:
+    return (
+        "the profile predicts for this work" if step.basis == "same work" else "the plan predicts"
+    )
+
+
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
-    """What a perfect sharing of the devices would gain and no layout does: no fault."""
+    """What a perfect sharing of the devices would save and no layout does: no fault."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
     kept = float(record.losses.lost["unit"].mean()) - regained
     return (
         [
             Evidence(
                 what=(
-                    "the plan's own bubbles: devices that cannot be shared more evenly in whole"
-                    " numbers"
+                    "the plan's own bubbles: whole devices cannot be shared more evenly between the"
+                    " units"
                 ),
                 value=kept,
                 unit="s",
@@ -354,22 +404,22 @@ def _helped(record: Record, main: Finding, told: Told) -> Told:
             more += f" {_gain_of(best, record.measured_s)}"
     elif cause == "unit" and told.command != REMEASURE:
         more = (
-            f"If the plan is already the best for {record.gpus} GPUs, one more shows whether the"
-            " next whole number fits better."
+            f"If the plan is already the best for {counted(record.gpus, 'GPU')}, plan for one more:"
+            " the work may divide better."
         )
     elif remedy is not None and (main.regained or (cause in OF_HOSTS and remedy.gpus < 0)):
         more = _gain_of(remedy, record.measured_s)
     elif cause in UNEVEN:
         more = (
-            f"By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at"
-            " most: an ordering cuts no sample."
+            f"In a replay of the recorded steps equal work saves {main.gain_s.mean():.3g} s at"
+            " most: reordering does not split samples."
         )
     return told._replace(advice=f"{told.advice} {more}".rstrip())
 
 
 def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:
-    """What mends one of the causes best: without more devices, by a plan, not only at most, if
-    possible; or None."""
+    """The remedy that helps one of the causes most: without more devices, by a plan, not only at
+    most, if possible; or None."""
     worth = [remedy for remedy in remedies if remedy.cause in causes and remedy.worth]
     return min(
         worth,
@@ -402,7 +452,7 @@ def unknown(reason: str) -> Verdict:
 
 
 def _calm_advice(
-    all_slow: list[str], fill: float, remedy: Remedy | None, measured_s: float
+    record: Record, slower: bool, fill: float, remedy: Remedy | None
 ) -> dict[str, str]:
     advice, command = (
         "Nothing to repair; more speed needs more GPUs or faster kernels.",
@@ -410,18 +460,20 @@ def _calm_advice(
     )
     if fill > 0.25:
         advice = (
-            f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step"
-            " shorten it (raise train.global_batch_size, or fewer stages)."
+            f"{100 * fill:.0f} % of the time is the pipeline's warm-up and drain: more slots per"
+            " step (a larger train.global_batch_size) or fewer stages shorten it."
         )
         command = "disttrain plan"
-    if all_slow:
+    if slower and record.shared_cores:
+        advice, command = _FEWER_RANKS, _fewer_ranks(record)
+    elif slower:
         advice = (
-            "Measure the profile again on these devices: if it stays as it was, look at what they"
+            "Measure the profile again on these devices: if it stays as it was, check what they"
             " share (clocks, temperature, other jobs)."
         )
         command = REMEASURE
     elif remedy is not None:
-        advice += f" {_gain_of(remedy, measured_s)}"
+        advice += f" {_gain_of(remedy, record.measured_s)}"
         if remedy.gpus <= 0 and remedy.gain_pct >= 100 * LEAST_SHARE:
             command = remedy.command
     return {"advice": advice, "next_command": command}

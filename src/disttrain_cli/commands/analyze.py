@@ -1,4 +1,4 @@
-"""`disttrain analyze`: what the traces say: the verdict first, then tables, the report page, and
+"""`disttrain analyze`: the verdict on a job's traces, then tables, the report page, and
 conditions."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.api import (
     analyze,
     not_over,
@@ -74,7 +75,7 @@ def run(
         ),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="An earlier run to set beside this one.")
+        Path | None, typer.Option(metavar="PATH", help="An earlier run to compare this one with.")
     ] = None,
     fail_if: Annotated[
         str | None,
@@ -163,7 +164,7 @@ def _no_traces(options: dict[str, object]) -> None:
         if value is not None:
             raise UsageError(
                 f"{name} needs traces, and these are dumps of PyTorch's flight recorder",
-                "they tell why a job hangs, and nothing of its times",
+                "they show why a job hangs, and hold no times",
                 f"Leave {name} out.",
             )
 
@@ -187,7 +188,8 @@ def _export(console: Console, folders: list[Path], file: Path) -> None:
     console.result(asdict(written), written.path)
     console.say(
         f"{written.events:,} events of steps {written.steps[0]} to {written.steps[-1]} "
-        f"({len(written.steps)} steps, {written.steps_left_out} left out) in {short_path(file)}"
+        f"({counted(len(written.steps), 'step')}, {written.steps_left_out} left out) in"
+        f" {short_path(file)}"
     )
     console.say(
         "Open it in https://ui.perfetto.dev or chrome://tracing; times are µs after"

@@ -1,10 +1,10 @@
-"""The tables of `disttrain analyze`: what is common to all formats, and what each of them adds."""
+"""The tables of `disttrain analyze`: those common to all formats, and those of each format."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from disttrain_cli.analysis.figures import seconds
+from disttrain_cli.analysis.figures import counted, seconds
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.device_tables import figure, ms, short_name, show_devices
 from disttrain_cli.console import Console
@@ -20,7 +20,7 @@ MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 
 def render(console: Console, analysis: Analysis) -> None:
-    """Verdict, evidence, job; then what the format tells; then what limits the figures."""
+    """Verdict, evidence, job; then the tables of the format; then what limits the figures."""
     for show in (_verdict, _evidence, _causes, _job, _units, _inside, _memory, _lost, _remedies):
         show(console, analysis)
     if analysis.format == "kineto":
@@ -61,12 +61,12 @@ def _evidence(console: Console, analysis: Analysis) -> None:
 
 def _causes(console: Console, analysis: Analysis) -> None:
     console.table(
-        "What mending each cause would gain, one after the other (none counts below 5 %)",
-        ["cause", "what", "gain s", "of the step", "alone s", "sure"],
+        "Saved by fixing each cause, one after another (below 5 % none is a verdict)",
+        ["cause", "what", "saved s", "of the step", "alone s", "confidence"],
         [
             [
                 row.cause,
-                row.told + (", one event" if row.one_event else ""),
+                row.told + (" (a single event)" if row.one_event else ""),
                 figure(row.gain_s),
                 percent(row.gain_pct / 100),
                 figure(row.alone_s),
@@ -84,8 +84,8 @@ def _job(console: Console, analysis: Analysis) -> None:
         "no step is marked" if job.iteration_s is None else f"{_seconds(job.iteration_s)} per step"
     )
     console.say(
-        f"            {job.steps_measured} of {job.steps} steps measured: {took}, "
-        f"MFU {percent(job.mfu)}, bubble {percent(job.bubble_fraction)}, "
+        f"            {job.steps_measured} of {counted(job.steps, 'step')} measured: {took}, "
+        f"MFU {percent(job.mfu)}, {analysis.not_computing} {percent(job.bubble_fraction)}, "
         f"exposed communication {percent(job.exposed_communication_fraction)}"
     )
 
@@ -177,15 +177,17 @@ def _memory(console: Console, analysis: Analysis) -> None:
 def _lost(console: Console, analysis: Analysis) -> None:
     lost = analysis.stragglers
     if lost.lost_s is not None:
-        ideal = "compute alone" if analysis.format == "kineto" else "the ideal"
+        ideal, how = "compute alone", ""
+        if analysis.format != "kineto":
+            ideal, how = "the ideal", ", replayed from the ideal with one cause after another"
         against = (
             "there is no ideal: nothing was computed"
             if not lost.slowdown or lost.ideal_s is None
             else f"{lost.slowdown:.3f} × {ideal} of {_seconds(lost.ideal_s)}"
         )
-        untold = "; –: these traces do not tell it" if lost.not_told else ""
+        untold = "; –: not in these traces" if lost.not_told else ""
         console.table(
-            f"Lost per step ({against}{untold})",
+            f"Lost per step{how} ({against}{untold})",
             ["cause", "s"],
             [
                 [cause, "–" if cause in lost.not_told else f"{seconds:.4f}"]
@@ -196,9 +198,8 @@ def _lost(console: Console, analysis: Analysis) -> None:
 
 def _remedies(console: Console, analysis: Analysis) -> None:
     console.table(
-        "What one change would gain, all else as recorded (gains do not add up; next commands:"
-        " --json)",
-        ["change", "by", "devices", "step s", "gain s", "of the step"],
+        "Saved by one change, all else as recorded (savings do not add up; next commands: --json)",
+        ["change", "by", "devices", "step s", "saved s", "of the step"],
         [
             [
                 row.change,
@@ -216,7 +217,7 @@ def _remedies(console: Console, analysis: Analysis) -> None:
 
 def _slowest(console: Console, analysis: Analysis) -> None:
     console.table(
-        "Slowest, beside the mean of its kind",
+        "Slowest, against the mean of its kind",
         ["what", "ms", "time", "time for its work"],
         [
             [
@@ -243,7 +244,7 @@ def _predictions(console: Console, analysis: Analysis) -> None:
         ["what", "unit", "basis", "predicted", "measured", "in", "error"],
         [
             [
-                row.what,
+                analysis.not_computing if row.what == "bubble_fraction" else row.what,
                 row.unit or "job",
                 row.basis,
                 figure(row.predicted),
@@ -320,7 +321,9 @@ def _kineto(console: Console, analysis: Analysis) -> None:
         ],
     )
     if len(analysis.ranks) > MOST_RANKS:
-        console.say(f"and {len(analysis.ranks) - MOST_RANKS} more ranks (--json has them)")
+        console.say(
+            f"and {counted(len(analysis.ranks) - MOST_RANKS, 'more rank')} (--json has all)"
+        )
     console.table(
         "Collectives that cost most waiting, ms",
         ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],

@@ -1,11 +1,12 @@
-"""Two runs side by side, as tables: figures of their analyses, then what of a step differs beyond
-the noise of steps."""
+"""Tables of two runs compared: figures of their analyses, then the times of a step that differ
+beyond the noise of steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.commands.analyze_tables import change
 from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.console import Console
@@ -44,22 +45,20 @@ def show_comparison(
         [_cells(row) for row in shown[:MOST_ROWS]],
     )
     if len(shown) > MOST_ROWS:
-        console.say(f"and {len(shown) - MOST_ROWS} more rows (--json)")
+        console.say(f"and {counted(len(shown) - MOST_ROWS, 'more row')} (--json)")
     quiet = len(both) - len(shown)
+    steps = f"Steps: {times.steps[0]} before, {times.steps[1]} after"
     if told:
-        console.say(
-            f"{quiet} more rows differ no more than steps do. Steps: {times.steps[0]} before,"
-            f" {times.steps[1]} after; {times.test}."
-        )
+        differ = agree(quiet, "differs", "differ")
+        console.say(f"{counted(quiet, 'more row')} {differ} no more than steps do. {steps}.")
+        console.say(f"Test: {times.test}.")
     else:
+        console.say(f"{steps}: too few to separate a difference from the noise of steps.")
+    single = len(times.rows) - len(both)
+    if single:
         console.say(
-            f"Steps: {times.steps[0]} before, {times.steps[1]} after: too few to tell a"
-            " difference from the noise of steps."
-        )
-    if len(both) < len(times.rows):
-        console.say(
-            f"{len(times.rows) - len(both)} rows are of one run alone, whose traces name them"
-            " otherwise (--json)."
+            f"{counted(single, 'row')} {agree(single, 'is', 'are')} in the traces of one run only,"
+            " under this name (--json)."
         )
 
 

@@ -1,5 +1,5 @@
-"""The tables of `disttrain analyze` about devices and what their hosts launch, and how figures and
-names are said."""
+"""Tables of `disttrain analyze` about devices and what their hosts launch; formats of figures and
+names."""
 
 from __future__ import annotations
 
@@ -95,10 +95,8 @@ def show_devices(console: Console, analysis: Analysis) -> None:
     path = analysis.critical_path
     if path is not None:
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in path.shares.items())
-        console.say(
-            f"\nCritical path of {'all' if path.step is None else f'step {path.step}'}, "
-            f"{ms(path.length_us)} ms: {shares}"
-        )
+        where = "everything recorded" if path.step is None else f"step {path.step}"
+        console.say(f"\nCritical path of {where}, {ms(path.length_us)} ms: {shares}")
 
 
 def ms(us: float | None) -> str:

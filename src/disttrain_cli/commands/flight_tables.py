@@ -1,10 +1,11 @@
-"""What flight-recorder dumps say of a job that hangs: the sentence, then groups and ranks."""
+"""Tables of flight-recorder dumps of a job that hangs: the verdict, then groups and ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain_cli.analysis.figures import agree, counted, name_ranks
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ def _render(console: Console, found: Dumped) -> None:
         console.note(text)
     console.say(f"{found.verdict.sentence}.")
     console.say(found.verdict.next_step)
-    without = found.without_dump
-    if without:
-        shown = ", ".join(map(str, without[:MOST_ROWS])) + ", …" * (len(without) > MOST_ROWS)
-        console.say(f"No dumps of ranks {shown}: what they did is not known.")
+    if found.without_dump:
+        console.say(
+            f"No dump of {name_ranks(found.without_dump)}: what"
+            f" {agree(len(found.without_dump), 'it', 'they')} did is not known."
+        )
     console.table(
         "First collective of each group that is not in order",
         ["group", "ranks", "operation", "number", "problem", "of ranks", "detail"],
@@ -77,9 +79,9 @@ def _render(console: Console, found: Dumped) -> None:
             for place in places[:MOST_ROWS]
         ],
     )
-    for rows, what in ((found.collectives, "groups"), (places, "ranks")):
+    for rows, what in ((found.collectives, "group"), (places, "rank")):
         if len(rows) > MOST_ROWS:
-            console.say(f"and {len(rows) - MOST_ROWS} more {what} (--json)")
+            console.say(f"and {counted(len(rows) - MOST_ROWS, f'more {what}')} (--json)")
 
 
 def _listed(ranks: list[int]) -> str:

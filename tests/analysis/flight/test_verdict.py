@@ -142,6 +142,42 @@ def test_a_message_that_nobody_answers_names_its_peer(tmp_path: Path) -> None:
     assert not any(place.waits_for for place in found.places)
 
 
+@pytest.mark.parametrize(
+    ("dumps", "sentence"),
+    [
+        ("jd", "Rank 1 has not joined all_reduce number 2 of the world, in which rank 0 waits;"),
+        (
+            "jdd",
+            "Ranks 1 and 2 have not joined all_reduce number 2 of the world, in which rank 0 w",
+        ),
+        (
+            "djj",
+            "Rank 0 has not joined all_reduce number 2 of the world, in which ranks 1 and 2 wa",
+        ),
+        ("js", "rank 1 has not started it: the device is busy"),
+        ("jss", "ranks 1 and 2 have not started it: their devices are busy"),
+        ("jo", "number 2 of the world: rank 0: all_reduce; rank 1: broadcast"),
+        ("jjo", "number 2 of the world: ranks 0 and 1: all_reduce; rank 2: broadcast"),
+        ("mn", "Rank 1 does not answer messages that rank 0 waits for;"),
+        ("d", "Nothing is pending in 1 dump"),
+        ("dd", "Nothing is pending in 2 dumps"),
+    ],
+)
+def test_verbs_agree_with_the_number_of_ranks(tmp_path: Path, dumps: str, sentence: str) -> None:
+    done = [entry(0), entry(1)]
+    last = {
+        "d": [],
+        "j": [entry(2, **STARTED)],
+        "s": [entry(2, state="scheduled")],
+        "o": [entry(2, "broadcast", **STARTED)],
+    }
+    ranks = [[*done, *last[one]] for one in dumps if one in last]
+    if dumps == "mn":
+        ranks = [[message(1, "send 0->1")], []]
+    groups = {"0": ("default_pg", range(len(ranks)))}
+    assert sentence in judged(tmp_path, ranks, groups=groups).verdict.sentence
+
+
 def test_what_the_buffer_has_dropped_is_not_missed(tmp_path: Path) -> None:
     """Rank 1's buffer begins later: its first collectives are not missing."""
     late = [entry(sequence) for sequence in range(5, 8)]
@@ -180,8 +216,8 @@ def test_the_command_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert dumps is not None and len(dumps.files) == 4 and not dumps.said
     code, out, _ = call(["analyze", folder], capsys)
     assert code == 0 and out.startswith(
-        "Rank 2 has not joined all_reduce number 2 of the world, in which ranks 0, 1, 3 wait; rank"
-        " 2 last did all_reduce of the world."
+        "Rank 2 has not joined all_reduce number 2 of the world, in which ranks 0, 1 and 3 wait;"
+        " rank 2 last ran all_reduce of the world."
     )
     assert "train.py:42" in out
     code, out, _ = call(["analyze", folder / "nccl_trace_rank_0", "--json", "--quiet"], capsys)

@@ -42,7 +42,7 @@ def test_damaged_files_are_named_and_the_rest_analysed(folder):
     assert "rank-00001/segment-00002.parquet is empty or half-written" in text
     assert "rank-00002/segment-00001.parquet is empty or half-written" in text
     assert "rank-00004/segment-00007.parquet lacks the column(s) step" in text
-    assert "lack rows of some rank" in text
+    assert "without rows of some rank" in text
     assert found.job.steps == 8 and 0 < found.job.steps_measured < 6
 
 
@@ -75,7 +75,7 @@ def test_missing_ranks_steps_and_job_are_said(folder):
     assert any("5 of 6 ranks" in warning for warning in analyze([folder]).warnings)
     shutil.rmtree(folder / "steps")
     assert any(
-        "6 measured step(s) have no reported loss" in warning
+        "6 measured steps have no reported loss" in warning
         for warning in analyze([folder]).warnings
     )
     (folder / "job.json").write_text("{")
@@ -138,7 +138,7 @@ def test_steps_repeated_after_resuming_count_once(tmp_path):
             TRACE_COLUMNS,
         )
     database = open_database([tmp_path])
-    assert any("2 step(s) were repeated" in warning for warning in database.warnings)
+    assert any("2 steps were repeated" in warning for warning in database.warnings)
     kept = {
         (row["run"], row["step"]) for row in database.sql("SELECT DISTINCT run, step FROM trace")
     }

@@ -11,13 +11,13 @@ from tests.analysis.kineto import traces
 AT = traces.BASE_US
 
 
-def call(name, start, duration, correlation=-1):
+def call(name, start, duration, correlation=-1, thread=100):
     return {
         "ph": "X",
         "cat": "cuda_runtime",
         "name": name,
         "pid": 100,
-        "tid": 100,
+        "tid": thread,
         "ts": AT + start,
         "dur": duration,
         "args": {"correlation": correlation},
@@ -109,6 +109,30 @@ def test_ends_that_are_rounded_do_not_break_the_critical_path(tmp_path):
         f"gemm_{number}": 100 for number in range(5)
     }
     assert path.length_us == pytest.approx(510, abs=0.01)
+
+
+@pytest.mark.parametrize("query", ["cudaEventQuery", "cudaStreamQuery", "hipEventQuery"])
+@pytest.mark.parametrize(
+    ("every", "thread", "device"),
+    [
+        (10, 100, True),  # a loop that spins
+        (90, 100, True),  # one that sleeps between queries
+        (10, 999, False),  # NCCL's watchdog, which launches nothing
+        (1000, 100, False),  # a single query, of the allocator
+    ],
+)
+def test_the_critical_path_goes_through_what_a_polling_host_waits_for(
+    tmp_path, query, every, thread, device
+):
+    found = [
+        *launched("gemm_a", 0, 10, 200, 1),
+        *(call(query, at, 2, thread=thread) for at in range(20, 210 + every, every)),
+        *launched("gemm_b", 310, 315, 50, 2),
+    ]
+    path = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))]).critical_path
+    times = {part.name: part.us for part in path.parts}
+    assert times["gemm_b"] == 50 and times.get("gemm_a") == (200 if device else None)
+    assert times["host"] == (310 - 210 if device else 310)
 
 
 def test_the_critical_path_changes_to_the_rank_that_came_last(tmp_path):

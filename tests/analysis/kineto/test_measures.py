@@ -76,7 +76,7 @@ def test_a_made_job_gives_the_times_it_was_made_of(tmp_path):
         for row in found.collectives
     ] == [("all_reduce", 1, 1, 150, 20), ("all_reduce", 2, 1, 50, 20)]
     assert job.exposed_communication_fraction == pytest.approx(80 / (2000 * 2))
-    assert any("first of 3 steps is taken for warm-up" in warning for warning in found.warnings)
+    assert any("first of 3 steps counts as warm-up" in warning for warning in found.warnings)
     assert {row.name: (row.kind, row.count, row.total_us) for row in found.kernels} == {
         traces.GEMM: ("compute", 4, 1200),
         traces.ALL_REDUCE: ("communication", 4, 280),

@@ -175,7 +175,7 @@ def test_messages_that_name_no_peer_are_left_unmatched_and_said(tmp_path):
     sent = 2 * (STAGES - 1) * MICROBATCHES * (STEPS - 1)
     assert not found.collectives and found.stragglers.lost_s["worker"] == 0
     assert any(
-        f"{2 * sent} send(s) and receive(s), 100 % of the time of communication, are not matched"
+        f"{2 * sent} sends and receives, 100 % of the time of communication, are not matched"
         in warning
         for warning in found.warnings
     )

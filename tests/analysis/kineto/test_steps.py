@@ -172,12 +172,14 @@ def test_ranks_without_marks_have_those_of_the_others(tmp_path):
     ranks = [recorded(4, 30_000, LOADER, marked=rank == 0) for rank in range(2)]
     found = job(tmp_path, *ranks)
     assert found.stragglers.lost_s["data"] == pytest.approx(0.03)
-    assert "1 rank(s) mark no step: the marks of the first rank that does are taken for theirs" in (
+    assert "1 rank marks no step: the marks of the first rank that does are used" in (
         found.warnings
     )
     elsewhen = [event | {"ts": event["ts"] + 10**9} for event in ranks[1]]
     apart = job(tmp_path / "apart", ranks[0], elsewhen)
-    assert any("mark no step: all of theirs is measured" in warning for warning in apart.warnings)
+    assert any(
+        "no step: all that was recorded there is measured" in warning for warning in apart.warnings
+    )
 
 
 def test_every_moment_of_a_measured_step_is_of_one_cause(tmp_path):

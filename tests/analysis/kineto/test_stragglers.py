@@ -139,8 +139,8 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
     if kinds == TENSOR_AND_DATA and len(slow) == 2:
         alone = gains(kinds, slow, ranks) - gains(kinds, {5: slow[5]}, ranks)
         assert (
-            f"Rank 2 alone gains {seconds(alone)[:2]}" in verdict.headline
-            and "Rank 5 alone" not in verdict.headline
+            f"Fixing rank 2 alone saves {seconds(alone)[:2]}" in verdict.headline
+            and "rank 5 alone" not in verdict.headline
         )
 
 
@@ -199,11 +199,11 @@ def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     job(tmp_path, WORLD, {2: 1.4})
     alone = analyze([tmp_path / "rank0.json"]).verdict
     assert alone.headline.startswith(
-        "Communication, or waiting for ranks whose traces are missing, is not hidden"
+        "Communication, or waiting for ranks whose traces are missing, is not overlapped"
     )
     job(tmp_path / "part", TENSOR_AND_DATA, {5: 1.4})
     part = analyze([tmp_path / "part" / f"rank{rank}.json" for rank in (0, 2, 4, 6)]).verdict
-    assert part.place.rank == 4 and part.confidence < 0.9 and "may have held it up" in part.advice
+    assert part.place.rank == 4 and part.confidence < 0.9 and "may have delayed it" in part.advice
 
 
 def test_ranks_whose_compute_goes_on_beside_collectives(tmp_path):
@@ -290,7 +290,7 @@ def test_a_straggler_among_cpus_is_named_though_nothing_is_a_device(tmp_path):
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 1)
     assert found.verdict.lost_s == pytest.approx(3000e-6, rel=0.01)
     assert (
-        "nothing is known as work of a device" in found.verdict.advice
+        "no work of devices is recorded" in found.verdict.advice
         and found.job.bubble_fraction is None
     )
 

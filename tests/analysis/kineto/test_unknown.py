@@ -267,7 +267,7 @@ def test_communication_alone_is_not_judged(tmp_path):
             [span('a(b)*+?{3}|^$\\ "q" #5', 10 * at, 5) for at in range(3)],
             '"compute ^a\\(b\\)\\*\\+\\?\\{\\d+\\}',
         ),
-        ([span("x" * 500, 10 * at, 5) for at in range(3)], f'"compute ^{"x" * 60}" in'),
+        ([span("x" * 500, 10 * at, 5) for at in range(3)], f'"compute ^{"x" * 60}" to'),
         ([span("x", 10 * at, 0) for at in range(3)], "no other event lasts"),
         (
             [

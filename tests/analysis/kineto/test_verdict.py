@@ -5,7 +5,9 @@ import random
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.losses import CAUSES
+from disttrain_cli.analysis.sampled import WHOLE, samples_of
 from tests.analysis.kineto import traces
 
 RANKS, STEPS = 4, 12
@@ -36,6 +38,33 @@ def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
     assert "its host is late" in verdict.advice
 
 
+@pytest.mark.parametrize(("compute", "larger"), [(100, True), (600, False)])
+def test_a_loss_larger_than_the_stragglers_is_in_the_headline(tmp_path, compute, larger):
+    found = job(tmp_path, jittered([(2, 150)], base=960), compute=[compute + 340] * RANKS)
+    lost_s, verdict = found.stragglers.lost_s, found.verdict
+    assert (verdict.cause, verdict.place.rank) == ("worker", 2)
+    assert (lost_s["host"] > verdict.lost_s) == larger
+    share = f"({100 * lost_s['host'] / found.job.iteration_s:.0f} %)"
+    said = "The larger loss is on all ranks: the devices wait for their hosts to launch work"
+    assert (said in verdict.headline and share in verdict.headline) == larger
+    assert ("launch less and larger" in verdict.advice) == larger
+    assert verdict.lost_fraction == pytest.approx(verdict.lost_s / found.job.iteration_s)
+
+
+def test_a_job_has_one_step_length_though_ranks_mark_different_ones(tmp_path):
+    for rank in range(2):
+        marks = [
+            event | {"dur": event["dur"] * (1 + rank)} if "Step" in event["name"] else event
+            for event in traces.events([620], compute=600)
+        ]
+        traces.write(tmp_path / f"rank{rank}.json", traces.document(marks, rank, 2))
+    found = analyze([tmp_path])
+    (step_s,) = (row.value for row in found.verdict.evidence if row.what == "a step")
+    assert found.job.iteration_s == pytest.approx(1.5e-3) == step_s
+    assert samples_of([tmp_path]).series[WHOLE] == pytest.approx([step_s])
+    assert f"of the {seconds(step_s)} of a step" in found.verdict.headline
+
+
 def test_a_straggler_that_computes_longer_is_told_from_a_late_host(tmp_path):
     found = job(tmp_path, jittered([(2, 150)]), compute=[600, 600, 750, 600])
     assert found.verdict.place.rank == 2 and "more work" in found.verdict.advice
@@ -60,7 +89,9 @@ def test_late_by_turns_is_no_straggler(tmp_path, seed):
     found = job(tmp_path, arrivals, compute=[600] * RANKS)
     assert found.verdict.cause != "worker" and found.stragglers.lost_s["worker"] == 0
     evidence = {row.what: row.value for row in found.verdict.evidence}
-    assert evidence["waiting for whoever joins last, now one, now another"] == pytest.approx(150e-6)
+    assert evidence[
+        "waiting for the rank that joins last, a different one each time"
+    ] == pytest.approx(150e-6)
 
 
 def test_a_device_that_waits_for_launches_is_bound_by_its_host(tmp_path):
@@ -114,7 +145,9 @@ def test_copies_that_nothing_hides_are_communication(tmp_path):
     found = analyze([tmp_path])
     assert found.stragglers.lost_s["communication"] == pytest.approx(320e-6, rel=0.02)
     evidence = {row.what: row.value for row in found.verdict.evidence}
-    assert evidence["copies between host and device that nothing hides"] == pytest.approx(300e-6)
+    assert evidence["copies between host and device not overlapped with compute"] == pytest.approx(
+        300e-6
+    )
 
 
 def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
@@ -136,7 +169,9 @@ def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
             )
         ]
     )
-    assert found.verdict.headline.startswith("Copies and fills of device memory are not hidden")
+    assert found.verdict.headline.startswith(
+        "Copies and fills of device memory are not overlapped with compute"
+    )
     assert not any(
         "host and device" in text
         for text in (
@@ -163,9 +198,9 @@ def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
         and said in verdict.headline
     )
     assert ("which may be chance" in verdict.headline) == (times == 8)
-    gains = {row.what: row.value for row in verdict.evidence if row.what.startswith("mending")}
-    assert gains["mending rank 0"] == pytest.approx(times / 11 * 200e-6, rel=0.01)
-    assert times == 8 or gains["mending rank 3"] == pytest.approx(5 / 11 * 200e-6, rel=0.01)
+    gains = {row.what: row.value for row in verdict.evidence if row.what.startswith("saved")}
+    assert gains["saved by fixing rank 0"] == pytest.approx(times / 11 * 200e-6, rel=0.01)
+    assert times == 8 or gains["saved by fixing rank 3"] == pytest.approx(5 / 11 * 200e-6, rel=0.01)
     assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
 
 
@@ -180,8 +215,10 @@ def test_every_part_of_a_cause_is_told_with_its_own_seconds(tmp_path):
     assert verdict.cause == "communication" and verdict.lost_s == pytest.approx(
         found.stragglers.lost_s["communication"]
     )
-    transfers, waits = verdict.headline.rstrip(".").split(". ")
-    assert transfers.startswith("Communication is not hidden") and transfers.endswith(
+    transfers, waits, both = verdict.headline.rstrip(".").split(". ")
+    share = f"({100 * verdict.lost_fraction:.0f} %)"
+    assert both == f"In all, communication costs {seconds(verdict.lost_s)} {share}"
+    assert transfers.startswith("Communication is not overlapped") and transfers.endswith(
         f"({100 * exposed:.0f} %)"
     )
     assert waits.startswith("Ranks wait for one another") and ": 150 µs of the " in waits

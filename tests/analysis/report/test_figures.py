@@ -114,7 +114,8 @@ def test_slowest_of_operations_are_cells_too(tmp_path):
     assert f">{stage.mean_ms:.3g} ms</text>" in part(text, "heat")
     losses = part(text, "losses")
     assert found.stragglers.not_told == ["unit", "data"]
-    assert "do not tell: GPUs badly shared" in losses and ">waiting for data<" not in losses
+    assert "Not in these traces: GPUs shared unevenly" in losses
+    assert ">waiting for data<" not in losses
 
 
 def test_exposed_communication_is_the_same_for_the_job_and_its_ranks(tmp_path):

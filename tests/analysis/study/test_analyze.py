@@ -4,6 +4,7 @@ told."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import mean
 
@@ -74,6 +75,18 @@ def test_the_published_trace_has_a_slow_stage(published):
         found.job.iteration_s - found.stragglers.ideal_s
     )
     assert found.verdict.next_command.startswith("disttrain analyze --sql")
+    lost_s, even_s = found.verdict.lost_s, found.stragglers.lost_s["stage"]
+    assert f"{lost_s:.3g} s of every 2.21 s step ({100 * lost_s / 2.214:.0f} %)" in (
+        found.verdict.headline
+    )
+    assert found.verdict.lost_fraction == pytest.approx(lost_s / found.job.iteration_s)
+    even = f"{even_s:.3g} s ({100 * even_s / found.job.iteration_s:.0f} %)"  # as in the table
+    assert even in found.verdict.headline and even in found.verdict.advice
+    assert rows["saved by equally long stages"] == pytest.approx(even_s)
+    assert set(re.findall(r"[0-9]+ %", found.verdict.headline)) == {
+        "24 %",
+        "13 %",
+    }
     query = found.verdict.next_command.split('"')[1]
     assert len(run_study_sql([published[0]], query).rows) == 8
 

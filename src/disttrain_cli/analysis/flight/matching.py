@@ -20,6 +20,7 @@ from itertools import zip_longest
 from math import inf, prod
 from typing import Literal
 
+from disttrain_cli.analysis.figures import name_ranks
 from disttrain_cli.analysis.flight.dumps import MESSAGE, Dump, Entry, ranks_of
 from disttrain_cli.analysis.kineto.shapes import item_bytes
 
@@ -250,7 +251,7 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
         if others:
             right = [rank for rank in there if rank not in others]
             detail = "; ".join(
-                [f"ranks {_listed(right)}: {told(there[right[0]])}"]
+                [f"{name_ranks(right)}: {told(there[right[0]])}"]
                 + [f"rank {rank}: {told(there[rank])}" for rank in others[:4]]
             )
             return finding(problem, others, there[right[0]], detail, right)
@@ -307,7 +308,3 @@ def _usual(values: Mapping[int, str]) -> str:
     counts = Counter(values.values())
     most = max(counts.values())
     return next(value for _, value in sorted(values.items()) if counts[value] == most)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)

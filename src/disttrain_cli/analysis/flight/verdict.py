@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from disttrain_cli.analysis.figures import agree, counted, name_ranks
 from disttrain_cli.analysis.flight.dumps import Entry, ranks_of, read_dumps
 from disttrain_cli.analysis.flight.matching import (
     Finding,
@@ -34,7 +35,6 @@ from disttrain_cli.analysis.flight.waiting import (
 
 #: What ranks disagree about; it is found before anything that they wait for.
 DISAGREE = ("other operation", "other size", "other dtype")
-MOST_LISTED = 8
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -167,12 +167,12 @@ def _verdict(
     files: Sequence[Path],
 ) -> HangVerdict:
     def verdict(
-        cause: str, sentence: str, ranks: Sequence[int], found: Finding | None, advice: str
+        cause: str, sentence: str, blamed: Sequence[int], found: Finding | None, advice: str
     ) -> HangVerdict:
         return HangVerdict(
             cause=cause,
             sentence=sentence,
-            ranks=[*ranks],
+            ranks=[*blamed],
             row=None if found is None else _row(found),
             next_step=advice,
         )
@@ -181,29 +181,35 @@ def _verdict(
         found = findings[0]
         return verdict(
             found.problem,
-            f"{_named(found.ranks)} {_has(found)} {_collective(found)}: {found.detail}",
+            f"{_subject(found.ranks)} {_has(found)} {_collective(found)}: {found.detail}",
             found.ranks,
             found,
-            "Compare what leads those ranks there with the others: "
-            + (_stack(places, found.ranks) or "their logs."),
+            "Compare the code that leads to this call on"
+            f" {agree(len(found.ranks), 'that rank', 'those ranks')} with the other ranks': "
+            + (_stack(places, found.ranks) or "see their logs."),
         )
     causes = causes_of(positions, [*places])
     if causes:
-        waiting = [rank for rank, place in places.items() if {*place.waits_for} & {*causes}]
         waited = [
             found for found in findings if found.problem == "missing" and {*found.ranks} & {*causes}
         ]
         here = waited[0] if waited else None
-        what = (
-            f"{_named(causes)} {'has' if len(causes) == 1 else 'have'} not joined"
-            f" {_collective(here)}, in which {_named(here.waiting).lower()} wait"
+        waiting = (
+            here.waiting
             if here is not None
-            else f"{_named(causes)} {'does' if len(causes) == 1 else 'do'} not answer messages that"
-            f" {_named(waiting).lower()} {'waits' if len(waiting) == 1 else 'wait'} for"
+            else [rank for rank, place in places.items() if {*place.waits_for} & {*causes}]
+        )
+        waits = f"{name_ranks(waiting)} {agree(len(waiting), 'waits', 'wait')}"
+        what = (
+            f"{_subject(causes)} {agree(len(causes), 'has', 'have')} not joined"
+            f" {_collective(here)}, in which {waits}"
+            if here is not None
+            else f"{_subject(causes)} {agree(len(causes), 'does', 'do')} not answer messages that"
+            f" {waits} for"
         )
         last = places[causes[0]]
         doing = (
-            f"; rank {last.rank} {'is in' if last.waits else 'last did'} {last.operation} of"
+            f"; rank {last.rank} {'is in' if last.waits else 'last ran'} {last.operation} of"
             f" {last.group}"
             if last.operation
             else f"; rank {last.rank} has recorded nothing"
@@ -213,30 +219,34 @@ def _verdict(
             what + doing,
             causes,
             here,
-            "See what those ranks do outside of communication: the stacks at the ends of their logs"
+            "Look at what"
+            + agree(
+                len(causes),
+                " that rank does outside of communication: the stack at the end of its log",
+                " those ranks do outside of communication: the stacks at the ends of their logs",
+            )
             + (f", and {_stack(places, causes)}" if _stack(places, causes) else "."),
         )
     if circle := circle_of(positions):
         return verdict(
             "circle",
-            f"{_named(circle)} wait for each other: each is in an operation that another one comes"
-            " to later",
+            f"{_subject(circle)} wait for each other: each is in an operation that another one"
+            " reaches only later",
             circle,
             next((found for found in findings if {*found.ranks} & {*circle}), None),
-            "Groups are used in another order on some ranks; see where each one is, below.",
+            "Some ranks use the groups in a different order; see where each one is, below.",
         )
     lacking = sorted({other for place in places.values() for other in place.waits_for} - {*places})
     if lacking:
         waiting = [rank for rank, place in places.items() if {*place.waits_for} & {*lacking}]
         return verdict(
             "unknown",
-            f"{_named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for"
-            f" {_named(lacking).lower()} to answer messages, and there"
-            f" {'is no dump' if len(lacking) == 1 else 'are no dumps'} of"
-            f" {'it' if len(lacking) == 1 else 'them'}",
+            f"{_subject(waiting)} {agree(len(waiting), 'waits', 'wait')} for"
+            f" {name_ranks(lacking)} to answer messages, and there"
+            f" {agree(len(lacking), 'is no dump of it', 'are no dumps of them')}",
             lacking,
             None,
-            f"Give the dumps of {_named(lacking).lower()} too: they tell whether those wait for"
+            f"Pass the dumps of {name_ranks(lacking)} too: they show whether those wait for"
             " others.",
         )
     unfinished = [found for found in findings if found.problem in ("not started", "not finished")]
@@ -247,18 +257,20 @@ def _verdict(
             found.problem,
             f"All ranks with a dump have joined {_collective(found)}, and"
             + (
-                f" {_named(found.ranks).lower()} {'has' if len(found.ranks) == 1 else 'have'} not"
-                " started it: the device is busy with what comes before it"
+                f" {name_ranks(found.ranks)} {agree(len(found.ranks), 'has', 'have')} not started"
+                f" it: {agree(len(found.ranks), 'the device is', 'their devices are')} busy with"
+                " what was launched before it"
                 if late
-                else " it has not finished: the network, or a rank without a dump, holds it up"
+                else " it has not finished: the network, or a rank without a dump, delays it"
             ),
             found.ranks if late else without or found.ranks,
             found,
             (
-                "See what those devices run before it."
+                "Look at the kernels launched before it on"
+                f" {agree(len(found.ranks), 'that device', 'those devices')}."
                 if late
-                else "NCCL_DEBUG=INFO says in the logs what it tries; see whether hosts and links"
-                " answer."
+                else "With NCCL_DEBUG=INFO the logs show what NCCL attempts; check that hosts and"
+                " links respond."
             ),
         )
     pending = [rank for rank, place in places.items() if place.waits]
@@ -267,32 +279,33 @@ def _verdict(
         known = all(positions[rank].known for rank in pending)
         return verdict(
             "not finished" if known else "unknown",
-            f"{_named(pending)} {'is' if len(pending) == 1 else 'are'} in messages that"
+            f"{_subject(pending)} {agree(len(pending), 'is', 'are')} in messages that"
             + (
                 f" both ends have asked for (rank {first.rank} in {first.operation} of"
-                f" {first.group}), and that have not finished: the network holds them up"
+                f" {first.group}), and that have not finished: the network delays them"
                 if known
                 else f" do not name their peers (rank {first.rank} in {first.operation} of"
                 f" {first.group}), so whom they wait for is not known"
             ),
             pending,
             None,
-            "NCCL_DEBUG=INFO says in the logs what it tries; see whether hosts and links answer."
+            "With NCCL_DEBUG=INFO the logs show what NCCL attempts; check that hosts and links"
+            " respond."
             if known
             else "See the stacks in the logs of those ranks.",
         )
     if without:
         return verdict(
             "unknown",
-            f"Nothing is pending in {len(places)} dump(s), and there are no dumps of"
-            f" {_named(without).lower()}: who waits for whom is not known without them",
+            f"Nothing is pending in {counted(len(places), 'dump')}, and there are no dumps of"
+            f" {name_ranks(without)}: who waits for whom is not known without them",
             without,
             None,
-            f"Give the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}",
+            f"Pass the dumps of all ranks: disttrain analyze {shlex.quote(str(files[0].parent))}",
         )
     return verdict(
         "nothing pending",
-        f"Nothing is pending in {len(places)} dump(s)",
+        f"Nothing is pending in {counted(len(places), 'dump')}",
         [],
         None,
         "The ranks wait for something other than each other: see the stacks in their logs.",
@@ -316,19 +329,18 @@ def _has(found: Finding) -> str:
     what = {"other operation": "operation", "other size": "size", "other dtype": "type"}
     if found.ranks == found.waiting:  # the two ends of a message
         return f"disagree about the {what[found.problem]} of"
-    return f"{'has' if len(found.ranks) == 1 else 'have'} another {what[found.problem]} in"
+    return f"{agree(len(found.ranks), 'has', 'have')} another {what[found.problem]} in"
 
 
 def _collective(found: Finding) -> str:
     return f"{found.operation} number {found.sequence} of {found.group.title}"
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """Ranks 1, 2, 3, …"""
-    shown = ", ".join(map(str, ranks[:MOST_LISTED])) + ", …" * (len(ranks) > MOST_LISTED)
-    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+def _subject(numbers: Sequence[int]) -> str:
+    """Ranks at the beginning of a sentence."""
+    return name_ranks(numbers).capitalize()
 
 
 def _stack(places: Mapping[int, Place], ranks: Sequence[int]) -> str:
     line = next((places[rank].line for rank in ranks if places[rank].line), "")
-    return f"asked last at {line}" if line else ""
+    return f"the last recorded call at {line}" if line else ""

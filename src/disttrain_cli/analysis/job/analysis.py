@@ -14,6 +14,7 @@ from disttrain_cli.analysis.causes import (
     find_causes,
     mend,
 )
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.graph import Delays, Graph
 from disttrain_cli.analysis.job.comparisons import compare_sums
 from disttrain_cli.analysis.job.costing import peak_of, shares_cores
@@ -67,8 +68,8 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
         short = short_ranks(database)
         raise DataError(
             "The trace holds no whole step",
-            f"{times['recorded']} step(s) were recorded; a measured step needs forward and backward"
-            f" of every rank, and the first one is warm-up{short and f'; {short}'}",
+            f"it has {counted(times['recorded'], 'step')}; a measured step needs forward and"
+            f" backward of every rank, and the first one is warm-up{short and f'; {short}'}",
             (
                 "Analyse without their folders (rank-*), or record more: disttrain train --steps 5"
                 if short
@@ -206,7 +207,7 @@ def _straggle(
     if graph is None:
         return (
             Stragglers(slowdown=None, ideal_s=None, lost_s=None),
-            unknown("no recorded step is whole enough to replay"),
+            unknown("no recorded step is complete enough to replay"),
             [],
             None,
             [],
@@ -254,6 +255,7 @@ def _straggle(
         waited_for=beside(graph, held_up(graph)),
         clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
         / 1e6,
+        steps_measured=database.query("iterations")[0]["measured"],
     )
     if findings:
         mended = replace(graph, recorded=Delays(*state))
@@ -277,10 +279,10 @@ def _straggle(
 def _causes(
     graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool
 ) -> tuple[list[Finding], State]:
-    """What slows the steps, and the steps with all of it mended.
+    """What slows the steps, and the steps with all of it fixed.
 
-    Uneven data are looked at last, and claim no more than another ordering gains; what an ordering
-    has left of them, and what no other ordering is known for, is a limit.
+    Uneven data come last, and claim no more than another ordering saves; what an ordering leaves of
+    them, and what no other ordering is known for, is a limit.
 
     Args:
         planned: the planner can say what other plans gain: the layers of its stages are no fault,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.analysis.walk import Floats
@@ -242,7 +243,7 @@ def repair_clocks(connection: DuckDBPyConnection, warnings: list[str]) -> list[H
 
 
 def _told(clocks: list[HostClock]) -> list[str]:
-    """What the user must know of the clocks."""
+    """Warnings about the clocks."""
     reference = clocks[0].host
     loose = [clock.host for clock in clocks if clock.offset_us is None]
     told = [
@@ -251,7 +252,11 @@ def _told(clocks: list[HostClock]) -> list[str]:
         for host in loose[:3]
     ]
     if len(loose) > 3:
-        told.append(f"the clocks of {len(loose) - 3} more hosts cannot be tied to the others")
+        more = len(loose) - 3
+        told.append(
+            f"the {agree(more, 'clock', 'clocks')} of {counted(more, 'more host')} cannot be tied"
+            " to the others"
+        )
     wrong = sorted(
         (clock for clock in clocks if clock.applied and abs(clock.offset_us or 0.0) >= TOLD_US),
         key=lambda clock: -abs(clock.offset_us or 0.0),
@@ -260,8 +265,9 @@ def _told(clocks: list[HostClock]) -> list[str]:
         far = wrong[0]
         assert far.offset_us is not None and far.error_us is not None
         told.append(
-            f"the clocks of {len(wrong)} host(s) were put right by their messages; the furthest, of"
-            f" host {far.host!r}, was {_duration(abs(far.offset_us))}"
+            f"the {agree(len(wrong), 'clock', 'clocks')} of {counted(len(wrong), 'host')}"
+            f" {agree(len(wrong), 'was', 'were')} corrected by messages; the furthest, of host"
+            f" {far.host!r}, was {_duration(abs(far.offset_us))}"
             f" {'ahead' if far.offset_us > 0 else 'behind'} (± {_duration(far.error_us)})"
         )
     return told

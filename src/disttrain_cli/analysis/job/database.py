@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.formats import RECORD
 from disttrain_cli.analysis.job.clocks import repair_clocks
 from disttrain_cli.analysis.job.costing import StageCost, known_stages, stage_costs
@@ -244,7 +245,7 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     if not starts:
         raise DataError(
             "No row of the trace can be used",
-            "all lack a place or a time, or tell one that cannot be",
+            "all lack coordinates or a time, or hold impossible ones",
             RECORD,
         )
     seen = connection.execute("SELECT sum(rows)::BIGINT FROM seen").fetchall()[0][0]
@@ -301,7 +302,8 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
     if repeated:
         warnings.append(
-            f"{repeated} step(s) were repeated after resuming; the last time is analysed"
+            f"{counted(repeated, 'step')} {agree(repeated, 'was', 'were')} repeated after resuming;"
+            " the last time is analysed"
         )
     return last
 

@@ -1,10 +1,11 @@
-"""What limits the figures of own traces: incomplete steps, ranks without rows, contradictions,
+"""Limits of the figures of own traces: incomplete steps, ranks without rows, contradictions,
 shared cores."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.job.costing import shares_cores
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.result.summary import JobSummary
@@ -20,26 +21,26 @@ def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -
     if times["incomplete"]:
         short = short_ranks(database)
         warn(
-            f"{times['incomplete']} step(s) lack rows of some rank and are left"
-            f" out{short and f': {short}'}"
+            f"{counted(times['incomplete'], 'step')} without rows of some rank"
+            f" {agree(times['incomplete'], 'is', 'are')} left out{short and f': {short}'}"
         )
     if job is not None:
         whole = expected_ranks(database)
         if summary.ranks < whole:
             warn(
-                f"the trace holds {summary.ranks} of {whole} ranks: figures are of those"
-                f" only{_missing(database)}"
+                f"the trace holds {summary.ranks} of {whole} ranks: figures cover only"
+                f" {agree(summary.ranks, 'that one', 'those')}{_missing(database)}"
             )
     expected = times["last_step"] - times["first_step"] + 1
-    if times["recorded"] < expected:
+    if gone := expected - times["recorded"]:
         warn(
-            f"{expected - times['recorded']} step(s) between {times['first_step']} and"
-            f" {times['last_step']} are missing"
+            f"{counted(gone, 'step')} between {times['first_step']} and {times['last_step']}"
+            f" {agree(gone, 'is', 'are')} missing"
         )
-    if times["reported"] < times["measured"]:
+    if silent := times["measured"] - times["reported"]:
         warn(
-            f"{times['measured'] - times['reported']} measured step(s) have no reported loss and"
-            " time"
+            f"{counted(silent, 'measured step')} {agree(silent, 'has', 'have')} no reported loss"
+            " and time"
         )
     if summary.mfu is not None and summary.mfu > 1:
         warn(
@@ -53,9 +54,9 @@ def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -
         )
     if job is not None and shares_cores(job) and summary.ranks > 1:
         warn(
-            f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
-            "rank is slower while others "
-            "compute, so which unit or rank is slow is less certain than on separate devices"
+            f"all {summary.ranks} ranks share the {counted(job.profile.device.cores, 'core')} of a"
+            " CPU: a rank is slower while others compute, so which unit or rank is slow is less"
+            " certain than on separate devices"
         )
 
 
@@ -85,7 +86,9 @@ def short_ranks(database: Database) -> str:
     }
     names = [f"{rank} (at step {step})" for rank, step in last.items() if step < max(last.values())]
     more = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
-    return f"traces end early of rank {', '.join(names[:MOST_PLACES])}{more}" if names else ""
+    of = agree(len(names), "the trace of rank", "the traces of ranks")
+    end = agree(len(names), "ends", "end")
+    return f"{of} {', '.join(names[:MOST_PLACES])}{more} {end} early" if names else ""
 
 
 def _missing(database: Database) -> str:

@@ -1,5 +1,5 @@
-"""Whether the data have moved away from what the plan was made for, what that costs, and the
-command that mends it."""
+"""Drift of the data away from what the plan was made for, what it costs, and the command that plans
+again."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def stale(
         planned_s, expected_s = operations[0].planned / 1e3, operations[0].predicted / 1e3
         changed_s = abs(expected_s - planned_s)
         effect = (
-            f": by the profile a step of these data takes {expected_s:.3g} s, not the"
-            f" {planned_s:.3g} s planned ({100 * (expected_s / planned_s - 1):+.0f} %)"
+            f": by the profile a step with these data takes {expected_s:.3g} s, not the planned"
+            f" {planned_s:.3g} s ({100 * (expected_s / planned_s - 1):+.0f} %)"
         )
     told = f"The plan was made for other data{effect}"
     database.warnings.append(f"{told}; plan again: {command}")
@@ -53,7 +53,7 @@ def stale(
     ):
         return verdict
     advice = (
-        f"{moved[0].sentence}. {told}. Measure these data and plan again, then see what is left:"
+        f"{moved[0].sentence}. {told}. Measure these data and plan again, then see what remains:"
         f" {verdict.advice}"
     )
     return replace(verdict, advice=advice, next_command=command)

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from disttrain_cli.analysis.confidence import calibrated, known
+from disttrain_cli.analysis.figures import agree, counted, name_ranks
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.late import late_ranks
 from disttrain_cli.analysis.kineto.losses import Losses
@@ -30,7 +31,7 @@ _OF_COMPUTE = (
     "exposed_communication_us",
     "exposed_wait_us",
 )
-#: A larger share of unclassified kernel time than this is said.
+#: A larger share of unclassified kernel time than this is reported.
 TOLD_UNCLASSIFIED = 0.05
 
 
@@ -76,6 +77,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             unclassified=losses.unclassified,
         )
         verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
+    if verdict.cause != "unknown" or verdict.lost_s:
+        verdict = replace(verdict, lost_fraction=verdict.lost_s / losses.step_s)
     compute_s = losses.ideal_s()
     return Analysis(
         format="kineto",
@@ -204,15 +207,14 @@ def _limits(
         said.append("only one step was recorded, so its warm-up could not be left out")
     else:
         said.append(
-            f"the first of {iterations['recorded']} steps is taken for warm-up and left out"
+            f"the first of {iterations['recorded']} steps counts as warm-up and is left out"
         )
     silent_ranks = database.sql(
         "SELECT rank FROM files WHERE kept AND rank NOT IN (SELECT rank FROM times) ORDER BY 1"
     )
     if silent_ranks:
         said.append(
-            f"rank(s) {', '.join(str(row['rank']) for row in silent_ranks[:8])} recorded nothing"
-            " measurable"
+            f"{name_ranks([row['rank'] for row in silent_ranks])} recorded nothing measurable"
         )
     if judged.incomplete is not None:
         said.append(
@@ -221,31 +223,40 @@ def _limits(
         )
     if iterations["partial"]:
         said.append(
-            f"{iterations['partial']} step(s) are not marked on every rank and are left out"
+            f"{counted(iterations['partial'], 'step')}"
+            f" {agree(iterations['partial'], 'is', 'are')} not marked on every rank and left out"
         )
     if iterations["recorded"] and iterations["unmarked"]:
-        said.append(f"{iterations['unmarked']} rank(s) mark no step: all of theirs is measured")
-    if iterations["lent_ranks"]:
         said.append(
-            f"{iterations['lent_ranks']} rank(s) mark no step: the marks of the first rank that"
-            " does are taken for theirs"
+            f"{counted(iterations['unmarked'], 'rank')}"
+            f" {agree(iterations['unmarked'], 'marks', 'mark')} no step: all that was recorded"
+            " there is measured"
+        )
+    if lent := iterations["lent_ranks"]:
+        said.append(
+            f"{counted(lent, 'rank')} {agree(lent, 'marks', 'mark')} no step: the marks of the"
+            " first rank that does are used"
         )
     if totals["unmatched"]:
+        count = totals["unmatched"]
         said.append(
-            f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join"
-            " them, so waiting in them is not known"
+            f"{counted(count, 'collective')} {agree(count, 'does', 'do')} not occur equally often"
+            f" on the ranks that join {agree(count, 'it', 'them')}, so waiting there is not known"
         )
     if totals["lone_messages"] and database.sql("SELECT count(*) AS n FROM times")[0]["n"] > 1:
+        count = totals["lone_messages"]
         said.append(
-            f"{totals['lone_messages']} send(s) and receive(s),"
-            f" {100 * totals['lone_messages_share']:.0f} % of the time of communication, are not"
-            " matched (their arguments name no peer, or its trace lacks the other end), so waiting"
-            " at them is not known"
+            f"{count} {agree(count, 'send or receive', 'sends and receives')},"
+            f" {100 * totals['lone_messages_share']:.0f} % of the time of communication,"
+            f" {agree(count, 'is', 'are')} not matched (the arguments name no peer, or its trace"
+            " lacks the other end), so waiting there is not known"
         )
     if totals["matched"] > totals["waited"]:
+        strays = totals["matched"] - totals["waited"]
         said.append(
-            f"{totals['matched'] - totals['waited']} collective(s) name no group and end at"
-            " different times on different ranks, so who joined them is not known"
+            f"{counted(strays, 'collective')} {agree(strays, 'names', 'name')} no group and"
+            f" {agree(strays, 'ends', 'end')} at different times on different ranks, so it is not"
+            f" known which ranks joined {agree(strays, 'it', 'them')}"
         )
     repaired = database.sql(
         "SELECT rank, ahead_ns, spread_ns FROM clocks WHERE repaired ORDER BY abs(ahead_ns) DESC"
@@ -253,13 +264,15 @@ def _limits(
     if repaired:
         worst = repaired[0]
         said.append(
-            f"clocks of {len(repaired)} rank(s) are repaired by the ends of collectives, most for"
+            f"the {agree(len(repaired), 'clock', 'clocks')} of {counted(len(repaired), 'rank')}"
+            f" {agree(len(repaired), 'is', 'are')} corrected by the ends of collectives, most for"
             f" rank {worst['rank']}: {worst['ahead_ns'] / 1e6:+.3f} ms ±"
             f" {worst['spread_ns'] / 1e6:.3f} ms"
         )
     if understood and (totals["unclassified"] or 0.0) > TOLD_UNCLASSIFIED:
         said.append(
-            f"{100 * totals['unclassified']:.0f} % of the kernels' time is neither known as compute"
-            " nor as communication and counts as compute; name such kernels in kernel_patterns.txt"
+            f"{100 * totals['unclassified']:.0f} % of the kernels' time is classified neither as"
+            " compute nor as communication and counts as compute; add such kernels to"
+            " kernel_patterns.txt"
         )
     return said

@@ -163,8 +163,9 @@ def count_ranks(files: list[TraceFile], least: int) -> list[str]:
     missing = [str(rank) for rank in range(size) if rank not in ranks]
     more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
     return [
-        f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): who"
-        " waits for them, and whom they wait for, cannot be seen, and the verdict is the less sure"
+        f"{len(missing)} of {size} ranks {'is' if len(missing) == 1 else 'are'} missing"
+        f" ({', '.join(missing[:8])}{more}): these traces do not show who waits for them or"
+        " whom they wait for, which lowers the confidence"
     ]
 
 

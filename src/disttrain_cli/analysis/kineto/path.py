@@ -1,11 +1,11 @@
 """The critical path of a step: backwards from its last kernel, always to what had to end before.
 
 A kernel began when its device was free (then the kernel that ended last comes before it) or, where
-it was launched later than that, when its host launched it. A host goes back to the call in which it
-last waited for its device, and to the kernel that it waited for, else to the start of the step. A
-collective that waited goes on at the rank that was the last to join it, so the path changes ranks.
-What no trace tells (events between streams, locks between threads of a host) is not followed: on
-one device any kernel may have waited for the one that ended last.
+it was launched later than that, when its host launched it. A host goes back to the call or polling
+loop in which it last waited for its device, and to the kernel that it waited for, else to the start
+of the step. A collective that waited continues at the rank that joined it last, so the path changes
+ranks. Dependencies that traces do not record (events between streams, locks between threads of a
+host) are not followed: on one device any kernel may have waited for the one that ended last.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
 
 
 def _waited(calls: tuple[Ints, Ints], by_ns: int, ended: Any, end: NDArray[Any]) -> int | None:
-    """The kernel for which the host waited in the last call that was over at `by_ns`, if it waited
-    at all."""
+    """The kernel for which the host waited in the last call that ended by `by_ns`, if any."""
     starts, ends = calls
     for at in range(int(np.searchsorted(ends, by_ns, side="right")) - 1, -1, -1):
         kernel = ended(int(ends[at]))

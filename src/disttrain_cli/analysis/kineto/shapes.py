@@ -170,7 +170,7 @@ def _attention(
     def count(dims: Dims, values: Dims) -> Count:
         query, key = dims[first], dims[first + 1]
         if len(query) != 4 or len(key) != 4:
-            raise ValueError("packed sequences: their lengths are not told")
+            raise ValueError("packed sequences: their lengths are not recorded")
         of = (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
         batch, heads, length, size = (query[index] for index in of)
         read = key[of[2]]

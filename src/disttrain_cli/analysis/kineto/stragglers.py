@@ -1,5 +1,5 @@
-"""Verdicts on ranks that the others wait for: why they are late, what mending them gains, how sure
-that is."""
+"""Verdicts on ranks that the others wait for: why they are late, what fixing them saves, and the
+confidence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from disttrain_cli.analysis.confidence import exceeds
-from disttrain_cli.analysis.figures import seconds
+from disttrain_cli.analysis.figures import counted, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import (
     LEAST_STRAGGLER,
@@ -23,14 +23,15 @@ from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 MOST_NAMED = 8
 #: Attention and other GEMMs may be longer by this part of the share by which grouped GEMMs are.
 _MOST_ELSEWHERE = 0.25
+P_VALUE = "p-value of being last this often by chance"
 _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 
 
 def mended(
     losses: Losses, database: KinetoDatabase, evidence: list[Evidence], understood: bool = True
 ) -> Verdict:
-    """Ranks without which the recorded collectives, played again, are done sooner; those first that
-    gain most."""
+    """Ranks without whose delays a replay of the recorded collectives is shorter, those first that
+    save most."""
     span_s, first = losses.step_s, losses.stragglers[0]
     others = [
         one
@@ -41,7 +42,7 @@ def mended(
     gain_s, who = min(float(first.gain_s.mean()), span_s), _named(first.ranks)
     one, met = len(first.ranks) == 1, _met(losses)
     alone = [
-        f" Rank {rank} alone gains {_costs(gain, span_s)}."
+        f" Fixing rank {rank} alone saves {costs(gain, span_s)}."
         for rank, gain in zip(first.ranks, first.alone_s, strict=True)
         if not one and gain >= LEAST_STRAGGLER * span_s
     ][:MOST_NAMED]
@@ -51,8 +52,8 @@ def mended(
         cause="worker",
         headline=(
             f"{who} {'is the straggler: it' if one else 'are the stragglers: one of them'} is last"
-            f" into {first.last} of {first.joined} {met}, and mending {'it' if one else 'them'}"
-            f" gains {of_step(gain_s, span_s, losses.marked)}."
+            f" into {first.last} of {_met(losses, first.joined)}, and fixing"
+            f" {'it' if one else 'them'} saves {of_step(gain_s, span_s, losses.marked)}."
         )
         + "".join(alone)
         + "".join(_more(late, span_s) for late in others)
@@ -69,10 +70,10 @@ def mended(
                 value=first.last / first.joined,
                 unit="share",
             ),
-            Evidence(what="chance that this is chance", value=first.chance, unit="probability"),
+            Evidence(what=P_VALUE, value=first.chance, unit="probability"),
             *(
                 Evidence(
-                    what=f"mending {_named(each.ranks).lower()}",
+                    what=f"saved by fixing {_named(each.ranks).lower()}",
                     value=float(each.gain_s.mean()),
                     unit="s",
                 )
@@ -81,13 +82,13 @@ def mended(
             *rows,
         ],
         advice=_why(losses, first, database, understood)
-        + (" Ranks whose traces are missing may have held it up." if losses.present < 1 else ""),
+        + (" Ranks whose traces are missing may have delayed it." if losses.present < 1 else ""),
         next_command=_waits_of(first.ranks[0]),
     )
 
 
 def _single_step(late: Late, span_s: float) -> int | None:
-    """The step without which mending would not gain enough, if it is one of several."""
+    """The step without which fixing the ranks would not save enough, if it is one of several."""
     least_s, count, largest = LEAST_STRAGGLER * span_s, len(late.gain_s), int(late.gain_s.argmax())
     if (
         count < 2
@@ -111,9 +112,9 @@ def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool)
     who, one = _named(late.ranks), len(late.ranks) == 1
     if not understood:
         return (
-            f"Between its collectives {who.lower()} takes longer than the others; as nothing is"
-            " known as work of a device, it is not said whether its device, its host or its data"
-            " are slow."
+            f"Between {'its' if one else 'their'} collectives {who.lower()} take{'s' * one} longer"
+            " than the others; as no work of devices is recorded, these traces do not show whether"
+            " devices, hosts or data are slow."
         )
     longer = {part: value / len(late.ranks) for part, value in losses.longer_of(late.ranks).items()}
     host_s = longer["host_works"] + longer["host_silent"] + longer["unrecorded"]
@@ -125,12 +126,12 @@ def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool)
     if longer["data"] > host_s:
         return (
             f"In a step the device{'' if one else 's'} of {who.lower()} wait{'s' * one}"
-            f" {seconds(longer['data'])} longer for data than the others: look at its DataLoader"
-            " (workers, prefetch_factor), its storage, and other processes on its CPU."
+            f" {seconds(longer['data'])} longer for data than the others: check the DataLoader"
+            " (workers, prefetch_factor), the storage, and other processes on the CPU."
         )
     return (
         f"{'Its device does' if one else 'Their devices do'} not compute longer than the others':"
-        f" {'its host is' if one else 'their hosts are'} late. Look at the CPU of {who.lower()}:"
+        f" {'its host is' if one else 'their hosts are'} late. Check the CPU of {who.lower()}:"
         f" {_ITS_HOST}"
     )
 
@@ -141,7 +142,7 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
     rows = {row["rank"]: row for row in database.query("experts")}
 
     def times(column: str) -> tuple[float, float]:
-        """Mean of the ranks and median of the others, in s."""
+        """Mean of the ranks and median of the others, in s per step."""
         own = [rows[rank][column] or 0.0 for rank in ranks if rank in rows]
         others = [row[column] or 0.0 for rank, row in rows.items() if rank not in ranks]
         return (fmean(own), median_low(others)) if own and others else (0.0, 0.0)
@@ -149,12 +150,12 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
     (own_s, others_s), (_, attention_s) = times("grouped_s"), times("attention_s")
     if others_s and attention_s and own_s > others_s:
         most = 1 + _MOST_ELSEWHERE * (own_s / others_s - 1)
-        longer_s = losses.longer_of(ranks)["compute"] / len(ranks) * losses.steps
+        longer_s = losses.longer_of(ranks)["compute"] / len(ranks)
         if own_s - others_s > 0.5 * longer_s and all(
             own <= most * others for own, others in map(times, ("attention_s", "dense_s"))
         ):
             return (
-                f"expert load. Grouped GEMMs take {seconds((own_s - others_s) / losses.steps)}"
+                f"expert load. Grouped GEMMs take {seconds(own_s - others_s)}"
                 " longer, attention does not. The experts there receive more tokens: balance the"
                 " router (auxiliary loss, bias, capacity), or place or replicate experts"
                 " differently."
@@ -174,31 +175,32 @@ def _named(ranks: list[int]) -> str:
 
 
 def _more(late: Late, span_s: float) -> str:
-    """A sentence on further ranks that gain enough once those before them are mended."""
-    who, one, costs = (
+    """A sentence on further ranks that save enough once those before them are fixed."""
+    who, one, cost = (
         _named(late.ranks),
         len(late.ranks) == 1,
-        _costs(float(late.gain_s.mean()), span_s),
+        costs(float(late.gain_s.mean()), span_s),
     )
     if late.sure:
         return (
             f" So {'is' if one else 'are'} {who.lower()}: last into {late.last} of {late.joined},"
-            f" {costs} more."
+            f" {cost} more."
         )
     return (
-        f" {who} cost{'s' * one} {costs} more, last into {late.last} of {late.joined}, which may be"
+        f" {who} cost{'s' * one} {cost} more, last into {late.last} of {late.joined}, which may be"
         " chance."
     )
 
 
 def matched(database: KinetoDatabase) -> float:
-    """Share of the collectives of which it is known who joined them; 1 where there are none."""
+    """Share of the collectives whose ranks are known; 1 where there are none."""
     totals = database.answer("totals")[0]
     count = totals["matched"] + totals["unmatched"]
     return float(totals["waited"] / count) if count else 1.0
 
 
-def _costs(value_s: float, span_s: float) -> str:
+def costs(value_s: float, span_s: float) -> str:
+    """A time of every step and its share: "12 ms (15 %)"."""
     return f"{seconds(value_s)} ({100 * value_s / span_s:.0f} %)"
 
 
@@ -229,8 +231,8 @@ def waited_for(
     database: KinetoDatabase,
     evidence: list[Evidence],
 ) -> Verdict:
-    """The worst straggler where only waiting tells, and why; and every other rank for which waiting
-    costs enough."""
+    """The worst straggler where only waiting shows it, and why it is late; and every other rank for
+    which waiting costs enough."""
     span_s, sure = (
         losses.step_s,
         [one for one in costly if one.chance < LEAST_SURE] or [straggler],
@@ -256,14 +258,14 @@ def waited_for(
         if works_longer
         else (
             "Before them its device does not compute longer than the others': its host is late."
-            f" Look at the CPU of rank {rank}: {_ITS_HOST}"
+            f" Check the CPU of rank {rank}: {_ITS_HOST}"
         )
     )
     return Verdict(
         cause="worker",
         headline=(
-            f"Rank {rank} is the straggler: it is last into {straggler.last} of {straggler.joined}"
-            f" {met}, and waiting for it costs every rank"
+            f"Rank {rank} is the straggler: it is last into {straggler.last} of"
+            f" {_met(losses, straggler.joined)}, and waiting for it costs every rank"
             f" {of_step(losses.cost_s(straggler), span_s, losses.marked)}."
         )
         + "".join(_another(losses, one) for one in costly if one != straggler),
@@ -278,13 +280,13 @@ def waited_for(
                 unit="share",
             ),
             Evidence(
-                what="the same, were everyone last equally often",
+                what="the same, if all ranks were last equally often",
                 value=straggler.expected / straggler.joined,
                 unit="share",
             ),
-            Evidence(what="chance that this is chance", value=straggler.chance, unit="probability"),
+            Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
             *(
-                Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
+                Evidence(what=f"waiting for rank {one.rank}, of all", value=one.share, unit="share")
                 for one in dict.fromkeys([straggler, *costly])
             ),
             *_before(rank, it, others),
@@ -294,22 +296,20 @@ def waited_for(
     )
 
 
-def _met(losses: Losses) -> str:
-    return (
-        "collectives"
-        if not losses.at_messages
-        else "messages"
-        if losses.at_messages == 1
-        else "collectives and messages"
-    )
+def _met(losses: Losses, count: int | None = None) -> str:
+    """What ranks join, after a count if there is one: "5 collectives", "1 message"."""
+    if 0 < losses.at_messages < 1:
+        both = "collectives and messages"
+        return both if count is None else f"{count} {both}"
+    noun = "message" if losses.at_messages else "collective"
+    return f"{noun}s" if count is None else counted(count, noun)
 
 
 def _another(losses: Losses, one: Straggler) -> str:
     """A sentence on a further rank that is waited for."""
-    costs = _costs(losses.cost_s(one), losses.step_s)
+    cost = costs(losses.cost_s(one), losses.step_s)
     if one.chance < LEAST_SURE:
-        return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
+        return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {cost}."
     return (
-        f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be"
-        " chance."
+        f" Rank {one.rank} costs {cost}, last into {one.last} of {one.joined}, which may be chance."
     )

@@ -85,8 +85,8 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     names = ", ".join(_short(row["family"]) for row in strange[:3])
     return _unknown(
         f"nothing that was recorded is known as work of a device. What takes longest: {names}",
-        f"If these events are work of devices, say of which kind: {_lines(strange)} in"
-        f" {users_patterns()}, then analyse again. {_MEASURED}",
+        "If these events are work of devices, classify them: add lines such as"
+        f" {_lines(strange)} to {users_patterns()}, then analyse again. {_MEASURED}",
         _EVENTS,
         evidence,
     )
@@ -96,15 +96,15 @@ def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence
     """Most kernels are known neither as compute nor as communication."""
     kernels = [row for row in database.answer("top") if row["kind"] == "unclassified"]
     return _unknown(
-        f"{100 * share:.0f} % of the kernels' time is known neither as compute nor as"
+        f"{100 * share:.0f} % of the kernels' time is classified neither as compute nor as"
         " communication",
-        f"Say of which kind they are: {_lines(kernels)} in {users_patterns()}, then analyse again."
-        " Until then they count as compute.",
+        f"Classify these kernels: add lines such as {_lines(kernels)} to {users_patterns()}, then"
+        " analyse again. Until then they count as compute.",
         _KERNELS,
         [
             *evidence,
             Evidence(
-                what="kernels of which the kind is not known",
+                what="kernels of unknown kind",
                 value=share,
                 unit="share of the kernels' time",
             ),
@@ -119,7 +119,7 @@ def idle_without_reason(
     if parts["queued"] > parts["unrecorded"]:
         return _unknown(
             f"the devices idle {of_step} although their next kernel was launched long before, so it"
-            " waited for something else than its host",
+            " waited for something other than its host",
             "Look for what kernels wait for on the device: other streams, events, memory that"
             " another device writes, or a collective that was not recorded.",
             _IDLE,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from disttrain_cli.analysis.confidence import exceeds
-from disttrain_cli.analysis.figures import seconds
+from disttrain_cli.analysis.figures import counted, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.gaps import gap_of_each_step, gap_of_event
 from disttrain_cli.analysis.kineto.losses import (
@@ -28,7 +28,14 @@ from disttrain_cli.analysis.kineto.losses import (
     of,
     parts,
 )
-from disttrain_cli.analysis.kineto.stragglers import matched, mended, unlikely, waited_for
+from disttrain_cli.analysis.kineto.stragglers import (
+    P_VALUE,
+    costs,
+    matched,
+    mended,
+    unlikely,
+    waited_for,
+)
 from disttrain_cli.analysis.kineto.unknown import (
     MOST_UNCLASSIFIED,
     idle_without_reason,
@@ -51,6 +58,7 @@ UNCLASSIFIED_TALKS = 0.5
 #: What "no straggler" is worth where of no collective it is known who joined it.
 UNMATCHED_CALM = 0.3
 MOST_NAMED = 8  # steps
+LEAST_NAMED = 0.005  # of a step, to be named
 
 
 def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
@@ -102,7 +110,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         *(
             Evidence(what=_WHAT[part], value=lost, unit="s")
             for part, lost in sorted(means.items(), key=lambda item: -item[1])
-            if lost > 0.005 * step_s
+            if lost > LEAST_NAMED * step_s
         ),
     ]
     if losses.at_messages > 0:
@@ -120,15 +128,15 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
             )
         )
     if losses.stragglers:
-        return mended(losses, database, evidence)
+        return _with_larger(losses, mended(losses, database, evidence), means)
     sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
     if "worker" in large and sure:
         costly = [
             one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * step_s
         ]
-        return waited_for(
-            losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence
-        )
+        worst = [*(one for one in costly if one in sure), *sure][0]
+        verdict = waited_for(losses, worst, costly, database, evidence)
+        return _with_larger(losses, verdict, means)
     if losses.unclassified > MOST_UNCLASSIFIED:
         return unclassified(losses.unclassified, database, evidence)
     if not losses.mean("compute_ns"):
@@ -147,19 +155,17 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     agree = sum(
         max(LEAST_SHARE, key=lambda name: shares[name]) == cause for shares in by_rank
     ) / len(by_rank)
-    largest = max(
-        (part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: means[part]
-    )
+    largest = _largest(cause, means)
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
         told = (
-            "Communication, or waiting for ranks whose traces are missing, is not hidden behind"
+            "Communication, or waiting for ranks whose traces are missing, is not overlapped with"
             " compute"
         )
     if largest == "others" and losses.at_messages > 0.5:
         told = (
-            "Ranks wait for one another's messages, no rank more than its pipeline does that fills"
-            " and drains"
+            "Ranks wait for one another's messages, none longer than the warm-up and drain of its"
+            " pipeline explains"
         )
     gap = gap_of_each_step(losses, database, lost_s[cause]) if cause == "host" else None
     if gap is not None:
@@ -185,6 +191,33 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     )
 
 
+def _with_larger(losses: Losses, verdict: Verdict, means: dict[str, float]) -> Verdict:
+    """The verdict on stragglers, with the cause that costs more than they do, if one does."""
+    lost_s = {cause: lost for cause, lost in by_key(means).items() if cause in LEAST_SHARE}
+    cause = max(lost_s, key=lambda name: lost_s[name])
+    if cause == "worker" or lost_s[cause] <= verdict.lost_s:
+        return verdict
+    if cause == "unexplained":
+        told, advice = "The devices idle, and nothing that was recorded says why", ""
+    else:
+        told, advice, _ = _DETAILS[_largest(cause, means)]
+    larger = f"{_uncapitalised(told)}, {costs(lost_s[cause], losses.step_s)}"
+    return replace(
+        verdict,
+        headline=f"{verdict.headline} The larger loss is on all ranks: {larger}.",
+        advice=verdict.advice + (f" For all ranks: {_uncapitalised(advice)}" if advice else ""),
+    )
+
+
+def _uncapitalised(text: str) -> str:
+    return f"{text[:1].lower()}{text[1:]}"
+
+
+def _largest(cause: str, means: dict[str, float]) -> str:
+    """The finer kind of lost time that costs most of a cause."""
+    return max((part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: means[part])
+
+
 def _holds(losses: Losses, cause: str) -> float:
     """The chance that in more such steps a cause costs enough, and more than any other."""
     shares = losses.shares
@@ -206,7 +239,7 @@ def _seldom(losses: Losses, cause: str) -> str:
     if not steps or 2 * len(steps) > len(judged.steps):
         return ""
     named = ", ".join(map(str, steps[:MOST_NAMED])) + (", …" if len(steps) > MOST_NAMED else "")
-    return f" Only in {len(steps)} of {len(judged.steps)} steps ({named})."
+    return f" Only in {len(steps)} of {counted(len(judged.steps), 'step')} ({named})."
 
 
 def _calm(losses: Losses, database: KinetoDatabase, evidence: list[Evidence]) -> Verdict:
@@ -261,39 +294,43 @@ def _not_one(losses: Losses) -> list[Evidence]:
                 else "share of collectives and messages"
             ),
         ),
-        Evidence(what="waiting that is for it", value=straggler.share, unit="share"),
-        Evidence(what="chance that this is chance", value=straggler.chance, unit="probability"),
+        Evidence(what="waiting for it, of all", value=straggler.share, unit="share"),
+        Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
     ]
 
 
 def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -> str:
-    """What is told of the largest part of a cause, with its own seconds; then the cause's other
-    parts with theirs."""
+    """The largest part of a cause with its seconds, the cause's other parts with theirs, and their
+    sum, where the named parts leave some out."""
     step_s, worded = losses.step_s, dict[str, float]()
     for part, (words, *_) in _DETAILS.items():
         if KEY_OF[part] == KEY_OF[largest]:
             worded[words] = worded.get(words, 0.0) + means[part]
     own_s = worded.pop(_DETAILS[largest][0])
     others = sorted(worded.items(), key=lambda item: -item[1])
-    return " ".join(
+    sentences = [
         f"{words}: {of_step(lost_s, step_s, losses.marked)}."
         for words, lost_s in [(told, own_s), *others]
         if lost_s == own_s or lost_s >= LEAST_SHARE["worker"] * step_s
-    )
+    ]
+    total_s = own_s + sum(worded.values())
+    if total_s > own_s + LEAST_NAMED * step_s:
+        sentences.append(f"In all, {KEY_OF[largest]} costs {costs(total_s, step_s)}.")
+    return " ".join(sentences)
 
 
 _WHAT = {
     "worker": "waiting for one rank",
-    "others": "waiting for whoever joins last, now one, now another",
-    "transfers": "transfers that nothing hides",
+    "others": "waiting for the rank that joins last, a different one each time",
+    "transfers": "transfers not overlapped with compute",
     "data": "idle while data is loaded",
     "host_waits": "idle while hosts wait for one another",
     "host_works": "idle while the host runs operators and calls",
     "host_silent": (
         "idle until the next kernel is launched, and the host runs nothing that was recorded"
     ),
-    "host_copies": "copies between host and device that nothing hides",
-    "device_copies": "copies and fills of device memory that nothing hides",
+    "host_copies": "copies between host and device not overlapped with compute",
+    "device_copies": "copies and fills of device memory not overlapped with compute",
     "queued": "idle though the next kernel was launched",
     "unrecorded": "idle, and nothing that was recorded says why",
 }
@@ -328,11 +365,11 @@ _DETAILS = {
         ),
     ),
     "others": (
-        "Ranks wait for one another, now for one, now for another",
+        "Ranks wait for one another, for a different rank each time",
         (
-            "Level what ranks do between collectives (samples of equal length on all, balanced"
-            " shards and experts). A pipeline that fills and drains waits less with more"
-            " microbatches per step."
+            "Balance what ranks do between collectives (samples of equal length on all, balanced"
+            " shards and experts). If they are stages of a pipeline, more microbatches per step"
+            " shorten its warm-up and drain."
         ),
         (
             'disttrain analyze --sql "SELECT step, name, index, max(rank) FILTER (is_last) AS last,'
@@ -342,8 +379,8 @@ _DETAILS = {
     "host_waits": (
         "Hosts wait for one another outside of the devices (barriers, gloo)",
         (
-            "Leave out barriers and object collectives of the training loop, or run them less"
-            " often: the devices idle until the last host has joined."
+            "Remove barriers and object collectives from the training loop, or run them less often:"
+            " the devices idle until the last host has joined."
         ),
         (
             'disttrain analyze --sql "SELECT rank, name, count(*), sum(duration_ns) / 1e6 AS ms'
@@ -352,7 +389,7 @@ _DETAILS = {
         ),
     ),
     "transfers": (
-        "Communication is not hidden behind compute",
+        "Communication is not overlapped with compute",
         (
             "Overlap it (gradient buckets, prefetching of shards), send less (lower precision,"
             " larger microbatches per reduction), or place the groups that talk most on the fastest"
@@ -365,7 +402,7 @@ _DETAILS = {
         ),
     ),
     "device_copies": (
-        "Copies and fills of device memory are not hidden",
+        "Copies and fills of device memory are not overlapped with compute",
         (
             "Copy less inside the device: fewer .contiguous(), .clone(), torch.cat and zeroed"
             " buffers; write results where they are needed. Copies from device to device share the"
@@ -378,7 +415,7 @@ _DETAILS = {
         ),
     ),
     "host_copies": (
-        "Copies between host and device are not hidden",
+        "Copies between host and device are not overlapped with compute",
         (
             "Pin the memory and copy with non_blocking=True on a stream of its own; keep on the"
             " device what is used again."

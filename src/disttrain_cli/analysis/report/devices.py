@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from html import escape
 
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.report.charts import share_bar
 from disttrain_cli.analysis.report.words import (
     figure,
@@ -144,7 +145,7 @@ def operators(analysis: Analysis) -> str:
 
 
 def critical_path(analysis: Analysis) -> str:
-    """What has to be shorter for a step to be."""
+    """The kernels and gaps that determine the length of a step."""
     path = analysis.critical_path
     if path is None:
         return ""
@@ -232,7 +233,7 @@ def launches(analysis: Analysis) -> str:
         " queue, mean that the host sets the pace.",
         table(head, rows[:SHOWN], label="Launches")
         + (
-            folded(f"{len(rows) - SHOWN} more ranks", table(head, rows[SHOWN:]))
+            folded(counted(len(rows) - SHOWN, "more rank"), table(head, rows[SHOWN:]))
             if len(rows) > SHOWN
             else ""
         )

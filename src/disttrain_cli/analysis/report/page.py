@@ -66,17 +66,17 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         ),
         (
             sections.time_shares(analysis),
-            "Where the ranks’ time goes: these traces do not tell units and stages.",
+            "Where the ranks’ time goes: these traces do not name units and stages.",
         ),
         (
             sections.losses(analysis),
-            "What a step loses: no recorded step was whole enough to be replayed.",
+            "What a step loses: no recorded step was complete enough to be replayed.",
         ),
         (sections.losses_by_step(analysis), ""),
         (predictions.remedies(analysis), ""),
         (
             sections.heat(pictures),
-            "Stage × replica: these traces do not tell what each replica computed.",
+            "Stage × replica: these traces do not record what each replica computed.",
         ),
         (tables.units(analysis), "Units: these traces do not name units."),
         (tables.slowest(analysis), ""),
@@ -99,11 +99,11 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (tables.inside(analysis), ""),
         (
             predictions.what_if(analysis),
-            "What if: no recorded step was whole enough to be replayed.",
+            "What if: no recorded step was complete enough to be replayed.",
         ),
         (
             predictions.predicted(analysis),
-            "Predicted against measured: there is no plan beside these traces.",
+            "Predicted against measured: there is no plan with these traces.",
         ),
         (predictions.operations(analysis), ""),
         (predictions.memory(analysis), "Memory: it was not recorded."),
@@ -113,7 +113,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         ),
         (
             sections.curves(analysis, pictures.steps),
-            "Loss and MFU over steps: these traces do not tell them.",
+            "Loss and MFU over steps: these traces do not record them.",
         ),
         (generated(images), ""),
         (sections.warnings(analysis), ""),

@@ -1,10 +1,11 @@
-"""Tables beside the plan and the profile, and of what would change a step; empty text where an
+"""Tables of predictions against measurements, and of what would change a step; empty text where an
 `Analysis` has nothing for one."""
 
 from __future__ import annotations
 
 from html import escape
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.report.words import (
     figure,
     folded,
@@ -23,13 +24,12 @@ _FIGURES = {
     "iteration_s": "step time",
     "sequences_per_s": "sequences per second",
     "mfu": "MFU",
-    "bubble_fraction": "bubble",
     "stage_ms": "slowest stage per slot",
 }
 
 
 def remedies(analysis: Analysis) -> str:
-    """What single changes would gain."""
+    """Savings of single changes."""
     rows = [
         [
             escape(row.change),
@@ -45,10 +45,10 @@ def remedies(analysis: Analysis) -> str:
     return (
         section(
             "What would help",
-            "One change at a time, everything else as recorded, so gains do not add up: the "
-            "recorded steps played again, or, for a new plan, the planner with this run’s times.",
+            "One change at a time, everything else as recorded, so savings do not add up: by replay"
+            " of the recorded steps, or, for a new plan, by the planner with this run’s times.",
             table(
-                ["With", "Devices", "Step", "Gain", "Of the step", "Next"],
+                ["With", "Devices", "Step", "Saved", "Of the step", "Next"],
                 rows,
                 label="What would help",
             ),
@@ -103,8 +103,7 @@ def what_if(analysis: Analysis) -> str:
 
 
 def predicted(analysis: Analysis) -> str:
-    """Predictions beside measurements, one line per figure; errors beyond 10 and 25 % are
-    marked."""
+    """Predictions and measurements, one line per figure; errors beyond 10 and 25 % are marked."""
     rows = [
         row for row in analysis.predicted_vs_measured if row.unit is None or row.what == "stage_ms"
     ]
@@ -119,13 +118,14 @@ def predicted(analysis: Analysis) -> str:
             ["–", ""] if row is None else [shown(row.predicted, row.measure), _error(row.error_pct)]
         )
 
+    names = _FIGURES | {"bubble_fraction": analysis.not_computing}
     cells = []
     for unit, what in dict.fromkeys((row.unit, row.what) for row in rows):
         of = {row.basis: row for row in rows if (row.unit, row.what) == (unit, what)}
         measured = next(iter(of.values()))
         cells.append(
             [
-                f"{escape(unit or 'job')}: {escape(_FIGURES.get(what, what))}",
+                f"{escape(unit or 'job')}: {escape(names.get(what, what))}",
                 f"<b>{shown(measured.measured, measured.measure)}</b>",
                 *both(of.get("plan")),
                 *both(of.get("same work")),
@@ -133,8 +133,8 @@ def predicted(analysis: Analysis) -> str:
         )
     return section(
         "Predicted against measured",
-        "The plan expects mean data; the profile, asked for the very sizes "
-        "that were recorded, shows how much of the error is its own.",
+        "The plan is for mean data; the profile’s prediction for the recorded sizes shows how much"
+        " of the error is its own.",
         table(
             ["Figure", "Measured", "Plan", "off by", "Profile, same work", "off by"],
             cells,
@@ -145,8 +145,7 @@ def predicted(analysis: Analysis) -> str:
 
 
 def operations(analysis: Analysis) -> str:
-    """Where prediction and measurement part, operation by operation; the largest effect on a step
-    first."""
+    """Predictions and measurements by operation; the largest effect on a step first."""
     rows = [_operation(row) for row in analysis.operations[1 : 1 + MOST_OPERATIONS]]
     if not rows:
         return ""
@@ -162,7 +161,11 @@ def operations(analysis: Analysis) -> str:
         "Of the step",
     ]
     more = len(analysis.operations) - 1 - len(rows)
-    note = f" {more} operations with smaller ones are left out." if more > 0 else ""
+    note = (
+        f" {counted(more, 'operation')} with smaller errors {agree(more, 'is', 'are')} left out."
+        if more > 0
+        else ""
+    )
     rest = (
         folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:])) if len(rows) > SHOWN else ""
     )

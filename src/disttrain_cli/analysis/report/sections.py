@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from disttrain_cli import __version__
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.report.charts import line_chart, share_bar, stacked_rows, waterfall
 from disttrain_cli.analysis.report.heat import heat_maps
 from disttrain_cli.analysis.report.pictures import Pictures
@@ -41,7 +42,7 @@ _SHARES = (
     ("send", "transfer", "Handing over tensors"),
     ("memory", "copies", "Copies"),
     ("step", "update", "Reduction and optimizer"),
-    ("gap", "gap", "Held up by the host"),
+    ("gap", "gap", "Host-side delays"),
     ("communication", "communication", "Communication, waiting included"),
     ("idle", "idle", "Idle"),
 )
@@ -79,7 +80,7 @@ def rehearsed(job: JobSummary) -> str:
 
 
 def verdict(analysis: Analysis) -> str:
-    """What slows the job, how sure that is, what to do, and the figures behind it."""
+    """The cause that slows the job, the confidence, what to do, and the figures behind it."""
     judged = analysis.verdict
     kind = "good" if judged.cause == "none" else "bad" if judged.confidence >= 0.5 else "unsure"
     where = place(**asdict(judged.place))
@@ -109,15 +110,14 @@ def verdict(analysis: Analysis) -> str:
 def tiles(analysis: Analysis) -> str:
     """The job's figures, large; those that the traces tell."""
     job = analysis.job
-    steps = (
-        f" · {job.steps_measured} step{'s' * (job.steps_measured != 1)} measured"
-        if job.steps_measured
-        else ""
-    )
+    steps = f" · {counted(job.steps_measured, 'step')} measured" if job.steps_measured else ""
     values = [
         (None if job.iteration_s is None else seconds(job.iteration_s), "mean step"),
         (None if job.mfu is None else percent(job.mfu), "MFU"),
-        (None if job.bubble_fraction is None else percent(job.bubble_fraction), "bubble"),
+        (
+            None if job.bubble_fraction is None else percent(job.bubble_fraction),
+            analysis.not_computing,
+        ),
         (
             (
                 None
@@ -130,7 +130,7 @@ def tiles(analysis: Analysis) -> str:
             None if job.sequences_per_s is None else figure(job.sequences_per_s),
             "sequences per second",
         ),
-        (f"{job.ranks}", f"ranks{steps}"),
+        (f"{job.ranks}", f"{agree(job.ranks, 'rank', 'ranks')}{steps}"),
     ]
     return (
         '<div class="tiles">'
@@ -203,8 +203,8 @@ def time_shares(analysis: Analysis) -> str:
     ]
     return section(
         "Where the ranks’ time goes",
-        "Shares of ranks × window of a step, over the measured steps. "
-        "Everything but compute is bubble.",
+        "Shares of ranks × window of a step, over the measured steps."
+        + (" Everything but compute is bubble." if analysis.pipelined else ""),
         share_bar(parts),
         "shares",
     )
@@ -215,7 +215,7 @@ def losses(analysis: Analysis) -> str:
     lost = analysis.stragglers
     if lost.lost_s is None or lost.slowdown is None or lost.ideal_s is None:
         return ""
-    kineto = analysis.format == "kineto"
+    kineto, marked = analysis.format == "kineto", analysis.job.iteration_s is not None
     parts = [("total", "compute alone" if kineto else "ideal step", lost.ideal_s)]
     parts += [
         ("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
@@ -225,22 +225,22 @@ def losses(analysis: Analysis) -> str:
     parts += [
         (
             "total",
-            "first kernel to last" if kineto else "step as recorded",
+            "step as recorded" if marked else "first kernel to last",
             lost.ideal_s * lost.slowdown,
         )
     ]
     ideal = (
-        "compute alone; mean over ranks, per step, from the first kernel to the last"
+        "compute alone; mean over ranks, per step"
+        + ("" if marked else ", from the first kernel to the last")
         if kineto
         else (
             "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed"
-            f" with one cause after another; mean of the {len(lost.by_step)} steps that were"
-            " replayed"
+            " with one cause after another; mean over"
+            f" {counted(len(lost.by_step), 'replayed step')}"
         )
     )
     untold = (
-        " These traces do not tell:"
-        f" {', '.join(CAUSES.get(cause, cause) for cause in lost.not_told)}."
+        f" Not in these traces: {', '.join(CAUSES.get(cause, cause) for cause in lost.not_told)}."
         if lost.not_told
         else ""
     )
@@ -347,7 +347,7 @@ def ranks_chart(analysis: Analysis) -> str:
 
 
 def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
-    """Losses, MFU, time and gradient norm over steps, beside what the plan said."""
+    """Losses, MFU, time and gradient norm over steps, with the plan's figures."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [
@@ -416,11 +416,12 @@ def footer(analysis: Analysis) -> str:
         "kineto": "Kineto or Chrome JSON",
         "operations": "Recorded operations",
     }
-    steps = f"{job.steps} steps" if job.steps else "no marked steps"
+    steps = counted(job.steps, "step") if job.steps else "no marked steps"
     measured = (
-        f"; figures are of {job.steps_measured} measured steps, {job.warmup_steps_excluded} warm-up"
-        " step(s) left out"
+        f"; figures are of {counted(job.steps_measured, 'measured step')},"
+        f" {counted(job.warmup_steps_excluded, 'warm-up step')} left out"
         if job.steps_measured
         else ""
     )
-    return f"{origin[analysis.format]}: {steps} recorded on {job.ranks} ranks{measured}."
+    ranks = counted(job.ranks, "rank")
+    return f"{origin[analysis.format]}: {steps} recorded on {ranks}{measured}."

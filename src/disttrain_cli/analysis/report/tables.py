@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
+from disttrain_cli.analysis.figures import agree
 from disttrain_cli.analysis.report.words import (
     figure,
     folded,
@@ -121,7 +122,7 @@ def collectives(analysis: Analysis) -> str:
         for row in analysis.collectives[:MOST_ROWS]
     ]
     more = len(analysis.collectives) - len(rows)
-    note = f" {more} more cost less." if more > 0 else ""
+    note = f" {more} more {agree(more, 'costs', 'cost')} less." if more > 0 else ""
     return (
         section(
             "Collectives",
@@ -228,7 +229,7 @@ def _clock(clock: HostClock | None) -> str:
 
 
 def inside(analysis: Analysis) -> str:
-    """What torch's profile says of the time of our operations."""
+    """Times of our operations by torch's profile."""
     if not analysis.inside:
         return ""
     kinds = list(dict.fromkeys(kind for row in analysis.inside for kind in row.shares))

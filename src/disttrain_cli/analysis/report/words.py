@@ -13,7 +13,7 @@ from disttrain_cli.analysis.figures import seconds as seconds
 LONGEST_NAME = 2000
 #: Figures as they are named to people.
 CAUSES = {
-    "unit": "GPUs badly shared between units",
+    "unit": "GPUs shared unevenly between units",
     "intra_microbatch": "uneven data over replicas",
     "inter_microbatch": "uneven data over slots",
     "stage": "uneven stages",

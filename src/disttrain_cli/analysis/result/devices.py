@@ -18,7 +18,7 @@ class CollectiveKind(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(
             description=(
-                "Bytes that a rank gives in; null where no argument and no shape tells them."
+                "Bytes that a rank contributes; null where no argument and no shape has them."
             )
         ),
     ]

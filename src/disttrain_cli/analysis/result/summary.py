@@ -92,8 +92,8 @@ class JobSummary(Struct, frozen=True, kw_only=True):
         dict[str, float],
         Meta(
             description=(
-                "Where the ranks' time goes: compute and the kinds of bubble; empty where that is"
-                " not known."
+                "Where the ranks' time goes: compute and all else by kind; empty where that is not"
+                " known."
             )
         ),
     ]
@@ -163,8 +163,8 @@ class Analysis(Struct, frozen=True, kw_only=True):
         list[Cause],
         Meta(
             description=(
-                "What slows a step by 1 % or more, that which gains most first; the verdict's is"
-                " among them, if it has one. Empty where no step could be replayed."
+                "What slows a step by 1 % or more, the largest saving first; the verdict's is among"
+                " them, if it has one. Empty where no step could be replayed."
             )
         ),
     ] = []
@@ -172,7 +172,7 @@ class Analysis(Struct, frozen=True, kw_only=True):
         list[Remedy],
         Meta(
             description=(
-                "What single changes would gain, most first; empty where no step could be replayed."
+                "Savings of single changes, largest first; empty where no step could be replayed."
             )
         ),
     ] = []
@@ -220,6 +220,16 @@ class Analysis(Struct, frozen=True, kw_only=True):
         Meta(description="Kineto: of the step of median length; null for traces without a device."),
     ] = None
     warnings: list[str]
+
+    @property
+    def pipelined(self) -> bool:
+        """True where ranks are known to be stages of a pipeline, whose idle time is a bubble."""
+        return len({(rank.unit, rank.stage) for rank in self.ranks if rank.stage is not None}) > 1
+
+    @property
+    def not_computing(self) -> str:
+        """Name of `job.bubble_fraction` for people."""
+        return "bubble" if self.pipelined else "not computing"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json`."""

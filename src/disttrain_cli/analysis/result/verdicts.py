@@ -38,7 +38,7 @@ class Stragglers(Struct, frozen=True, kw_only=True):
         list[str],
         Meta(
             description=(
-                "Keys of lost_s of which these traces tell nothing: 0 there is no measurement."
+                "Keys of lost_s that these traces do not contain: 0 there is no measurement."
             )
         ),
     ] = []
@@ -105,13 +105,15 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     cause: Annotated[
         str,
-        Meta(
-            description="A key of lost_s, 'none' (no straggler) or 'unknown' (could not be told)."
-        ),
+        Meta(description="A key of lost_s, 'none' (no straggler) or 'unknown' (not determined)."),
     ]
     headline: str
     place: Place
     lost_s: Annotated[float, Meta(description="Seconds per step that this cause costs.")]
+    lost_fraction: Annotated[
+        float | None,
+        Meta(description="lost_s as a share of the step; null where no loss could be measured."),
+    ] = None
     confidence: Annotated[
         float,
         Meta(
@@ -127,7 +129,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Cause(Struct, frozen=True, kw_only=True):
-    """Something that slows a step, by what mending it gains; none of them claims more than that."""
+    """Something that slows a step, by what fixing it saves; none of them claims more than that."""
 
     cause: Annotated[
         str,
@@ -138,17 +140,17 @@ class Cause(Struct, frozen=True, kw_only=True):
         list[Place],
         Meta(
             description=(
-                "Where several places gain only together, or lie in one row: each of them, that"
-                " which adds most first."
+                "Where only fixing several places together helps, or one row has several: each of"
+                " them, the one that adds most first."
             )
         ),
     ]
-    told: Annotated[str, Meta(description="What it is, in words.")]
+    told: Annotated[str, Meta(description="The cause in words.")]
     gain_s: Annotated[
         float,
         Meta(
             description=(
-                "Seconds of a step that mending it gains once the rows above it are mended; so the"
+                "Seconds of a step that fixing it saves once the rows above it are fixed; so the"
                 " rows add up."
             )
         ),
@@ -158,19 +160,19 @@ class Cause(Struct, frozen=True, kw_only=True):
         float,
         Meta(
             description=(
-                "What mending it gains with all else as recorded: less where another cause"
-                " hides it."
+                "What fixing it saves with all else as recorded: less where another cause hides it."
             )
         ),
     ]
     confidence: Annotated[
-        float, Meta(description="0 to 1: how sure it is that this gains 5 % of a step or more.")
+        float, Meta(description="0 to 1: confidence that this saves 5 % of a step or more.")
     ]
     one_event: Annotated[
         bool,
         Meta(
             description=(
-                "Whether it would gain less than 5 % of a step without one event of one step."
+                "True where it would save less than 5 % of a step without a single event of one"
+                " step."
             )
         ),
     ]
@@ -186,15 +188,15 @@ class WhatIf(Struct, frozen=True, kw_only=True):
     by_operation: dict[str, float]
     worst_workers_share: Annotated[
         float | None,
-        Meta(description="M_W: share of the loss regained by fixing the slowest 3 % of ranks."),
+        Meta(description="M_W: share of the loss removed by fixing the slowest 3 % of ranks."),
     ]
     last_stage_share: Annotated[float | None, Meta(description="M_S: the same for the last stage.")]
 
 
 class Remedy(Struct, frozen=True, kw_only=True):
-    """What one change would gain, everything else as recorded; gains of several do not add up."""
+    """What one change would save, everything else as recorded; gains of several do not add up."""
 
-    cause: Annotated[str, Meta(description="The key of lost_s that it mends.")]
+    cause: Annotated[str, Meta(description="The key of lost_s that it reduces.")]
     change: Annotated[str, Meta(description="What would be different, in words.")]
     command: Annotated[str, Meta(description="The next command towards it.")]
     basis: Annotated[
@@ -214,7 +216,7 @@ class Remedy(Struct, frozen=True, kw_only=True):
     gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
     at_most: Annotated[
         bool,
-        Meta(description="Whether this is a limit that no ordering reaches: data are not cut."),
+        Meta(description="True for a limit that no ordering reaches: samples are not split."),
     ]
 
     @property

@@ -1,4 +1,4 @@
-"""What to do in a job that is not ours, and the rows that show why."""
+"""Advice for a job of operation-level traces, and the rows that show why."""
 
 from __future__ import annotations
 
@@ -50,16 +50,24 @@ def command_of(cause: str, place: Place) -> str:
 def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
     """The verdict with advice for a Megatron job, and with this trace's own evidence."""
     cause, place = verdict.cause, replace(verdict.place, unit=None)
-    advice, command, more = verdict.advice, command_of(cause, place), list[Evidence]()
+    headline, advice, command = verdict.headline, verdict.advice, command_of(cause, place)
+    more = list[Evidence]()
     if cause == "stage":
-        advice, more = _stage(place, graph, replays, losses)
+        even_s = float(losses.lost["stage"].mean())
+        even = f"{even_s:.3g} s ({100 * even_s / replays.measured.mean():.0f} %)"
+        headline += (
+            " That is saved if it is as fast as the others; with its work spread evenly over all"
+            f" stages a step saves {even}."
+        )
+        advice, more = _stage(place, graph, even)
+        more.append(Evidence(what="saved by equally long stages", value=even_s, unit="s"))
     elif cause == "worker":
         advice, more = _worker(place, graph)
     elif cause in ("intra_microbatch", "inter_microbatch"):
         over = "replicas" if cause == "intra_microbatch" else "microbatches"
         advice = (
-            f"Sequences of unequal length: level Σ length² over the {over} when batches are put"
-            " together."
+            f"Sequences are of unequal length: balance Σ length² over the {over} when batches are"
+            " assembled."
         )
     elif cause == "communication":
         slow = max(
@@ -67,8 +75,8 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
             key=lambda item: item[1] if "compute" not in item[0] else 0.0,
         )
         advice = (
-            "Look at the links and at what else runs on them: transfers take longer in some steps"
-            " or places."
+            "Check the links and other traffic on them: transfers take longer in some steps or"
+            " places."
         )
         more = [Evidence(what=f"slowdown by {slow[0]} alone", value=slow[1], unit="ratio")]
     elif cause == "host":
@@ -87,6 +95,7 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
     )
     return replace(
         verdict,
+        headline=headline,
         place=place,
         advice=advice,
         next_command=command,
@@ -94,23 +103,26 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
     )
 
 
-def _stage(
-    place: Place, graph: StudyGraph, replays: Replays, losses: Losses
-) -> tuple[str, list[Evidence]]:
+def _stage(place: Place, graph: StudyGraph, even: str) -> tuple[str, list[Evidence]]:
+    """Advice and evidence for a stage that takes longer than the others.
+
+    Args:
+        even: the saving of equally long stages.
+    """
     stage = place.stage
     of_stage, whole = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
     stages = len(np.unique(graph.stage))
     share = 1 - graph.taken[whole].mean() / graph.taken[whole & of_stage].mean()
     last = (
-        " It is the last one, which computes the vocabulary's head and the loss too."
+        " It is the last stage, which also computes the LM head and the loss."
         if stage == stages - 1
         else ""
     )
-    gain = float(replays.measured.mean() / (replays.measured - losses.lost["stage"]).mean())
     return (
         (
-            f"Move about {100 * share:.0f} % of the work of stage {stage} to the others: give it"
-            f" fewer layers.{last} Even stages would make steps {100 * (gain - 1):.0f} % faster."
+            f"Move about {100 * share:.0f} % of the work of stage {stage} to the others, as fewer"
+            f" layers: with equally long stages a step saves {even}.{last} If its devices are slow"
+            " rather than its work large, fixing them saves the larger figure."
         ),
         [
             row
@@ -124,8 +136,8 @@ def _worker(place: Place, graph: StudyGraph) -> tuple[str, list[Evidence]]:
     mask = graph.rank == place.rank
     return (
         (
-            f"Look at the device of rank {place.rank} and at the other processes of its host; leave"
-            " the host out if it stays slow."
+            f"Check the device of rank {place.rank} and the other processes on its host; run"
+            " without that host if it stays slow."
         ),
         [
             row

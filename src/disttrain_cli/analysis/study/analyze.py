@@ -8,6 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.graph import Passes
 from disttrain_cli.analysis.losses import stragglers_of
 from disttrain_cli.analysis.result.rows import RankSummary, Slowest
@@ -106,8 +107,9 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
     losses = split_study(graph, replays, why)
     if graph.contradictions:
         graph.trace.warnings.append(
-            f"{graph.contradictions} transfer(s) end before all that take part have begun: the "
-            "clocks of the hosts are apart"
+            f"{counted(graph.contradictions, 'transfer')}"
+            f" {agree(graph.contradictions, 'ends', 'end')} before all participants have begun: the"
+            " clocks of the hosts differ"
         )
     places = {
         int(rank): Place(unit=UNIT, stage=int(stage), replica=int(replica), rank=int(rank))

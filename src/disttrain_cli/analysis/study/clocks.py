@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.job.clocks import bounds_of, clocks_of
 from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.study.operations import CLIP
@@ -58,8 +59,8 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
     if early:
         most_ms, (one, other) = max(early)
         told = (
-            f"transfers between {len(early)} pair(s) of ranks end before they were sent, by"
-            f" {most_ms:.3g} ms at most, from rank {one} to rank {other}"
+            f"transfers between {counted(len(early), 'pair')} of ranks end before they were sent,"
+            f" by {most_ms:.3g} ms at most, from rank {one} to rank {other}"
         )
     else:
         told = (
@@ -71,7 +72,7 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
             trace,
             warnings=[
                 *trace.warnings,
-                f"{told}: no shift of clocks explains that, so none is made",
+                f"{told}: no shift of clocks explains that, so none is applied",
             ],
         )
     moved = np.flatnonzero([clock.applied for clock in clocks]).tolist()

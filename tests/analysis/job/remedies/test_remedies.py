@@ -263,7 +263,7 @@ def test_what_more_devices_would_gain_is_told_too(unbalanced):
     assert "one more" not in verdict(free).advice
     little = replace(free, gain_s=0.001, gain_pct=0.1)
     assert verdict(bought, little).cause == verdict(bought).cause == "none"
-    assert "which no layout tried here regains" in verdict(bought, little).headline
+    assert "which none of the layouts tried avoids" in verdict(bought, little).headline
     assert "with one more." in verdict(bought, little).advice
 
 

@@ -238,17 +238,17 @@ def _repairs(
         ordered = "raise train.global_batch_size"
     changes = {
         "intra_microbatch": (
-            f"equal work on the replicas of every slot, if data could be cut ({ordered})",
+            f"equal work on the replicas of every slot, if samples could be split ({ordered})",
             next_commands.LEVEL,
         ),
         "inter_microbatch": (
-            f"equal work in every slot, if data could be cut ({ordered})",
+            f"equal work in every slot, if samples could be split ({ordered})",
             next_commands.LEVEL,
         ),
         "stage": ("stages of a unit that take equally long", next_commands.REMEASURE),
         "communication": ("no transfer slower than usual", next_commands.SLOWEST_LINKS),
         "data": ("data always ready", next_commands.LEVEL),
-        "host": ("no rank held up by its host", next_commands.HOST_GAPS),
+        "host": ("no rank delayed by its host", next_commands.HOST_GAPS),
     }
     for cause, (change, command) in changes.items():
         alike = [
@@ -264,7 +264,7 @@ def _repairs(
         if is_update(one):
             yield (
                 one.cause,
-                "an end of the step that takes what the profile says, and no longer than usual",
+                "the end of every step as fast as the profile predicts, and no longer than usual",
                 next_commands.SLOWEST_TRANSFERS,
                 [one],
             )

@@ -1,2 +1,2 @@
--- Time of every profiler step, of the rank that takes longest.
-SELECT step, max(length_s) AS iteration_s FROM step_lengths GROUP BY step ORDER BY step;
+-- Time of every profiler step, mean over the ranks.
+SELECT step, avg(length_s) AS iteration_s FROM step_lengths GROUP BY step ORDER BY step;
