@@ -98,6 +98,7 @@ def main(payload: dict[str, Any]) -> None:
             now,
             say,
             DeviceClock(now) if job.device.type == "cuda" else None,
+            run.file.train.keep_trace_steps,
         )
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
