@@ -181,10 +181,9 @@ def _check_there(run: Run, number: int, path: str) -> None:
     if given not in [one["path"] for one in stored.inputs["data.sources"][number : number + 1]]:
         return
     shards = [indexed.name for indexed in stored.files if indexed.source == number]
-    alone = shards == [path.rpartition("/")[2]]  # the source is a file
-    gone = [
-        name for name in shards if not is_file(join(path, name)) and not (alone and is_file(path))
-    ]
+    alone = shards == [path.rpartition("/")[2]] and is_file(path)  # the source is a file
+    probed = shards[:MOST_NAMED] if is_url(path) else shards  # each is a request
+    gone = [] if alone else [name for name in probed if not is_file(join(path, name))]
     if gone:
         lines = [f"  {printable(name)}: gone" for name in gone[:MOST_NAMED]]
         more = f"\n  and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""

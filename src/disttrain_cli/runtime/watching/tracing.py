@@ -146,7 +146,7 @@ class SegmentWriter:
         for file in self._folder.glob("segment-*"):
             if file not in self._last_steps:
                 self._last_steps[file] = last_step(file)
-        newest = self._last_steps[self._segment(".parquet", self._segments - 1)]
+        newest = self._last_steps.get(self._segment(".parquet", self._segments - 1))
         for file, last in list(self._last_steps.items()):
             if newest is not None and last is not None and last <= newest - kept_steps:
                 with suppress(OSError):  # it stays: nothing is lost
