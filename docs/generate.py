@@ -84,7 +84,11 @@ def traces() -> str:
             "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank"
             " with a row for every operation, the steps as rank 0 reported them, and `job.json`"
             " with the plan and the profile. A segment is written whole, so a crash loses at most"
-            " the open one. Any Parquet reader reads them."
+            " the open one. Any Parquet reader reads them. Traces grow with every step, and all are"
+            " kept unless [`train.keep_trace_steps`](runfile.md) says for how many of the newest"
+            " steps: a segment whose last step is older is deleted when the next one of its folder"
+            " is written, and `disttrain analyze` and `disttrain watch` say from which step on they"
+            " have traces. The rows of `steps/` and `logs/` always stay: one a step."
         ),
         (
             "`disttrain train --profile-steps A:B` adds torch's profile of those steps,"

@@ -144,7 +144,7 @@ def _live_bar() -> Iterator[Progress]:
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None, pace="")
 
-        def report(what: str, done: int, total: int) -> None:
+        def report(what: str, done: float, total: int) -> None:
             left = pace.said(what, done, total)
             bar.update(task, description=what, completed=done, total=total or None, pace=left)
 
@@ -155,9 +155,9 @@ def _plain_lines(console: Console) -> Progress:
     """Say when an operation starts, every few seconds while it lasts, and when it is done."""
     said_s, last_line, pace = 0.0, "", _Pace()
 
-    def report(what: str, done: int, total: int) -> None:
+    def report(what: str, done: float, total: int) -> None:
         nonlocal said_s, last_line
-        line = f"{what}  {done}/{total}" if total else what
+        line = f"{what}  {int(done)}/{total}" if total else what
         line += f", {left}" if (left := pace.said(what, done, total)) else ""
         starts_or_ends = done == 0 or 0 < total <= done
         if line != last_line and (starts_or_ends or time.monotonic() - said_s > PLAIN_LINE_EVERY_S):
@@ -171,9 +171,9 @@ class _Pace:
     """How fast an operation goes, and how long it still takes."""
 
     def __init__(self) -> None:
-        self._what, self._first, self._since_s = "", 0, 0.0
+        self._what, self._first, self._since_s = "", 0.0, 0.0
 
-    def said(self, what: str, done: int, total: int) -> str:
+    def said(self, what: str, done: float, total: int) -> str:
         """Rate and time left since the operation `what` began; nothing while nobody can say."""
         if what != self._what:
             self._what, self._first, self._since_s = what, done, time.monotonic()

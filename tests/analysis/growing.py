@@ -24,16 +24,22 @@ Row = dict[str, Any]
 
 
 class Growing:
-    """Writes the steps of `source` into `target`, which is a `traces` folder too."""
+    """Writes the steps of `source` into `target`, which is a `traces` folder too; of ranks and
+    sizes `kept_steps` are kept."""
 
-    def __init__(self, source: Path, target: Path) -> None:
+    def __init__(self, source: Path, target: Path, kept_steps: int | None = None) -> None:
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / "job.json", target / "job.json")
         self.run = read_job(source / "job.json").run
         self.go_on(source)
         columns = {"steps": STEP_COLUMNS, "sizes": SIZE_COLUMNS}
         self._writers = {
-            name: SegmentWriter(target / name, columns.get(name, TRACE_COLUMNS), self.run)
+            name: SegmentWriter(
+                target / name,
+                columns.get(name, TRACE_COLUMNS),
+                self.run,
+                kept_steps=None if name == "steps" else kept_steps,
+            )
             for name in self._rows
             if name in columns or name.startswith("rank-")
         }

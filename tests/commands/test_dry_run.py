@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from disttrain_cli.commands.init import preset_text
@@ -15,7 +16,14 @@ from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.dryrun import dryrun, shim
 from disttrain_cli.runtime.dryrun.dryrun import DryRun, StageReport, problems
-from disttrain_cli.runtime.dryrun.stages import Failure, Message, OrderSeen, StageSeen, Wait
+from disttrain_cli.runtime.dryrun.stages import (
+    PROGRESS,
+    Failure,
+    Message,
+    OrderSeen,
+    StageSeen,
+    Wait,
+)
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import write_plan
 from disttrain_cli.spec.runfile import read_run
@@ -287,8 +295,40 @@ def test_a_process_that_ends_is_told_by_its_stage(
     code, _, err = call(["train", planned, *DRY], capsys)
     assert code == 4 and "Rank 2 was killed" in err
     assert (
-        "0 image_encoder stage 0, 1 llm stage 0, 2 llm stage 1, 3 image_generator stage 0, 4 the"
-        " order" in err
+        "0 the order of messages, 1 image_generator stage 0, 2 image_encoder stage 0, 3 llm stage"
+        " 1, 4 llm stage 0" in err
+    )
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",)])
+def test_progress_counts_the_processes_and_their_shares(
+    planned: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    clock_s = [100.0]
+
+    def launch(
+        processes: int, target: str, payload: dict[str, Any], *given: Any, **named: Any
+    ) -> None:
+        for done, now_s in ((0.0, 100.0), (0.1, 150.0), (0.6, 160.0), (1.0, 170.0)):
+            np.full(processes, done).tofile(Path(payload["folder"], PROGRESS))
+            clock_s[0] = now_s
+            named["on_poll"]()
+        raise RankLostError("Rank 2 was killed by SIGKILL", "log: rank-00002.log")
+
+    monkeypatch.setattr(dryrun, "environment", dict)
+    monkeypatch.setattr(dryrun, "launch", launch)
+    monkeypatch.setattr("disttrain_cli.console.time.monotonic", lambda: clock_s[0])
+    _, _, err = call(["train", planned, *DRY, *flags], capsys)
+    what = "steps of distinct stages, and the order of all messages"
+    assert [line for line in err.splitlines() if line.startswith(("importing", what))] == (
+        []
+        if flags
+        else [
+            "importing the model's classes",
+            f"{what}  0/5",
+            f"{what}  3/5, 15/min, 8 s left",
+            f"{what}  5/5",
+        ]
     )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from disttrain_cli.data.index import Index, build_index, open_index, read_index
@@ -54,8 +56,6 @@ def test_rows(own_run: MakeRun) -> None:
 
 
 def test_reading_back_is_the_same(run: Run, index: Index) -> None:
-    import pyarrow.parquet as pq
-
     assert tuple(pq.read_schema(run.dir.index).names) == COLUMNS
     again = read_index(run, INPUTS)
     assert (
@@ -180,6 +180,54 @@ def test_changed_data_is_refused(tmp_path: Path, change: str) -> None:
     assert ("00002.tar: new" if change == "new" else "00000.tar") in str(caught.value)
     assert "files " in str(caught.value) and ", now " in str(caught.value)
     assert "disttrain profile" in str(caught.value)
+
+
+def write_texts(path: Path) -> None:
+    """A shard of one text, in the form that its suffix names."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".tar":
+        write_tar(path, shard_of("one"))
+    elif path.suffix == ".jsonl":
+        path.write_text('{"text": "one"}\n')
+    else:
+        pq.write_table(pa.table({"text": ["one"]}), path)
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("gone", ["folder", "shard", "all shards", "all shards, others beside"])
+def test_shards_that_are_gone_are_named_and_no_dataset_is_called_empty(
+    tmp_path: Path, suffix: str, gone: str
+) -> None:
+    shard, alone = tmp_path / "own" / f"a{suffix}", gone == "shard"
+    write_texts(shard)
+    run = make_run(tmp_path, [{"path": f"own/{shard.name}" if alone else "own"}])
+    build_index(run, INPUTS)
+    shard.unlink()
+    if gone == "folder":
+        shard.parent.rmdir()
+    if "beside" in gone:
+        (shard.parent / "notes.txt").write_text("moved")
+    for use in (read_index, open_index, build_index):
+        with pytest.raises(MismatchError, match="gone since they were indexed") as caught:
+            use(run, INPUTS)
+        assert f"{shard.name}: gone" in caught.value.why and "own" in caught.value.what
+        assert "Bring them back" in caught.value.next_step
+        assert "--sample-data" not in str(caught.value)
+    run.dir.index.unlink()  # never indexed: the source itself is wrong
+    with pytest.raises(DataError, match=r"There is no|is empty|holds no shard"):
+        build_index(run, INPUTS)
+    write_texts(shard)
+    assert len(build_index(run, INPUTS)) == 1
+
+
+def test_another_source_is_not_taken_for_one_that_is_gone(own_run: MakeRun) -> None:
+    run = own_run({"a.tar": shard_of("one")})
+    build_index(run, INPUTS)
+    (run.folder / "other").mkdir()
+    other = make_run(run.folder, [{"path": "other"}])
+    assert other.dir.index == run.dir.index
+    with pytest.raises(DataError, match="is empty"):
+        open_index(other, INPUTS)
 
 
 def test_copies_with_other_times_are_known_by_their_content(

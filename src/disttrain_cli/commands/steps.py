@@ -25,18 +25,18 @@ class LiveStep:
     def __init__(self, progress: Progress, learns: bool = True) -> None:
         self._progress, self._lines = progress, StepLines(learns)
         self._figures = ""
-        self._first: tuple[float, int] | None = None
+        self._first: tuple[float, float] | None = None
 
     def on_step(self, step: dict[str, Any]) -> None:
         """Take in one finished step."""
         self._figures = self._lines.of(step)
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: float, total: int) -> None:
         if what == "training" and self._figures:
             what = f"{what}  {self._figures}  {self._left(done, total)}"
         self._progress(what, done, total)
 
-    def _left(self, done: int, total: int) -> str:
+    def _left(self, done: float, total: int) -> str:
         now_s = time.monotonic()
         if self._first is None or done <= self._first[1]:
             self._first = (now_s, done)

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from disttrain_cli.data.index_file import PROFILE, Stored
+from disttrain_cli.data.index_file import PROFILE, Stored, read_stored
 from disttrain_cli.data.sources import Listing, Shard, Skipped, list_source, printable, shown
-from disttrain_cli.data.sources.files import content_of, is_url, state_of
+from disttrain_cli.data.sources.files import content_of, is_file, is_url, join, state_of
 from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
-from disttrain_cli.errors import DataError, MismatchError, SpecError
+from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
@@ -125,7 +125,12 @@ def evaluates_split(run: Run) -> bool:
 
 
 def list_shards(run: Run) -> Listed:
-    """Shards of the run's sources; DataError where a source is not there."""
+    """Shards of the run's sources.
+
+    Raises:
+        DataError: a source is not there, or holds none.
+        MismatchError: it is so because shards of it that were indexed are gone.
+    """
 
     def opened(path: str) -> str:
         return path if is_url(path) else str(run.resolve(path))
@@ -141,15 +146,19 @@ def list_shards(run: Run) -> Listed:
                 f"given by data.sources[{number}].images: {shown(source.images)}",
                 "Correct data.sources in the run file.",
             )
-    listings = [
-        list_source(
-            opened(source.path),
-            f"data.sources[{number}].path: {shown(source.path)}",
-            None if source.images is None else opened(source.images),
-            evaluates_split(run),
-        )
-        for number, source in enumerate(run.file.data.sources)
-    ]
+    listings = []
+    for number, source in enumerate(run.file.data.sources):
+        try:
+            listing = list_source(
+                opened(source.path),
+                f"data.sources[{number}].path: {shown(source.path)}",
+                None if source.images is None else opened(source.images),
+                evaluates_split(run),
+            )
+        except DataError:
+            _check_there(run, number, opened(source.path))
+            raise
+        listings.append(listing)
     listings = [_without_held_out(listing, listings) for listing in listings]
     of_all = list(zip(run.file.data.sources, listings, strict=True))
     return Listed(
@@ -160,6 +169,32 @@ def list_shards(run: Run) -> Listed:
         ],
         [f"{shown(source.path)}: {line}" for source, listing in of_all for line in listing.unread],
     )
+
+
+def _check_there(run: Run, number: int, path: str) -> None:
+    """MismatchError where shards of a source that cannot be listed were indexed, and are gone."""
+    try:
+        stored = read_stored(run.dir.index)
+    except DisttrainError:
+        return
+    given = run.file.data.sources[number].path
+    if given not in [one["path"] for one in stored.inputs["data.sources"][number : number + 1]]:
+        return
+    shards = [indexed.name for indexed in stored.files if indexed.source == number]
+    alone = shards == [path.rpartition("/")[2]] and is_file(path)  # the source is a file
+    probed = shards[:MOST_NAMED] if is_url(path) else shards  # each is a request
+    gone = [] if alone else [name for name in probed if not is_file(join(path, name))]
+    if gone:
+        lines = [f"  {printable(name)}: gone" for name in gone[:MOST_NAMED]]
+        more = f"\n  and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+        raise MismatchError(
+            f"Shards of {shown(given)} are gone since they were indexed",
+            f"given by data.sources[{number}].path; index {stored.path}\n"
+            + "\n".join(lines)
+            + more,
+            "Bring them back. Where that is meant, correct data.sources in the run file, and index,"
+            " profile and plan again: disttrain profile --reindex && disttrain plan",
+        )
 
 
 def _without_held_out(listing: Listing, of_all: Sequence[Listing]) -> Listing:

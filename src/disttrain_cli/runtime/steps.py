@@ -100,10 +100,12 @@ def run_steps(
         engine.coords.rank == 0,
         engine.tracer,
     )
-    writers = steps, sizes, samples = [
-        writer(task.dir.traces, task.name, task.say)
-        for writer in (step_writer, size_writer, sample_writer)
-    ]
+    traced = (task.dir.traces, task.name, task.say)
+    writers = steps, sizes, samples = (
+        step_writer(*traced),
+        size_writer(*traced, run.file.train.keep_trace_steps),
+        sample_writer(*traced, run.file.train.keep_trace_steps),
+    )
     step, stopped, warned = task.first, "", False
     with (
         Saver(

@@ -196,7 +196,7 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
     _checked_index(run, profile)
     told: list[str] = []
 
-    def hear(what: str, done: int, total: int) -> None:
+    def hear(what: str, done: float, total: int) -> None:
         told.append(what)
         progress(what, done, total)
 

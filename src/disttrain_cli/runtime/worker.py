@@ -98,6 +98,7 @@ def main(payload: dict[str, Any]) -> None:
             now,
             say,
             DeviceClock(now) if job.device.type == "cuda" else None,
+            run.file.train.keep_trace_steps,
         )
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
@@ -256,7 +257,7 @@ def open_loader(
         return Loader(run, Orders(run.file, layout, index, profile, progress=_log), **known)
     from disttrain_cli.data.serving.client import PulledOrders, Workers
 
-    def say(what: str, done: int, total: int) -> None:
+    def say(what: str, done: float, total: int) -> None:
         _log(what, done, total)
         publish(reports, {"note": what, "done": done, "total": total})
 
@@ -269,5 +270,5 @@ def open_loader(
     return Loader(run, orders, source=workers, **known)
 
 
-def _log(what: str, done: int, total: int) -> None:
+def _log(what: str, done: float, total: int) -> None:
     print(f"{what} {done}/{total}" if total else what, flush=True)

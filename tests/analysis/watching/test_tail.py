@@ -10,8 +10,9 @@ import pytest
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.job.analysis import analyze_database
 from disttrain_cli.analysis.job.database import open_database
-from disttrain_cli.analysis.watching.tail import MOST_BEHIND, Stream, Tail
+from disttrain_cli.analysis.watching.tail import MOST_BEHIND, Source, Stream, Tail
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.trace import TRACE_COLUMNS
 from tests.analysis import synthetic
 from tests.analysis.growing import Growing
 
@@ -151,3 +152,24 @@ def test_traces_of_another_version_are_refused_or_said(tmp_path, growing):
     assert tail.grow()
     lacks, broken = sorted(tail.files().warnings, key=lambda said: "cannot be read" in said)
     assert "rank-00003 lacks the column(s) slot" in lacks and "rank-00002" in broken
+
+
+def test_traces_without_their_first_steps_say_where_they_begin(tmp_path):
+    synthetic.write(tmp_path / "whole", synthetic.Synthetic(steps=STEPS))
+    growing = Growing(tmp_path / "whole", tmp_path / "traces", kept_steps=4)
+    for step in range(STEPS):
+        growing.write(step)
+        if step % 2:
+            growing.flush()
+    tail = Tail(tmp_path / "traces", steps=STEPS)
+    assert tail.grow() and (tail.first, tail.last) == (STEPS - 4, STEPS - 1)
+    assert held(tail) == wanted(tmp_path, STEPS - 4, STEPS - 1)
+    says = f"the traces begin at step {STEPS - 4}: those of {STEPS - 4} earlier step(s) are gone"
+    assert any(says in warning for warning in analyze([tmp_path / "traces"]).warnings)
+    assert not any("traces begin" in one for one in analyze([tmp_path / "whole"]).warnings)
+
+
+def test_a_segment_that_is_deleted_while_it_is_read_is_no_problem(tmp_path):
+    source = Source(tmp_path, TRACE_COLUMNS, "start-000", kept=4)
+    assert source._replaced(tmp_path / "segment-start-000-00000.parquet", 0) is None
+    assert not source.problems

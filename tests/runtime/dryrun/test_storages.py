@@ -53,3 +53,29 @@ def test_symmetric_memory_stays() -> None:
     """A chunk of 1 MiB of it, beside the products of all rows and, while these are made, the
     rows."""
     assert on_fake_cuda(fused) == [1 + 4, 1 + 4 + 4, 1, 2 * 4, 2, 2]
+
+
+def asked() -> int:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from disttrain_cli.runtime.dryrun.observing import Observer
+    from disttrain_cli.runtime.dryrun.syncs import Waits
+
+    class Asked(TorchDispatchMode):
+        times = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.times += func.namespace == "prim"
+            return func(*args, **(kwargs or {}))
+
+    with Asked() as below, Observer(), Waits():
+        rows = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+        assert rows.is_cuda
+        (rows @ rows).to("cpu")
+    return below.times
+
+
+def test_no_operator_asks_torch_for_a_device() -> None:
+    """Such a question runs through all modes and takes as long as an operator."""
+    assert on_fake_cuda(asked) == 0

@@ -14,8 +14,10 @@ import pytest
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.errors import DataError
+from disttrain_cli.runtime.watching import tracing
 from disttrain_cli.runtime.watching.tracing import Tracer, size_writer, step_writer
 from disttrain_cli.spec.stage_graph import RankCoords
+from disttrain_cli.spec.trace import segments_of
 from tests.runtime.watching.test_hang import graph_of
 
 STEP = {
@@ -74,7 +76,7 @@ from tests.runtime.watching.test_tracing import record
 for rank in range(3):
     record(Path(sys.argv[1], "long"), rank, 5)
 record(Path(sys.argv[1], "none"), 0, 0)
-tracing.SEGMENT_ROWS = 4
+tracing.SEGMENT_BYTES = 4_000  # two steps of a rank
 for rank in range(2):
     record(Path(sys.argv[1], "short"), rank, 5)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -166,3 +168,30 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
         f"warning: no more traces in {tmp_path}: No space left on device; training goes on without"
         " them"
     ]
+
+
+@pytest.mark.parametrize(("kept", "first"), [(None, 0), (1, 14), (5, 10), (100, 0)])
+def test_segments_of_older_steps_are_deleted_whatever_start_wrote_them(
+    tmp_path: Path, kept: int | None, first: int
+) -> None:
+    """Pairs of steps; the start before was killed in its second pair, and repeated in part."""
+
+    def write(run: str, steps: range, kept: int | None) -> None:
+        writer = tracing.SegmentWriter(
+            tmp_path, {"run": "string", "step": "int64"}, run, pytest.fail, kept
+        )
+        for step in steps:
+            writer.rows.append({"run": run, "step": step})
+            writer.keep()
+            if step % 2:
+                writer.flush()
+
+    write("start-000", range(3), None)
+    (tmp_path / "segment-start-000-00007.parquet").write_bytes(b"damaged")
+    write("start-001", range(2, 16), kept)
+    whole, opened = segments_of([tmp_path])
+    lasts = {file: tracing.last_step(file) for file in (*whole, *opened)}
+    assert lasts.pop(tmp_path / "segment-start-000-00007.parquet") is None
+    assert len(opened) == (first == 0)
+    pairs = sorted({step - step % 2 for step in lasts.values() if step is not None})
+    assert pairs == list(range(first, 16, 2))

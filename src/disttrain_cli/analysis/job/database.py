@@ -146,6 +146,12 @@ def open_database(
         if not strangers:
             lock(connection)
     except duckdb.Error as error:
+        if files is not None and not all(file.exists() for file in files.all):
+            raise DataError(
+                "Segments of the trace were deleted while they were read",
+                "train.keep_trace_steps deletes those of older steps while training goes on",
+                "Run the command again.",
+            ) from None
         damaged = first_damaged(files.all) if files is not None else None
         raise DataError(
             "The trace cannot be read",
@@ -300,6 +306,16 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
         "CREATE VIEW sizes AS SELECT s.* FROM size_segments s JOIN kept USING (step, run)"
     )
     repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
+    first, earlier = connection.execute(
+        "SELECT first, (SELECT count(DISTINCT step) FROM step_segments WHERE list_contains($runs,"
+        " run) AND step < first) FROM (SELECT min(step) AS first FROM kept)",
+        {"runs": alike},
+    ).fetchall()[0]
+    if earlier:
+        warnings.append(
+            f"the traces begin at step {first:,}: those of {earlier:,} earlier step(s) are gone"
+            " (train.keep_trace_steps)"
+        )
     if repeated:
         warnings.append(
             f"{counted(repeated, 'step')} {agree(repeated, 'was', 'were')} repeated after resuming;"

@@ -95,9 +95,9 @@ class Tail:
 
     @property
     def first(self) -> int:
-        """The first step that is held."""
-        reported = [] if self._reported is None else self._reported.numbers()
-        return max(min(reported, default=0), self._first(self.last))
+        """The first step that is held, of all ranks."""
+        sources = [one for one in (self._reported, *self._ranks.values()) if one is not None]
+        return max([one.first for one in sources if one.last >= 0] + [self._first(self.last)])
 
     def files(self) -> TraceFiles:
         """What is held, up to the last step, as the analysis reads it."""
@@ -209,9 +209,12 @@ class Source:
                 self._held.append((last, rows))
                 self.last = max(self.last, last)
 
-    def numbers(self) -> set[int]:
-        """Numbers of the steps of which rows are held."""
-        return {number for _, table in self._held for number in table.column("step").to_pylist()}
+    @property
+    def first(self) -> int:
+        """First step of which rows are held; 0 where there are none."""
+        import pyarrow.compute as pc
+
+        return min((pc.min(table.column("step")).as_py() for _, table in self._held), default=0)
 
     def tables(self) -> list[pa.Table]:
         """The rows that are held."""
@@ -236,6 +239,8 @@ class Source:
             steps = [one.max for one in told if one is not None and isinstance(one.max, int)]
             old = len(steps) == len(told) and max(steps, default=-1) <= self.last - self.kept
             return None if old else pq.read_table(file).slice(known)
+        except FileNotFoundError:  # deleted just now (train.keep_trace_steps)
+            return None
         except (OSError, ValueError, pa.ArrowException) as error:
             self._say(f"{file.parent.name}/{file.name} cannot be read ({error}); left out")
             return pa.table({})

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel
 
 from disttrain_cli.costs.activations import kept_share, own_mix
@@ -17,7 +18,13 @@ from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.tying import tied_layers
 from disttrain_cli.runtime.dryrun.shim import environment
-from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
+from disttrain_cli.runtime.dryrun.stages import (
+    PROGRESS,
+    OrderSeen,
+    StageSeen,
+    distinct,
+    slots_seen,
+)
 from disttrain_cli.runtime.dryrun.worst import at_work, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.launching.payload import payload_of
@@ -80,6 +87,11 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     table = layer_table(run)
     graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(table))
     groups = distinct(graph, table, plan.plan.microbatches)
+    # what takes longest first
+    groups.sort(
+        key=lambda group: len(group[0].layers) * slots_seen(group[0], plan.plan.microbatches),
+        reverse=True,
+    )
     memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
     capability = _capability(profile.device.name)
     at_once = min(len(groups) + 1, len(os.sched_getaffinity(0)))
@@ -100,13 +112,16 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
             "Make it a folder that you can write; then run the command again.",
         ) from None
     with tempfile.TemporaryDirectory(prefix="disttrain-dry-run-") as folder:
+        shares = Path(folder, PROGRESS)
+        np.zeros(len(groups) + 1).tofile(shares)
 
         def poll() -> None:
-            progress(
-                "steps of distinct stages",
-                len(list(Path(folder).glob("stage-*.json"))),
-                len(groups),
-            )
+            done = float(np.fromfile(shares).sum())
+            if done:
+                what = "steps of distinct stages, and the order of all messages"
+                progress(what, done, len(groups) + 1)
+            else:  # the time that imports take says nothing of how long the steps will
+                progress("importing the model's classes", 0, 0)
 
         try:
             launch(
@@ -122,9 +137,10 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
             raise
         seen = [
             StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
-            for number in range(len(groups))
+            for number in range(1, len(groups) + 1)
         ]
         order = OrderSeen.model_validate_json(Path(folder, "order.json").read_text())
+    seen.sort(key=lambda one: one.stages)
     stages = reports(profile, plan.plan, graph, seen, memory_gib)
     return DryRun(
         device=profile.device.name,
@@ -142,7 +158,7 @@ def _who_is_who(groups: Sequence[Sequence[Stage]]) -> str:
     """Which process of the dry run stands for which stage."""
     named = [f"{group[0].unit.name} stage {group[0].index}" for group in groups]
     return ", ".join(
-        f"{number} {what}" for number, what in enumerate([*named, "the order of messages"])
+        f"{number} {what}" for number, what in enumerate(["the order of messages", *named])
     )
 
 

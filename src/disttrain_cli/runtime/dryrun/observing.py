@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
 from disttrain_cli.models import symmetric
 from disttrain_cli.runtime.dryrun.refusing import refuse
-from disttrain_cli.runtime.dryrun.storages import Storages
+from disttrain_cli.runtime.dryrun.storages import Storages, on_cuda, tensors_in
 
 #: Operators that start no kernel, besides those that only view.
 IDLE = {
@@ -39,14 +36,7 @@ class Observer(Storages):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse(
-            func,
-            [
-                value
-                for value in tree_leaves((args, kwargs))
-                if isinstance(value, Tensor) and value.is_cuda
-            ],
-        )
+        refuse(func, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self._count_message(func._schema.name.removeprefix("c10d::"), args)
@@ -55,18 +45,14 @@ class Observer(Storages):
             self.counts["collectives"] += 1
             self.counts["collectives_bytes"] += moved
         elif not func.is_view and func._opname not in IDLE:
-            made = next((value for value in tree_leaves(result) if isinstance(value, Tensor)), None)
+            made = next(tensors_in(result), None)
             if made is not None:
-                self.counts["kernels" if made.is_cuda else "host_operators"] += 1
+                self.counts["kernels" if on_cuda(made) else "host_operators"] += 1
         return result
 
     def _count_message(self, name: str, args: Any) -> None:
         kind = {"send": "sends", "recv_": "receives"}.get(name, "collectives")
-        sizes = [
-            value.numel() * value.element_size()
-            for value in tree_leaves(args)
-            if isinstance(value, Tensor)
-        ]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors_in(args)]
         self.counts[kind] += 1
         # of a gather what it makes, of a scatter what it takes
         self.counts[f"{kind}_bytes"] += max(sizes, default=0)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from disttrain_cli.runtime.dryrun.storages import on_cuda, tensors_in
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
 FLASH = {"_scaled_dot_product_flash_attention", "_flash_attention_forward", "_varlen_attn"}
 FLASH_TYPES, FLASH_WIDTH = {torch.float16, torch.bfloat16}, 256
 
 
-def refuse(func: Any, tensors: Sequence[Tensor]) -> None:
+def refuse(func: Any, args: Any, kwargs: Any) -> None:
     """Raise RuntimeError, as the kernel would, for products of different types and attention that
     flash cannot do."""
     name = func._opname
+    if name not in PRODUCTS and name not in FLASH:
+        return
+    tensors = [one for one in tensors_in(args, kwargs) if on_cuda(one)]
     if (
         name in PRODUCTS
         and len(types := {str(one.dtype) for one in tensors if one.is_floating_point()}) > 1

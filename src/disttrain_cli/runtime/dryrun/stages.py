@@ -9,6 +9,9 @@ from pydantic import BaseModel
 from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
+#: Name of the file with a double per process: the share of its work that is done.
+PROGRESS = "progress"
+
 
 class Message(BaseModel):
     """A state tensor as it crosses a cut in a slot."""

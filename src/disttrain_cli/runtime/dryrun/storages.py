@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models.workspaces import symmetric_bytes, workspace_bytes
 
@@ -31,9 +32,7 @@ class Storages(TorchDispatchMode):
         self._device = device
 
     def follow(self, tensor: Tensor) -> None:
-        """Count a tensor's storage from now on, if it is not yet."""
-        if tensor.device.type != self._device:
-            return
+        """Count a tensor's storage on the device from now on, if it is not yet."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.alive:
@@ -49,10 +48,10 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, here = func(*args, **(kwargs or {})), False
-        for value in tree_leaves((args, kwargs, result)):
-            if isinstance(value, Tensor):
-                self.follow(value)
-                here = here or value.device.type == self._device
+        for tensor in tensors_in(args, kwargs, result):
+            if device_of(tensor).type == self._device:
+                self.follow(tensor)
+                here = True
         if here:
             more = max(0, symmetric_bytes(func, args, result) - self._symmetric_bytes)
             self._symmetric_bytes += more
@@ -61,6 +60,29 @@ class Storages(TorchDispatchMode):
                 self.peak_bytes, self.alive_bytes + workspace_bytes(func, args, result)
             )
         return result
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """Tensors among an operator's arguments or results, which nest in lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Device of a tensor; of a fake one without asking torch, which dispatches such a question
+    through all modes as if it were an operator."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device
+
+
+def on_cuda(tensor: Tensor) -> bool:
+    """True if a tensor lies on a CUDA device."""
+    return device_of(tensor).type == "cuda"
 
 
 def bytes_of(tensors: list[Tensor]) -> int:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from disttrain_cli.runtime.dryrun.storages import device_of, on_cuda, tensors_in
 
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
@@ -56,8 +57,10 @@ class Waits(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return device_of(args[0])  # past the other modes, which have nothing to note
         kwargs = kwargs or {}
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = list(tensors_in(args, kwargs))
         if what := _waits(func, args, kwargs, tensors):
             self.counts[what, _where(sys._getframe(1))] += 1
         if torch.Tag.data_dependent_output in func.tags:
@@ -74,12 +77,12 @@ def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
     if func.namespace == "c10d":
         if name == "c10d::barrier":
             return name
-        if any(not tensor.is_cuda for tensor in tensors):
+        if any(not on_cuda(tensor) for tensor in tensors):
             raise RuntimeError(f"No backend type associated with device type cpu ({name})")
         return ""
     if name in _COPIES:
         return _copy(args, kwargs)
-    if not any(tensor.is_cuda for tensor in tensors):
+    if not any(on_cuda(tensor) for tensor in tensors):
         return ""
     if name in _INDEXED:
         masks = [
@@ -88,7 +91,7 @@ def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
             if index is not None and index.dtype in (torch.bool, torch.uint8)
         ]
         # filled, as `masked_fill` does
-        alone = len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda
+        alone = len(args) > 2 and args[2].numel() == 1 and not on_cuda(args[2])
         return name if masks and not alone else ""
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return name if depends and kwargs.get("output_size") is None else ""
@@ -96,15 +99,15 @@ def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
 
 def _copy(args: Any, kwargs: Any) -> str:
     source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
-    target = kwargs.get("device") or args[0].device
+    target, from_device = kwargs.get("device") or device_of(args[0]), on_cuda(source)
     asynchronous = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-    if source.is_cuda == (target.type == "cuda"):
+    if from_device == (target.type == "cuda"):
         return ""
-    host = args[0] if source.is_cuda and source is not args[0] else source
-    if asynchronous and (host.is_cuda or _is_pinned(host)):
+    host = args[0] if from_device and source is not args[0] else source
+    if asynchronous and (on_cuda(host) or _is_pinned(host)):
         return ""
-    return f"copy {source.device.type} to {target.type}" + " from pageable memory" * (
-        not source.is_cuda
+    return f"copy {device_of(source).type} to {target.type}" + " from pageable memory" * (
+        not from_device
     )
 
 

@@ -2,24 +2,25 @@
 and optimizer.
 
 Called by `launch` with the payload that `dryrun.py` writes: `run` (path of the run file), `plan`,
-`profile` (their JSON), `stages` (by process, numbers of stages that are alike; the process after
-the last of them looks at the messages of all ranks), `name`, `memory_gib` and `capability` of the
-device, `folder` (for what is found, a file per process) and `at_once` (processes that may work at a
+`profile` (their JSON), `stages` (by process from 1 on, numbers of stages that are alike; process 0
+looks at the messages of all ranks), `name`, `memory_gib` and `capability` of the device, `folder`
+(for what is found, a file per process, and `PROGRESS`) and `at_once` (processes that may work at a
 time).
 """
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import resource
+import struct
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ import numpy as np
 import torch
 
 from disttrain_cli.data.slots import Slot, SlotBatch, StepOrder
-from disttrain_cli.models.division import Place
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.models.qwen_vision import QwenLayer
@@ -38,6 +38,7 @@ from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
 from disttrain_cli.runtime.dryrun.observing import Observer
 from disttrain_cli.runtime.dryrun.stages import (
+    PROGRESS,
     Failure,
     Message,
     OrderSeen,
@@ -77,40 +78,61 @@ OF_SLOT = (
 )
 _LONGEST = 300  # letters of an error's first line
 ORDER, MOST_FAULTS = "order.json", 4
+#: Slots that take as long as to build the engine.
+BUILDING = 2
 DEVICE = torch.device("cuda", 0)
+#: A pipe with as many bytes as more processes may work: each takes one, and puts it back.
+_turns = (-1, -1)
 
 
 def before_fork(payload: dict[str, Any]) -> None:
     """Import the model's classes and build its table once for all stages."""
+    global _turns
     deepspeed.ops.__dict__["__compatible_ops__"] = {}  # nothing is compiled
     import_muon()
     layer_table(read_run(Path(payload["run"])))
+    _turns = os.pipe()
+    os.write(_turns[1], bytes(int(payload["at_once"])))
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Take the step of the stage that this process stands for, when it is its turn, and write what
-    was found."""
+    """Do the work of this process when it is its turn, and write what was found."""
     number, folder = int(os.environ["RANK"]), Path(payload["folder"])
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
-    with (folder / f"turn-{number % int(payload['at_once'])}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        run, plan = read_run(Path(payload["run"])), Plan.model_validate(payload["plan"])
-        profile = Profile.model_validate(payload["profile"])
-        graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
-        if number == len(payload["stages"]):
-            write_whole(folder / ORDER, _order(run, plan, profile, graph).model_dump_json())
-            return
-        seen = _seen(payload, run, plan, profile, graph, payload["stages"][number])
+    os.read(_turns[0], 1)
+    run, plan = read_run(Path(payload["run"])), Plan.model_validate(payload["plan"])
+    profile = Profile.model_validate(payload["profile"])
+    graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
+    report = partial(_report, folder / PROGRESS, number)
+    if number == 0:
+        order = _order(run, plan, profile, graph, report)
+        write_whole(folder / ORDER, order.model_dump_json())
+    else:
+        stages = payload["stages"][number - 1]
+        seen = _seen(payload, run, plan, profile, graph, stages, report)
         write_whole(folder / f"stage-{number}.json", seen.model_dump_json())
+    report(1.0)
+    os.write(_turns[1], bytes(1))
 
 
-def _order(run: Run, plan: Plan, profile: Profile, graph: StageGraph) -> OrderSeen:
+def _report(path: Path, number: int, share: float) -> None:
+    with path.open("r+b") as file:
+        file.seek(number * len(one := struct.pack("d", share)))
+        file.write(one)
+
+
+def _order(
+    run: Run, plan: Plan, profile: Profile, graph: StageGraph, report: Callable[[float], None]
+) -> OrderSeen:
     """All ranks' messages in as many slots as fill the pipeline and empty it again."""
     most = plan.plan.microbatches
     slots = max(slots_seen(stage, most) for stage in graph.stages)
     order = worst_step(profile, plan.plan, slots)
-    records = list(record_steps(run, graph, order, overlap=plan.plan.overlap))
+    records = []
+    for record in record_steps(run, graph, order, overlap=plan.plan.overlap):
+        records.append(record)
+        report(len(records) / (graph.world_size + 1))
     return OrderSeen(
         slots=slots,
         operations=sum(len(record.operations) for record in records),
@@ -125,6 +147,7 @@ def _seen(
     profile: Profile,
     graph: StageGraph,
     stages: list[int],
+    report: Callable[[float], None],
 ) -> StageSeen:
     began_s = time.monotonic()
     coords = graph.coords(graph.stages[stages[0]].rank(0))
@@ -140,7 +163,7 @@ def _seen(
         try:
             with alone(coords.rank, graph.world_size):
                 deepspeed.init_distributed(dist_backend="fake", verbose=False)
-                _take_steps(run, plan, profile, graph, coords, seen)
+                _take_steps(run, plan, profile, graph, coords, seen, report)
         except Exception as error:
             traceback.print_exc()
             seen.failure = _failure(error)
@@ -163,7 +186,13 @@ def _look_up_layouts(run: Run, coords: RankCoords, slot: Slot) -> None:
 
 
 def _take_steps(
-    run: Run, plan: Plan, profile: Profile, graph: StageGraph, coords: RankCoords, seen: StageSeen
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    graph: StageGraph,
+    coords: RankCoords,
+    seen: StageSeen,
+    report: Callable[[float], None],
 ) -> None:
     """Build the engine, take a short step, in which optimizers make their states, and the one that
     is looked at."""
@@ -171,6 +200,12 @@ def _take_steps(
     tracer = Tracer(Path(os.devnull), "dry-run", coords, now, device_clock=DeviceClock(now))
     fields = fields_of(table[layers.start : layers.stop], coords.unit)
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
+    place, begun = place_of(coords), count(BUILDING)
+
+    def fetch(arrays: SlotBatch, order: StepOrder, slot: int) -> Batch:
+        report(next(begun) / (BUILDING + 1 + seen.slots))
+        return to_batch(pinned(arrays, dtype), order, DEVICE, dtype, place)
+
     with Observer() as observer:
         with Waits():
             engine = build_engine(
@@ -184,18 +219,12 @@ def _take_steps(
             set_lrs(engine.optimizer, engine.train_spec, 0)
             observer.peak_bytes = observer.alive_bytes
             with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
-                engine.run_step(order, partial(_fetch, arrays, order, dtype, place_of(coords)))
+                engine.run_step(order, partial(fetch, arrays, order))
             gc.collect()
             left.append(observer.alive_bytes)
         seen.peak_gib = observer.peak_bytes / GIB
         seen.leaked_gib = (left[1] - left[0]) / GIB
     seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})
-
-
-def _fetch(
-    arrays: SlotBatch, order: StepOrder, dtype: torch.dtype, place: Place, slot: int
-) -> Batch:
-    return to_batch(pinned(arrays, dtype), order, DEVICE, dtype, place)
 
 
 @contextmanager

@@ -27,8 +27,8 @@ class Recorder(TorchDispatchMode):
     """While active, notes every operation of torch.distributed that this rank begins, DeepSpeed's
     too.
 
-    They run as ever. What is sent over torch's fake backend has left at once, so that its buffers
-    are let go of.
+    They run as ever, but for messages over torch's fake backend, which would do nothing: these have
+    arrived at once, so that their buffers are let go of.
     """
 
     def __init__(self, rank: int) -> None:
@@ -61,13 +61,14 @@ class Recorder(TorchDispatchMode):
 
     def _batch(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         self._number += 1
+        if dist.get_backend(operations[0].group) == "fake":
+            for one in operations:
+                kind = SEND if one.op is dist.isend else RECEIVE
+                self._add(kind, one.group, one.tensor, one.peer)
+            return []
         self._together = True
         try:
-            if dist.get_backend(operations[0].group) != "fake":
-                return self._stock(operations)
-            for one in operations:
-                one.op(one.tensor, one.peer, group=one.group)
-            return []
+            return self._stock(operations)
         finally:
             self._together = False
 
@@ -75,25 +76,31 @@ class Recorder(TorchDispatchMode):
         group = next((one for value in args if (one := _group(value)) is not None), None)
         if group is None:
             return
-        ranks = self._known(group)
         tensor = next((one for value in args if (one := _tensor(value)) is not None), None)
         peer = args[2] if name in MESSAGES else args[ROOTED[name]] if name in ROOTED else -1
         self._number += not self._together
-        shape, dtype = (
-            ((), "")
-            if tensor is None or name == "barrier"
-            else (tuple(tensor.shape), str(tensor.dtype))
+        self._add(
+            MESSAGES.get(name, name.strip("_")),
+            group,
+            None if name == "barrier" else tensor,
+            self._known(group)[peer] if peer >= 0 else -1,
+            *(tuple(args[place]) if name == EXCHANGE else () for place in (GIVES, TAKES)),
         )
+
+    def _add(
+        self,
+        kind: str,
+        group: dist.ProcessGroup,
+        tensor: Tensor | None,
+        peer: int,
+        gives: tuple[int, ...] = (),
+        takes: tuple[int, ...] = (),
+    ) -> None:
+        self._known(group)
+        shape = () if tensor is None else tuple(tensor.shape)
+        dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
         self.record.operations.append(
-            Operation(
-                MESSAGES.get(name, name.strip("_")),
-                self._names[group],
-                shape,
-                dtype.removeprefix("torch."),
-                ranks[peer] if peer >= 0 else -1,
-                self._number,
-                *(tuple(args[place]) if name == EXCHANGE else () for place in (GIVES, TAKES)),
-            )
+            Operation(kind, self._names[group], shape, dtype, peer, self._number, gives, takes)
         )
 
     def _known(self, group: dist.ProcessGroup) -> tuple[int, ...]:

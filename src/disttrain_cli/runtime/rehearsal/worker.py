@@ -108,6 +108,7 @@ def main(payload: dict[str, Any]) -> None:
                     replace(rank, stage=coords.stage),
                     cluster_clock(clock, payload["began_ns"]),
                     say,
+                    kept_steps=run.file.train.keep_trace_steps,
                 )
                 for rank in recorded
             ],

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 
 from disttrain_cli.models.group import Group
 from disttrain_cli.runtime.units import communicators
-from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
+from disttrain_cli.spec.stage_graph import Coordinates, RankCoords, StageGraph
 
 
 class RaggedTopology(ProcessTopology):
@@ -23,14 +23,9 @@ class RaggedTopology(ProcessTopology):
     caller's unit."""
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
-        super().__init__(axes=["pipe", "data", "model"], dims=[0, 0, 0])
+        super().__init__(axes=list(Coordinates._fields), dims=[0, 0, 0])
         self.dims = [len(graph.stages), coords.unit.holders, coords.unit.tp]
-        self.mapping = {
-            self.ProcessCoord(pipe=stage.number, data=holder, model=tp_rank): rank
-            for stage in graph.stages
-            for tp_rank in range(stage.tp)
-            for holder, rank in enumerate(stage.dp_group(tp_rank))
-        }
+        self.mapping = graph.rank_by_coordinates
 
 
 class UnitGrid(PipelineParallelGrid):

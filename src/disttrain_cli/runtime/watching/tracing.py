@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,15 +28,14 @@ from disttrain_cli.spec.trace import (
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from disttrain_cli.runtime.watching.device_clock import DeviceClock, Later, Mark
     from disttrain_cli.runtime.watching.marks import Marks
 
     Time = int | Mark | Later  # of the host, or a place in the device's work
     Spans = list[tuple[Time, Time]]
 
-SEGMENT_ROWS = 20_000
+#: Size at which an open segment becomes Parquet: rows of 100 to 1,000 steps.
+SEGMENT_BYTES = 8 * 2**20
 _NOTHING = {
     "slot": -1,
     "module": "",
@@ -57,23 +56,33 @@ class SegmentWriter:
     this process ends; `flush` replaces it by one of Parquet (temporary name, then rename). What
     cannot be written (a full disk) is said once, and nothing is recorded from then on: training
     goes on.
+
+    Args:
+        kept_steps: newest steps whose segments are kept, also of earlier starts; the others are
+            deleted when a segment is written. None: all.
     """
 
     def __init__(
-        self, folder: Path, columns: dict[str, str], run: str, say: Callable[[str], None] = print
+        self,
+        folder: Path,
+        columns: dict[str, str],
+        run: str,
+        say: Callable[[str], None] = print,
+        kept_steps: int | None = None,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         self._schema = arrow_schema(columns)
         self._folder, self._run, self._say = folder, run, say
         self._segments = 0
-        self._batches: list[pa.RecordBatch] = []
         self._open: io.FileIO | None = None
         self._failed = False
+        self._kept_steps = kept_steps
+        self._last_steps: dict[Path, int | None] = {}  # by segment
 
     def keep(self) -> None:
         """Append what was collected to the open segment; a long one is flushed."""
         self._attempt(self._append)
-        if sum(len(batch) for batch in self._batches) >= SEGMENT_ROWS:
+        if self._open is not None and self._open.tell() >= SEGMENT_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -93,8 +102,6 @@ class SegmentWriter:
             )
         finally:
             self.rows.clear()
-            if self._failed:
-                self._batches.clear()
 
     def _append(self) -> None:
         import pyarrow as pa
@@ -109,7 +116,6 @@ class SegmentWriter:
             content = self._schema.serialize().to_pybytes() + content
         if self._open.write(content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._batches.append(batch)
 
     def _finish(self) -> None:
         import pyarrow as pa
@@ -118,19 +124,51 @@ class SegmentWriter:
         self._append()
         if self._open is None:
             return
-        sink = pa.BufferOutputStream()
-        pq.write_table(
-            pa.Table.from_batches(self._batches).combine_chunks(), sink, compression="zstd"
-        )
-        write_whole(self._segment(".parquet"), sink.getvalue().to_pybytes())
         self._open.close()
-        self._segment(OPEN_SEGMENT).unlink()
         self._open = None
-        self._batches.clear()
+        with pa.ipc.open_stream(self._segment(OPEN_SEGMENT).read_bytes()) as stream:
+            table = stream.read_all()
+        sink = pa.BufferOutputStream()
+        pq.write_table(table.combine_chunks(), sink, compression="zstd")
+        write_whole(self._segment(".parquet"), sink.getvalue().to_pybytes())
+        self._segment(OPEN_SEGMENT).unlink()
         self._segments += 1
+        if self._kept_steps is not None:
+            self._prune(self._kept_steps)
 
-    def _segment(self, ending: str) -> Path:
-        return self._folder / f"segment-{self._run}-{self._segments:05d}{ending}"
+    def _prune(self, kept_steps: int) -> None:
+        for file in self._folder.glob("segment-*"):
+            if file not in self._last_steps:
+                self._last_steps[file] = last_step(file)
+        newest = self._last_steps.get(self._segment(".parquet", self._segments - 1))
+        for file, last in list(self._last_steps.items()):
+            if newest is not None and last is not None and last <= newest - kept_steps:
+                with suppress(OSError):  # it stays: nothing is lost
+                    file.unlink(missing_ok=True)
+                    del self._last_steps[file]
+
+    def _segment(self, ending: str, number: int | None = None) -> Path:
+        number = self._segments if number is None else number
+        return self._folder / f"segment-{self._run}-{number:05d}{ending}"
+
+
+def last_step(segment: Path) -> int | None:
+    """Last step of a segment, written whole or left open by a process that ended; None where it
+    cannot be read."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    steps: list[int] = []
+    try:
+        if segment.suffix == OPEN_SEGMENT:
+            with pa.ipc.open_stream(pa.BufferReader(segment.read_bytes())) as stream:
+                steps.extend(pc.max(batch.column("step")).as_py() for batch in stream)
+        else:
+            steps.append(pc.max(pq.read_table(segment, columns=["step"]).column("step")).as_py())
+    except (OSError, KeyError, pa.ArrowException):  # an open one may be cut within a batch
+        pass
+    return max(steps, default=None)
 
 
 class Tracer:
@@ -140,6 +178,7 @@ class Tracer:
     Args:
         clock: the host's (`wall_clock`).
         device_clock: where the host runs ahead of its device; then rows have the device's times.
+        kept_steps: as of `SegmentWriter`.
     """
 
     pulse: Pulse | None = None
@@ -157,8 +196,11 @@ class Tracer:
         clock: Callable[[], int],
         say: Callable[[str], None] = print,
         device_clock: DeviceClock | None = None,
+        kept_steps: int | None = None,
     ) -> None:
-        self._writer = SegmentWriter(folder / f"rank-{coords.rank:05d}", TRACE_COLUMNS, run, say)
+        self._writer = SegmentWriter(
+            folder / f"rank-{coords.rank:05d}", TRACE_COLUMNS, run, say, kept_steps
+        )
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet
         self._ahead: list[tuple[dict[str, Any], Mark | Later, Mark | Later, Spans | None]] = []
@@ -273,15 +315,25 @@ def wall_clock() -> Callable[[], int]:
 
 
 def step_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
-    """Writer of the per-step rows (rank 0)."""
+    """Writer of the per-step rows (rank 0), which are never deleted."""
     return SegmentWriter(folder / "steps", STEP_COLUMNS, run, say)
 
 
-def size_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
+def size_writer(
+    folder: Path,
+    run: str,
+    say: Callable[[str], None] = print,
+    kept_steps: int | None = None,
+) -> SegmentWriter:
     """Writer of the sizes of a few sequences of every step (rank 0)."""
-    return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run, say)
+    return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run, say, kept_steps)
 
 
-def sample_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
+def sample_writer(
+    folder: Path,
+    run: str,
+    say: Callable[[str], None] = print,
+    kept_steps: int | None = None,
+) -> SegmentWriter:
     """Writer of what every slot is made of (rank 0)."""
-    return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run, say)
+    return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run, say, kept_steps)

@@ -180,6 +180,16 @@ class TrainSpec(Strict):
             " not those of --emit."
         ),
     )
+    keep_trace_steps: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_STEPS,
+        description=(
+            "Newest steps whose traces are kept, in whole segments: older segments are deleted"
+            " while training goes on. All are kept if not given. Every step's losses and speed, the"
+            " logs and torch's profiles always stay."
+        ),
+    )
     track: list[Literal["tensorboard", "wandb"]] = Field(
         default_factory=list,
         description="Where every step's figures go besides the console and the traces.",
