@@ -455,6 +455,6 @@ def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
                 event["args"] |= members
         traces.write(tmp_path / "job" / f"rank{rank}.json", {"traceEvents": events})
     found = analyze([tmp_path / "job"])
-    assert any(text.startswith("1 of 4 ranks are missing (3)") for text in found.warnings)
+    assert any(text.startswith("1 of 4 ranks is missing (3)") for text in found.warnings)
     evidence = {row.what: row.value for row in found.verdict.evidence}
     assert evidence["ranks whose traces are there"] == 0.75 and found.verdict.confidence < 0.8
