@@ -34,6 +34,9 @@ DEVELOPED = (
     "event",
     "unclassified",
     "small",
+    "clocks",
+    "impossible",
+    "merged",
 )
 HELD_OUT = ("runs ahead", "host gap", "late host", "two stragglers", "silent loader")
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"
@@ -67,6 +70,9 @@ class Job:
     lost_ranks: tuple[int, ...] = ()
     names: tuple[str, ...] = ()  # of the layers, GEMM where there are none
     reduce: str = REDUCE
+    ahead_us: tuple[float, ...] = ()  # clocks of the ranks
+    impossible: float = 0.0  # share of kernels whose times are
+    merged: bool = False  # all ranks in one file, which names none
 
 
 class Ran(list[tuple[str, str, float, float, int]]):
@@ -226,6 +232,17 @@ def draw(kind: str, seed: int) -> Job:
         return dataclasses.replace(job, names=names)
     if kind == "small":
         return change(random_.choice(plain), most=0.2)
+    if kind == "clocks":
+        job = change(random_.choice(plain), ranks=random_.choice((2, 4, 8)))
+        most = random_.choice((0.1, 1.0, 10.0)) * layer_us
+        ahead_us = tuple(random_.uniform(-most, most) for _ in range(job.ranks))
+        return dataclasses.replace(job, ahead_us=ahead_us)
+    if kind == "impossible":
+        return dataclasses.replace(
+            change(random_.choice(plain)), impossible=random_.choice((0.01, 0.05, 0.2))
+        )
+    if kind == "merged":
+        return dataclasses.replace(change(random_.choice(plain), ranks=4), merged=True)
     if kind == "runs ahead":
         return dataclasses.replace(change(random_.choice(plain)), sync=False)
     if kind == "host gap":
@@ -273,9 +290,17 @@ def kineto_job(kind: str, seed: int, path: Path) -> list[Truth]:
     """Write the traces of a job, and what it gains without each cause."""
     job = draw(kind, seed)
     ran, lengths = play(job)
-    for rank, own in enumerate(ran):
-        if rank not in job.lost_ranks:
-            _write(own, rank, job.ranks, path / f"rank{rank}.json")
+    written = {
+        rank: _events(own, rank, job) for rank, own in enumerate(ran) if rank not in job.lost_ranks
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    if job.merged:
+        events = [event for own in written.values() for event in own]
+        (path / "merged.json").write_text(json.dumps({"traceEvents": events}))
+    for rank, own in {} if job.merged else written.items():
+        about = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": job.ranks}}
+        text = json.dumps({"schemaVersion": 1, **about, "traceEvents": own})
+        (path / f"rank{rank}.json").write_text(text)
     step = float(lengths.mean())
 
     def without(**changes: Any) -> float:
@@ -300,14 +325,19 @@ def kineto_job(kind: str, seed: int, path: Path) -> list[Truth]:
     ]
 
 
-def _write(ran: Ran, rank: int, ranks: int, path: Path) -> None:
-    events = []
+def _events(ran: Ran, rank: int, job: Job) -> list[dict[str, Any]]:
+    """Trace events of a rank; impossible kernels last too long, or have no time at all."""
+    events, draw = [], np.random.default_rng([job.seed, rank])
+    ahead_us = job.ahead_us[rank] if job.ahead_us else 0.0
     for category, name, start, end, number in ran:
         device = category in ("kernel", "gpu_memcpy")
         stream = 20 if name.startswith("nccl") else 7
-        args = {"stream": stream, "device": rank} if device else {}
+        args = {"stream": stream, "device": 0 if job.merged else rank} if device else {}
         if number >= 0:
-            args |= {"correlation": number}
+            args |= {"correlation": number + (job.merged and rank * 1_000_000)}
+        at, lasts = BASE_US + float(start) + ahead_us, float(end - start)
+        if device and draw.random() < job.impossible:
+            at, lasts = (0.0, 0.0) if draw.random() < 0.3 else (at, lasts + 2**32 / 1000)
         events.append(
             {
                 "ph": "X",
@@ -315,11 +345,9 @@ def _write(ran: Ran, rank: int, ranks: int, path: Path) -> None:
                 "name": name,
                 "pid": rank if device else 1000 + rank,
                 "tid": stream if device else 1000 + rank,
-                "ts": BASE_US + float(start),
-                "dur": float(end - start),
+                "ts": at,
+                "dur": lasts,
                 "args": args,
             }
         )
-    about = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": ranks}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"schemaVersion": 1, **about, "traceEvents": events}))
+    return events

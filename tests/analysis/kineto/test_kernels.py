@@ -119,7 +119,8 @@ def test_evidence_beyond_names(tmp_path):
     ]
     analysis = analyze([path])
     assert analysis.job.unclassified_fraction == pytest.approx(1 / 6)
-    assert any("17 % of the kernels' time is neither" in warning for warning in analysis.warnings)
+    said = "17 % of the kernels' time is classified neither"
+    assert any(said in warning for warning in analysis.warnings)
     assert analysis.ranks[0].compute_us == 30  # what is not classified counts as compute
 
 

@@ -386,6 +386,17 @@ def test_impossible_times_of_kernels_are_repaired_and_counted_and_others_kept(
         assert row.compute_us == pytest.approx(2700, rel=2 * tolerance)
 
 
+def test_repaired_kernels_lower_the_confidence(tmp_path):
+    files = traces.job(tmp_path, [[320] * 10, [330] * 10])
+    sound = analyze(files).verdict
+    for file in files:
+        found = json.loads(file.read_text())
+        _half_outlast(found["traceEvents"])
+        file.write_text(json.dumps(found))
+    repaired = analyze(files).verdict
+    assert repaired.cause == sound.cause and repaired.confidence < sound.confidence
+
+
 def test_kernels_of_one_cuda_graph_may_run_at_once(tmp_path):
     """A long kernel beside short ones, all of one launch."""
     launch, beside = traces.kernel("gemm_beside", traces.BASE_US, 900, 1)

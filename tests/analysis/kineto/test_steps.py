@@ -188,3 +188,39 @@ def test_every_moment_of_a_measured_step_is_of_one_cause(tmp_path):
     rows = ask([tmp_path], query).rows
     assert [step for step, _ in rows] == [1, 2, 3]
     assert [seconds for _, seconds in rows] == pytest.approx([0.0751] * 3)
+
+
+def test_marks_of_one_step_in_several_processes_are_one_step(tmp_path):
+    """The merged file of a pipeline is read as one rank: its processes begin and end an iteration
+    within some µs of one another, or at the same time."""
+    found = []
+    for number in range(5):
+        at = 1_000_000 * number
+        for process in range(4):
+            about = {"pid": process, "tid": 0, "args": {"iteration": number}}
+            late = process // 2 * (number % 2)
+            for phase, name, ts in (
+                ("i", "iteration begin", at + late),
+                ("B", "forward", at + 100),
+                ("E", "forward", at + 900_000),
+                ("i", "iteration end", at + 900_100 + late),
+            ):
+                found.append(about | {"ph": phase, "name": name, "ts": ts})
+    path = traces.write(tmp_path / "pipeline.json", {"traceEvents": found})
+    rows = ask([path], "SELECT step, step_ns / 1e9 FROM step_times ORDER BY step").rows
+    assert rows == [(number, pytest.approx(1.0, abs=1e-4)) for number in (1, 2, 3, 4)]
+
+
+def test_steps_and_kernels_that_begin_at_the_same_time_are_read_alike_in_any_order(tmp_path):
+    found = recorded(4, 30_000, LOADER)
+    for event in list(found):
+        if event["name"] == "ProfilerStep#2":  # an empty step, as rounded times leave
+            found.append(event | {"name": "ProfilerStep#9", "dur": 0})
+        if event.get("cat") == "kernel" and event["args"]["correlation"] % 10 == 0:
+            number = event["args"]["correlation"] + 5
+            launch, kernel = traces.kernel("elementwise", event["ts"], event["dur"], number, 8)
+            found += [launch | {"ts": event["ts"] - 20_000}, kernel]
+    analyses = [job(tmp_path / name, order) for name, order in (("a", found), ("b", found[::-1]))]
+    first, second = ((one.stragglers, one.verdict.lost_s, one.job.steps) for one in analyses)
+    assert first == second
+    assert analyses[0].job.steps == 4

@@ -75,6 +75,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             steps=len(judged.steps),
             present=losses.present,
             unclassified=losses.unclassified,
+            repaired=totals["repaired"] or 0.0,
         )
         verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
     if verdict.cause != "unknown" or verdict.lost_s:

@@ -1,7 +1,7 @@
 -- What ranks did before the collectives that rank $rank joined last: from the end of their collective before
 -- (else their first kernel) to their arrival. Mean per collective, of that rank and of the others.
 WITH own AS (
-    SELECT w.*, coalesce(lag(w.end_ns) OVER (PARTITION BY w.rank ORDER BY w.start_ns), s.start_ns) AS from_ns
+    SELECT w.*, coalesce(lag(w.end_ns) OVER (PARTITION BY w.rank ORDER BY w.start_ns, w.end_ns), s.start_ns) AS from_ns
     FROM waits w
     JOIN (SELECT rank, min(start_ns) AS start_ns FROM raw_kernels WHERE measured GROUP BY rank) s USING (rank)),
 late AS (

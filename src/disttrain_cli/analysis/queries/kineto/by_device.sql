@@ -1,7 +1,7 @@
 -- The events of a file ($file) become those of a part for each device ($parts, $devices): kernels and copies of a device,
 -- the launches and operators that they came from, and of all parts what else the host did.
 CREATE TEMP TABLE copied AS
-SELECT t.id AS thread, (SELECT max(id) FROM threads) + row_number() OVER () AS id, part.file, part.device,
+SELECT t.id AS thread, (SELECT max(id) FROM threads) + row_number() OVER (ORDER BY part.file, t.id) AS id, part.file, part.device,
        t.process, t.thread_name, t.thread AS number
 FROM threads t, (SELECT unnest($parts) AS file, unnest($devices) AS device) part
 WHERE t.file = $file;

@@ -9,7 +9,9 @@ launched AS (
     SELECT c.thread, c.start_ns, c.shape, sum(k.end_ns - k.start_ns)::BIGINT AS ns
     FROM (SELECT *, CASE WHEN EXISTS (SELECT 1 FROM categories WHERE class = 1) THEN launched_by ELSE stream END AS host
           FROM raw_kernels WHERE measured) k
-    ASOF JOIN (SELECT * FROM calls WHERE shape IN (SELECT id FROM shapes WHERE flops IS NOT NULL)) c
+    ASOF JOIN (SELECT thread, start_ns, arg_min(name, (end_ns, shape)) AS name, min(end_ns) AS end_ns,
+                      arg_min(shape, (end_ns, shape)) AS shape
+               FROM calls WHERE shape IN (SELECT id FROM shapes WHERE flops IS NOT NULL) GROUP BY thread, start_ns) c
         ON c.thread = k.host AND k.launched_ns >= c.start_ns
     WHERE k.launched_ns <= c.end_ns AND k.kind IN ('compute', 'unclassified')
       AND (EXISTS (SELECT 1 FROM categories WHERE class = 1) OR k.name = c.name)

@@ -9,5 +9,5 @@ CREATE TEMP TABLE twice AS
 SELECT f.name, count(*) - (SELECT count(*) FROM once o WHERE o.file = e.file) AS events
 FROM raw_events e JOIN files f ON f.file = e.file WHERE e.file IN (FROM doubled) GROUP BY e.file, f.name;
 DELETE FROM raw_events WHERE file IN (FROM doubled);
-INSERT INTO raw_events FROM once;
+INSERT INTO raw_events FROM once ORDER BY ALL;
 SELECT name, events FROM twice ORDER BY name;

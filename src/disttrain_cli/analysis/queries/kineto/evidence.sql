@@ -21,6 +21,6 @@ FROM (WITH outermost AS (
 WHERE raw_kernels.rowid = inside.place;
 UPDATE raw_kernels SET kind = 'communication', evidence = 'annotation'
 FROM (SELECT u.place FROM unknown u
-      ASOF JOIN (FROM around WHERE talks) o ON u.thread = o.thread AND u.launched_ns >= o.start_ns
+      ASOF JOIN (SELECT thread, start_ns, max(end_ns) AS end_ns FROM around WHERE talks GROUP BY thread, start_ns) o ON u.thread = o.thread AND u.launched_ns >= o.start_ns
       WHERE u.launched_ns <= o.end_ns) inside
 WHERE raw_kernels.rowid = inside.place;

@@ -8,5 +8,5 @@ JOIN names n ON n.id = e.name AND NOT starts_with(n.name, 'PyTorch Profiler')
 WHERE (c.class IN (3, 4, 5) OR (c.class = 7 AND e.thread IN (FROM launching)))
   AND e.step < 0 AND e.name NOT IN (SELECT name FROM step_names)
   AND least(e.start_ns + e.duration_ns, $end) - greatest(e.start_ns, $start) >= ($end - $start) / 2
-ORDER BY e.duration_ns, e.start_ns DESC
+ORDER BY e.duration_ns, e.start_ns DESC, n.name
 LIMIT 1;

@@ -1,5 +1,5 @@
 -- Kernels, copies and fills of the analysed files. A kernel is of the step in which it was launched; measured where
--- that step is, or where its rank marks no steps.
+-- that step is, or where its rank marks no steps. Their order is total, since places of rows in it break ties later.
 CREATE TABLE raw_kernels AS
 WITH on_device AS (
     SELECT f.rank, e.name, e.device, e.stream, e.bytes, e.call, e.start_ns, e.start_ns + e.duration_ns AS end_ns,
@@ -18,4 +18,5 @@ SELECT k.* EXCLUDE (class), s.step,
 FROM on_device k
 ASOF LEFT JOIN steps s ON k.rank = s.rank AND k.launched_ns >= s.start_ns
 LEFT JOIN kinds n ON n.name = k.name
-ORDER BY k.rank, k.start_ns;
+ORDER BY k.rank, k.start_ns, k.end_ns, k.launched_ns, k.launched_by, k.class, k.name, k.device, k.stream,
+         k.call, k.bytes;

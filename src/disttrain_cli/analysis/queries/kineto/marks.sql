@@ -4,4 +4,4 @@ FROM raw_events e
 JOIN files f ON f.file = e.file AND f.kept
 JOIN names n ON n.id = e.name AND starts_with(n.name, 'disttrain ')
 JOIN categories c ON c.id = e.category AND c.class = 5
-ORDER BY f.rank, e.start_ns;
+ORDER BY f.rank, e.start_ns, end_ns DESC, n.name;

@@ -23,4 +23,4 @@ FROM spans s
 ASOF LEFT JOIN steps t ON s.rank = t.rank AND s.launched_ns >= t.start_ns
 WHERE NOT (s.kind = 'communication' AND s.outer_call
            AND EXISTS (FROM spans o WHERE o.kind = 'communication' AND NOT o.outer_call))
-ORDER BY s.rank, s.start_ns;
+ORDER BY s.rank, s.start_ns, s.end_ns, s.name, s.device, s.stream, s.call, s.bytes;

@@ -10,6 +10,7 @@ SELECT * EXCLUDE (duration_ns, depth, place),
        lead(start_ns) OVER same - start_ns AS duration_ns, lead(phase) OVER same AS follows
 FROM level
 WINDOW same AS (PARTITION BY file, thread, depth ORDER BY start_ns, place)
-QUALIFY phase = ord('B') AND follows = ord('E');
+QUALIFY phase = ord('B') AND follows = ord('E')
+ORDER BY place;
 INSERT INTO raw_events BY NAME SELECT * EXCLUDE (phase, follows) FROM paired;
 SELECT (SELECT count(*) FROM marks) - 2 * (SELECT count(*) FROM paired) AS unpaired;

@@ -6,4 +6,4 @@ WITH own AS (
     JOIN categories c ON c.id = e.category AND c.class IN (1, 2, 3)),
 device AS (SELECT count(*) > 0 AS any FROM own WHERE class < 3)
 SELECT name, if(device.any, -1, thread) AS thread, start_ns, end_ns FROM own, device WHERE (class < 3) = device.any
-ORDER BY start_ns, end_ns DESC;
+ORDER BY start_ns, end_ns DESC, name, own.thread;

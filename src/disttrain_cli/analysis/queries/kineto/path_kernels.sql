@@ -5,4 +5,4 @@ FROM raw_kernels k
 LEFT JOIN waits w ON w.place = k.rowid
 LEFT JOIN waits l ON l.collective = w.collective AND l.is_last AND l.place <> w.place
 WHERE k.measured AND ($step IS NULL OR k.step = $step) AND k.end_ns > k.start_ns
-ORDER BY k.rank, k.end_ns, k.start_ns;
+ORDER BY k.rank, k.end_ns, k.start_ns, place;

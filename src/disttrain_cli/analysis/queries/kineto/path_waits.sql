@@ -8,9 +8,9 @@ WITH calls AS (
     JOIN names n ON n.id = e.name AND regexp_matches(n.name, 'synchronize|memcpy|query|launch', 'i')),
 followed AS (
     SELECT *, lag(start_ns) OVER own AS before_ns, lag(polls) OVER own AND NOT coalesce(lead(polls) OVER own, false) AS last
-    FROM calls WINDOW own AS (PARTITION BY rank, thread ORDER BY start_ns, end_ns))
+    FROM calls WINDOW own AS (PARTITION BY rank, thread ORDER BY start_ns, end_ns, polls))
 SELECT c.rank, if(c.polls, c.before_ns, c.start_ns) AS start_ns, c.end_ns FROM followed c
 LEFT JOIN raw_kernels k ON k.launched_by = c.thread AND k.launched_ns = c.start_ns
 WHERE c.name ILIKE '%synchronize%' OR (c.name ILIKE '%memcpy%' AND k.end_ns <= c.end_ns)
    OR (c.polls AND c.last AND c.thread IN (SELECT launched_by FROM raw_kernels))
-ORDER BY c.rank, c.end_ns;
+ORDER BY c.rank, c.end_ns, c.start_ns;

@@ -1,13 +1,14 @@
 -- One row per step and rank, by whatever marks steps: names (the first pattern of a step that any event fits), else
--- arguments (step_num of annotations, iteration of all events). Marks without a number are counted. measured: on all
--- ranks that mark steps, and not the first of several (warm-up). Ranks that mark none and were recorded at that time have
--- the marks of the first rank that does (lent). Where marks end long before the next begins (a host that
--- runs ahead), the last step is as long as they are apart. Columns: rank, step, start_ns, end_ns, until_ns, measured,
--- lent
+-- arguments (step_num of annotations, iteration of all events). Marks without a number, in name or arguments, are counted.
+-- measured: on all ranks that mark steps, and not the first of several (warm-up). Ranks that mark none and were recorded
+-- at that time have the marks of the first rank that does (lent). Of steps that begin at the same time the one that ends
+-- last counts. Where marks end long before the next begins (a host that runs ahead), the last step is as long as they are
+-- apart. Columns: rank, step, start_ns, end_ns, until_ns, measured, lent
 CREATE TABLE steps AS
 WITH marks AS (
     SELECT f.rank, CASE WHEN s.line IS NOT NULL THEN s.line WHEN e.step >= 0 THEN 1000000 ELSE 2000000 END AS line,
-           CASE WHEN s.line IS NOT NULL THEN s.number WHEN e.step >= 0 THEN e.step ELSE e.iteration END AS number,
+           CASE WHEN s.number IS NOT NULL THEN s.number WHEN e.step >= 0 THEN e.step
+                WHEN e.iteration >= 0 THEN e.iteration END AS number,
            coalesce(s.edge, 'whole') AS edge, e.start_ns, e.start_ns + e.duration_ns AS end_ns
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept
@@ -19,7 +20,8 @@ followed AS (
            min(end_ns) FILTER (edge = 'end') OVER after AS next_end_ns,
            min(start_ns) FILTER (edge = 'begin') OVER after AS next_begin_ns
     FROM marks WHERE line = (SELECT min(line) FROM marks)
-    WINDOW after AS (PARTITION BY rank ORDER BY start_ns, edge = 'begin' ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING)),
+    WINDOW after AS (PARTITION BY rank ORDER BY start_ns, edge = 'begin', number, end_ns
+                     ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING)),
 spans AS (
     SELECT rank, number, start_ns,
            CASE WHEN edge = 'whole' THEN end_ns
@@ -35,7 +37,8 @@ counted AS (
                          ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), start_ns))::INTEGER AS fresh
           FROM spans WHERE end_ns IS NOT NULL)),
 found AS (
-    SELECT rank, step::BIGINT AS step, min(start_ns) AS start_ns, max(end_ns) AS end_ns FROM counted GROUP BY ALL),
+    SELECT rank, step::BIGINT AS step, min(start_ns) AS start_ns, max(end_ns) AS end_ns FROM counted GROUP BY rank, step
+    QUALIFY row_number() OVER (PARTITION BY rank, min(start_ns) ORDER BY max(end_ns) DESC, step DESC) = 1),
 common AS (
     SELECT step FROM found GROUP BY step HAVING count(*) = (SELECT count(DISTINCT rank) FROM found)),
 lowest AS (

@@ -1,7 +1,7 @@
 -- What was recorded and is not known as work of a device, names that differ in numbers only taken together; the longest
 -- first. Operators of the CPU are only looked at where nothing else is there.
 SELECT coalesce(nullif(regexp_replace(n.name[:120], '\d+', '#', 'g'), ''), '(no name)') AS family,
-       any_value(n.name) AS name, count(*) AS count, sum(e.duration_ns) / 1e9 AS s, bool_and(c.class = 3) AS operators
+       min(n.name) AS name, count(*) AS count, sum(e.duration_ns) / 1e9 AS s, bool_and(c.class = 3) AS operators
 FROM raw_events e
 JOIN files f ON f.file = e.file AND f.kept
 JOIN categories c ON c.id = e.category

@@ -8,10 +8,10 @@ WITH spans AS (
     WHERE e.duration_ns > 0 AND ($step IS NULL OR (e.start_ns >= s.start_ns AND e.start_ns < s.until_ns))
       AND EXISTS (SELECT 1 FROM categories WHERE class = 1)),
 outermost AS (
-    SELECT *, max(end_ns) OVER (PARTITION BY thread ORDER BY start_ns, end_ns DESC
+    SELECT *, max(end_ns) OVER (PARTITION BY thread ORDER BY start_ns, end_ns DESC, name
                                 ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS open_until
     FROM spans QUALIFY open_until IS NULL OR start_ns >= open_until),
-longest AS (SELECT * FROM outermost ORDER BY end_ns - start_ns DESC LIMIT $most)
+longest AS (SELECT * FROM outermost ORDER BY end_ns - start_ns DESC, start_ns, thread LIMIT $most)
 SELECT rank, 0 AS lane, n.name[:2000] AS operation, 'host' AS kind, '' AS module, -1 AS slot, start_ns,
        (end_ns - start_ns) / 1e3 AS duration_us
 FROM longest JOIN names n ON n.id = longest.name ORDER BY rank, start_ns, duration_us DESC;

@@ -15,7 +15,7 @@ WHERE k.measured OR (k.start_ns < b.end_ns AND k.end_ns > b.start_ns);
 -- A launch takes this long to reach the device, at most: 20 µs. What follows the last kernel was not launched.
 CREATE TEMP TABLE gaps AS
 SELECT rank, before_ns, start_ns, least(start_ns, launched_ns + 20000) AS ready_ns, name AS kernel
-FROM (SELECT *, coalesce(max(end_ns) OVER (PARTITION BY rank ORDER BY start_ns, end_ns
+FROM (SELECT *, coalesce(max(end_ns) OVER (PARTITION BY rank ORDER BY start_ns, end_ns, place
                                            ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), begin_ns) AS before_ns
       FROM running)
 WHERE start_ns > before_ns AND launched_by IS NOT NULL

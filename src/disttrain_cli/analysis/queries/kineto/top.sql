@@ -7,5 +7,5 @@ FROM raw_kernels k
 JOIN names n ON n.id = k.name
 WHERE k.measured
 GROUP BY n.name, k.kind
-ORDER BY total_us DESC, n.name
+ORDER BY total_us DESC, n.name, k.kind
 LIMIT 30;

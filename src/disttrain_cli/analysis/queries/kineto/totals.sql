@@ -1,7 +1,11 @@
--- The job in one row: recorded time, the share of kernel time that nothing classifies, and how collectives were matched.
+-- The job in one row: recorded time, the shares of kernel time that nothing classifies and of kernels whose times were
+-- impossible, and how collectives were matched.
 SELECT avg(span_ns) / 1e9 AS span_s,
        (SELECT coalesce(sum(end_ns - start_ns) FILTER (kind = 'unclassified'), 0) / nullif(sum(end_ns - start_ns), 0)
         FROM raw_kernels WHERE measured) AS unclassified,
+       (SELECT (mended + missing) / nullif(count(*) + missing, 0)
+        FROM raw_kernels, (SELECT count(*) AS mended FROM overlong), (SELECT count(*) AS missing FROM misplaced)
+        GROUP BY mended, missing) AS repaired,
        (SELECT count(DISTINCT collective) FROM joined
         WHERE NOT even AND NOT message AND (SELECT count(*) FROM times) > 1) AS unmatched,
        (SELECT count(DISTINCT collective) FROM joined WHERE even AND ranks > 1) AS matched,

@@ -11,7 +11,7 @@ edges AS (
     UNION ALL
     SELECT thread, end_ns, -1, NULL, NULL, NULL FROM own),
 deep AS (
-    SELECT *, sum(change) OVER (PARTITION BY thread ORDER BY at_ns, change, end_ns DESC
+    SELECT *, sum(change) OVER (PARTITION BY thread ORDER BY at_ns, change, end_ns DESC, name
                                 ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS depth FROM edges),
 open AS (SELECT thread, at_ns, sum(sum(change)) OVER (PARTITION BY thread ORDER BY at_ns) AS depth
          FROM edges GROUP BY thread, at_ns),
