@@ -18,6 +18,7 @@ import torch
 
 from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.runtime.watching.host_memory import container_limits
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
@@ -137,8 +138,7 @@ def machine_cores() -> int:
 def machine_memory_gib() -> float:
     """Memory of the machine, or the container's limit where it is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(Path("/sys/fs/cgroup/memory.max")).strip()
-    return (min(total, int(limit)) if limit.isdigit() else total) / GIB
+    return min([total, *(limit for limit, _ in container_limits())]) / GIB
 
 
 def cpu_name() -> str:

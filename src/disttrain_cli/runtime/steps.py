@@ -141,8 +141,8 @@ def run_steps(
             if rank0 and not warned and growth * (task.last - step) > 1:
                 warned = True
                 task.say(
-                    "The ranks' memory grows without end: at this rate a host's is full at about"
-                    f" step {step + 1 / growth:,.0f}, before the last ({task.last:,})."
+                    "The ranks' memory grows: at the rate of the fastest-growing rank a host's is"
+                    f" full at about step {step + 1 / growth:,.0f} of {task.last:,}."
                     " train.checkpoint.every_steps limits what is lost then."
                 )
             end_ns = tracer.now()
