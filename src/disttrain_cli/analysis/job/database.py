@@ -272,10 +272,11 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
         for name in coords
         if set(coords[name]) <= set(coords[last]) or set(coords[last]) <= set(coords[name])
     ]
-    others = ", ".join(repr(name) for name in coords if name not in alike)
+    others = [name for name in coords if name not in alike]
     if others:
         warnings.append(
-            f"starts of different plans are mixed here: {last!r} is analysed, {others} left out"
+            f"starts of different plans are mixed here: {last!r} is analysed,"
+            f" {', '.join(map(repr, others))} left out"
         )
     known = "TRUE"
     if job is not None:
@@ -307,14 +308,15 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
     )
     repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
     first, earlier = connection.execute(
-        "SELECT first, (SELECT count(DISTINCT step) FROM step_segments WHERE list_contains($runs,"
-        " run) AND step < first) FROM (SELECT min(step) AS first FROM kept)",
-        {"runs": alike},
+        "SELECT first, (SELECT count(DISTINCT step) FROM step_segments WHERE NOT"
+        " list_contains($others::VARCHAR[], run) AND step < first) FROM (SELECT min(step) AS first"
+        " FROM kept)",
+        {"others": others},
     ).fetchall()[0]
     if earlier:
         warnings.append(
-            f"the traces begin at step {first:,}: those of {earlier:,} earlier step(s) are gone"
-            " (train.keep_trace_steps)"
+            f"the traces begin at step {first:,}: those of {counted(earlier, 'earlier step')}"
+            f" {agree(earlier, 'is', 'are')} gone (train.keep_trace_steps)"
         )
     if repeated:
         warnings.append(

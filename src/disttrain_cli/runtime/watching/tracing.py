@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import socket
 import time
@@ -75,6 +76,7 @@ class SegmentWriter:
         self._folder, self._run, self._say = folder, run, say
         self._segments = 0
         self._open: io.FileIO | None = None
+        self._open_steps = 0
         self._failed = False
         self._kept_steps = kept_steps
         self._last_steps: dict[Path, int | None] = {}  # by segment
@@ -82,7 +84,10 @@ class SegmentWriter:
     def keep(self) -> None:
         """Append what was collected to the open segment; a long one is flushed."""
         self._attempt(self._append)
-        if self._open is not None and self._open.tell() >= SEGMENT_BYTES:
+        self._open_steps += 1
+        if self._open is not None and (
+            self._open.tell() >= SEGMENT_BYTES or self._open_steps >= (self._kept_steps or math.inf)
+        ):
             self.flush()
 
     def flush(self) -> None:
@@ -125,7 +130,7 @@ class SegmentWriter:
         if self._open is None:
             return
         self._open.close()
-        self._open = None
+        self._open, self._open_steps = None, 0
         with pa.ipc.open_stream(self._segment(OPEN_SEGMENT).read_bytes()) as stream:
             table = stream.read_all()
         sink = pa.BufferOutputStream()
