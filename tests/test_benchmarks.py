@@ -527,10 +527,11 @@ def test_calibration_analyses_each_case_once_and_keeps_what_is_held_out(monkeypa
         return [known.Truth("worker", {"rank": 3}, 0.3, 0.3)]
 
     monkeypatch.setattr(calibration, "_write", write)
-    rows = calibration.measure(tmp_path / "rows", held_out=True, only="simulated host 1000")
+    case = f"simulated host {calibration.FIRST_HELD_OUT}"
+    rows = calibration.measure(tmp_path / "rows", held_out=True, only=case)
     assert [row["right"] for row in rows] == [True] and calibration.is_held_out(rows[0])
     monkeypatch.setattr(calibration, "analyze", None)  # nothing is analysed again
-    assert calibration.measure(tmp_path / "rows", held_out=True, only="simulated host 1000") == rows
+    assert calibration.measure(tmp_path / "rows", held_out=True, only=case) == rows
     assert set(calibration.tables(rows)) == {"Held out", "Held out, by kind"}
 
 
@@ -570,12 +571,13 @@ def test_more_evidence_is_fitted_to_be_no_less_sure():
             "family": "simulated",
             "kind": "rank",
             "format": "disttrain",
+            "said": "worker",
             "raw": raw,
             "right": right,
         }
 
     rows = [row(n, 0.2, n % 2 == 0) for n in range(8)] + [row(n, 0.6, False) for n in range(8)]
-    rows += [row(n, 0.99, True) for n in range(18)] + [row(1000, 0.99, False)]
+    rows += [row(n, 0.99, True) for n in range(18)] + [row(calibration.FIRST_HELD_OUT, 0.99, False)]
     assert calibration.fit(rows)["disttrain"] == [(0.0, 0.0), (0.4, 0.278), (0.99, 0.95)]
 
 
