@@ -68,7 +68,9 @@ class Entry(Struct, frozen=True):
     is_p2p: bool = False
     p2p_seq_id: int = 0
     time_created_ns: int = 0
+    time_discovered_completed_ns: int | None = None
     frames: list[Frame] = []
+    batch_size: int = 1  # operations asked for as one; torch writes no such field
 
     @property
     def operation(self) -> str:
@@ -176,7 +178,8 @@ def with_states(dump: Dump) -> Dump:
         own.append(entry)
         if CLOSING.match(entry.operation):
             _close(own)
-            if own[-1].record_id == ordered[0].record_id > 0 and not own[-1].pending:
+            cut = own[-1].record_id == ordered[0].record_id > 0 and not own[-1].pending
+            if cut and not MESSAGE.match(own[-1].operation):
                 own.pop()  # some of its operations may have been dropped
     for own in groups.values():
         ran = False
@@ -203,7 +206,14 @@ def _close(entries: list[Entry]) -> None:
             break
         first -= 1
     members = [
-        replace(entry, state=closing.state, retired=closing.retired) for entry in entries[first:]
+        replace(
+            entry,
+            state=closing.state,
+            retired=closing.retired,
+            time_discovered_completed_ns=closing.time_discovered_completed_ns,
+            batch_size=len(entries) - first,
+        )
+        for entry in entries[first:]
     ]
     if members and not members[0].is_message:
         members = [_joined(members)]

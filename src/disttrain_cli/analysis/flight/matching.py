@@ -7,7 +7,8 @@ be right, and of two opinions that of the lowest rank.
 Messages from one rank to another are received in the order in which they were sent, whatever their
 sequence numbers, which count all messages of a rank. So the third send is that of the third
 receive, where both recorders have kept all; where one has dropped its first, the last that have
-ended on both sides belong together, or their neighbours where these are closer in time.
+ended on both sides belong together, or their neighbours where these are closer in time and can be
+two ends of one message.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from math import inf, prod
+from itertools import pairwise, zip_longest
+from math import prod
+from statistics import fmean, median
 from typing import Literal
 
 from disttrain_cli.analysis.figures import name_ranks
@@ -143,29 +145,56 @@ class Channel:
     complete: bool  # both recorders have kept all of them
 
     def pairs(self) -> Iterator[tuple[Entry | None, Entry | None]]:
-        """Every send with its receive, None where one has not been asked for."""
+        """Every send with its receive, None where one has not been asked for; nothing where the
+        recorders have kept too little to pair any."""
         shift = 0 if self.complete else self._shift()
+        if shift is None:
+            return iter(())
         return zip_longest(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :])
 
-    def _shift(self) -> int:
+    def _shift(self) -> int | None:
         """How many more sends than receives were kept of what was sent and received: as many as
         have ended more often, or one more or less, as a message may have ended on one side alone.
         Of these it is the one with which the two ends of messages were asked for at the closest
-        times."""
-        ended = [sum(not one.pending for one in side) for side in (self.sends, self.receives)]
-
-        def apart_ns(shift: int) -> float:
-            pairs = zip(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :], strict=False)
-            times = [abs(one.time_created_ns - other.time_created_ns) for one, other in pairs]
-            return sum(times) / len(times) if times else inf
-
+        times. Where the first pairs none, another one counts only if it pairs messages closer than
+        half the time between two of them, and nothing is known without such a time."""
+        sides = self.sends, self.receives
+        ended = [sum(not one.pending for one in side) for side in sides]
         usual = ended[0] - ended[1]
-        possible = [
-            shift
-            for shift in (usual, usual - 1, usual + 1)
-            if ended[1] + shift <= len(self.sends) and ended[0] - shift <= len(self.receives)
+        apart_ns: dict[int, float] = {}
+        for shift in (usual, usual - 1, usual + 1):
+            if not -ended[1] <= shift <= ended[0]:
+                continue
+            if ended[1] + shift > len(self.sends) or ended[0] - shift > len(self.receives):
+                continue
+            sends, receives = self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :]
+            pairs = [*zip(sends, receives, strict=False)]
+            if pairs and (shift == usual or all(_can_be_one(*pair) for pair in pairs)):
+                apart_ns[shift] = fmean(
+                    abs(send.time_created_ns - receive.time_created_ns) for send, receive in pairs
+                )
+        if not apart_ns:
+            return usual
+        closest = min(apart_ns, key=apart_ns.__getitem__)
+        if usual in apart_ns:
+            return closest
+        gaps = [
+            after.time_created_ns - before.time_created_ns
+            for side in sides
+            for before, after in pairwise(side)
         ]
-        return min(possible, key=apart_ns, default=usual)
+        if not gaps:
+            return None
+        return closest if apart_ns[closest] < median(gaps) / 2 else usual
+
+
+def _can_be_one(send: Entry, receive: Entry) -> bool:
+    """Return False if the receive has ended and the send has not even left: it was asked for later,
+    or is no part of a batch that waits for other peers."""
+    if receive.pending or not send.pending:
+        return True
+    ended_ns = receive.time_discovered_completed_ns
+    return send.batch_size > 1 and (ended_ns is None or ended_ns >= send.time_created_ns)
 
 
 def channels_of(seen: Seen, dumps: Mapping[int, Dump]) -> list[Channel]:

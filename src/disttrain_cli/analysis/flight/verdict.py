@@ -274,9 +274,10 @@ def _verdict(
             ),
         )
     pending = [rank for rank, place in places.items() if place.waits]
+    unknown = [rank for rank in pending if not positions[rank].known]
     if pending:
+        known, pending = not unknown, unknown or pending
         first = places[pending[0]]
-        known = all(positions[rank].known for rank in pending)
         return verdict(
             "not finished" if known else "unknown",
             f"{_subject(pending)} {agree(len(pending), 'is', 'are')} in messages that"
@@ -284,8 +285,9 @@ def _verdict(
                 f" both ends have asked for (rank {first.rank} in {first.operation} of"
                 f" {first.group}), and that have not finished: the network delays them"
                 if known
-                else f" do not name their peers (rank {first.rank} in {first.operation} of"
-                f" {first.group}), so whom they wait for is not known"
+                else " the dumps do not show the other ends of"
+                f" (rank {first.rank} in {first.operation} of {first.group}), so"
+                f" whom {agree(len(pending), 'it waits', 'they wait')} for is not known"
             ),
             pending,
             None,
