@@ -22,12 +22,19 @@ from math import prod
 from statistics import fmean, median
 from typing import Literal
 
-from disttrain_cli.analysis.figures import name_ranks
+from disttrain_cli.analysis.figures import counted, name_ranks
 from disttrain_cli.analysis.flight.dumps import MESSAGE, Dump, Entry, ranks_of
 from disttrain_cli.analysis.kineto.shapes import item_bytes
 
 Problem = Literal[
-    "other operation", "other size", "other dtype", "missing", "not started", "not finished"
+    "other operation",
+    "other count",
+    "other size",
+    "other dtype",
+    "missing",
+    "not started",
+    "no dump",
+    "not finished",
 ]
 #: Operations that every rank may give other sizes to, by their names without underscores
 #: (all_to_all, ALLTOALLV_BASE, all_gather_v, reduce_scatter_v_single), and those into or out of
@@ -58,7 +65,8 @@ class Finding:
     problem: Problem
     sequence: int
     operation: str  # of most ranks
-    ranks: tuple[int, ...]  # that are missing, or have another one, or have not got as far
+    ranks: tuple[int, ...]  # that are missing, or have another one, or have not got as far, or
+    # have no dump
     waiting: tuple[int, ...]  # that are in it
     detail: str
     since_ns: int  # when the first rank asked for it
@@ -273,8 +281,9 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
             min(entry.time_created_ns for entry in there.values()),
         )
 
+    index_of = {rank: index for index, rank in enumerate(seen.group.ranks)}
     for problem, compared, told in DIFFERENCES:
-        values = {rank: compared(entry) for rank, entry in there.items()}
+        values = {rank: compared(entry, index_of[rank]) for rank, entry in there.items()}
         usual = _usual(values)
         others = [rank for rank, value in values.items() if value != usual]
         if others:
@@ -294,6 +303,9 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
         return finding(
             "not started", [rank for rank in there if rank not in begun], example, "", begun
         )
+    lacking = [rank for rank in seen.group.ranks if rank not in seen.entries]
+    if pending and lacking:
+        return finding("no dump", lacking, example, "", pending)
     if pending:
         return finding("not finished", pending, example, "", pending)
     return None
@@ -303,15 +315,27 @@ def _sizes(entry: Entry) -> str:
     return _in_and_out(entry, entry.input_sizes, entry.output_sizes)
 
 
-def _elements(entry: Entry) -> str:
-    """What NCCL knows of sizes: it is given numbers of elements, and no shapes."""
+def _elements(entry: Entry, index: int) -> str:
+    """What NCCL knows of sizes: it is given numbers of elements, and no shapes. Where a rank's one
+    tensor is that of its `index` in a list for all ranks (uneven all_gather, reduce_scatter), the
+    list alone must be equal."""
     if UNEVEN.search(entry.operation.lower().replace("_", "")):
         return ""
-    return _in_and_out(entry, *map(_totals, (entry.input_sizes, entry.output_sizes)))
+    given, taken = _totals(entry.input_sizes), _totals(entry.output_sizes)
+    if entry.operation not in (FROM_ONE, TO_ONE):
+        if len(given) > 1 and taken == given[index : index + 1]:
+            return f"in {given}"
+        if len(taken) > 1 and given == taken[index : index + 1]:
+            return f"out {taken}"
+    return _in_and_out(entry, given, taken)
 
 
 def _totals(sizes: Sequence[Sequence[int]]) -> list[int]:
     return [prod(size) for size in sizes]
+
+
+def _operations(entry: Entry) -> str:
+    return counted(entry.batch_size, "operation")
 
 
 def _dtypes(entry: Entry) -> str:
@@ -325,10 +349,11 @@ def _in_and_out(entry: Entry, given: object, taken: object) -> str:
 
 
 #: What must be equal on all ranks, in the order in which it is looked at, and what is shown of it.
-DIFFERENCES: tuple[tuple[Problem, Callable[[Entry], str], Callable[[Entry], str]], ...] = (
-    ("other operation", lambda entry: entry.operation, lambda entry: entry.operation),
+DIFFERENCES: tuple[tuple[Problem, Callable[[Entry, int], str], Callable[[Entry], str]], ...] = (
+    ("other operation", lambda entry, _: entry.operation, lambda entry: entry.operation),
+    ("other count", lambda entry, _: _operations(entry), _operations),
     ("other size", _elements, _sizes),
-    ("other dtype", _dtypes, _dtypes),
+    ("other dtype", lambda entry, _: _dtypes(entry), _dtypes),
 )
 
 
