@@ -348,3 +348,8 @@ def test_a_rank_beside_one_without_a_dump_is_not_blamed(tmp_path: Path) -> None:
     verdict = analyze_dumps(files[:3]).verdict
     assert (verdict.cause, verdict.ranks) == ("unknown", [3]), verdict.sentence
     assert analyze_dumps(files[3:]).verdict.ranks == [0, 1, 2]  # its groups name them
+    groups = {"0": ("all but 3", range(3)), "1": ("pair", [2, 3])}
+    pair = entry(1, group=("1", "pair"), **STARTED)  # after a collective that all have joined
+    world = entry(0, group=("0", "all but 3"), **STARTED)
+    files = write(tmp_path / "later", [[world], [world], [world, pair], []], groups=groups)
+    assert analyze_dumps(files[:3]).verdict.cause == "not finished"

@@ -242,14 +242,17 @@ def _verdict(
             "Some ranks use the groups in a different order; see where each one is, below.",
         )
     lacking = sorted({other for place in places.values() for other in place.waits_for} - {*places})
-    here = next((found for found in findings if found.problem == "no dump"), None)
-    if lacking or here:
-        if lacking:
-            here = None
-            waiting = [rank for rank, place in places.items() if {*place.waits_for} & {*lacking}]
-        else:
-            assert here is not None
-            lacking, waiting = [*here.ranks], [*here.waiting]
+    unfinished = [
+        found for found in findings if found.problem in ("not started", "no dump", "not finished")
+    ]
+    if lacking or (unfinished and unfinished[0].problem == "no dump"):
+        here = None if lacking else unfinished[0]
+        waiting = (
+            [rank for rank, place in places.items() if {*place.waits_for} & {*lacking}]
+            if here is None
+            else [*here.waiting]
+        )
+        lacking = lacking or [*unfinished[0].ranks]
         one = len(lacking) == 1
         none = "is no dump" if one else "are no dumps"
         return verdict(
@@ -267,7 +270,6 @@ def _verdict(
             + ("it shows whether that rank waits" if one else "they show whether those ranks wait")
             + " for others.",
         )
-    unfinished = [found for found in findings if found.problem in ("not started", "not finished")]
     if unfinished:
         found = unfinished[0]
         late = found.problem == "not started"
