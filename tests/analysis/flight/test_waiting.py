@@ -310,12 +310,15 @@ def test_messages_that_cannot_be_paired_are_unknown(tmp_path: Path) -> None:
     assert "not known" in verdict.sentence
 
 
-def test_a_rank_that_answers_is_not_said_not_to(tmp_path: Path) -> None:
-    """Clocks of 0 and 1 run apart, so that the send of 0 seems to be that of the step before."""
-    ranks = stages({0: 2, 1: 2, 2: 2}, {0: 7, 1: 7, 2: 6})
-    early = [one | {"time_created_ns": one["time_created_ns"] - 10**8} for one in ranks[0]]
-    verdict = judged(tmp_path, [early, *ranks[1:]], first=[8, 9, 10]).verdict
-    assert (verdict.cause, verdict.ranks) == ("message", [2]), verdict.sentence
+@pytest.mark.parametrize("offset_ms", [-100, 100])
+def test_clocks_that_differ_do_not_separate_messages(tmp_path: Path, offset_ms: int) -> None:
+    """The send of 0 seems to be that of the step before or after."""
+    for last, cause, named in (6, "message", [2]), (7, "not finished", [0, 1, 2]):
+        ranks = stages({0: 2, 1: 2, 2: 2}, {0: 7, 1: 7, 2: last})
+        for one in ranks[0]:
+            one["time_created_ns"] += offset_ms * 10**6
+        verdict = judged(tmp_path / cause, ranks, first=[8, 9, 10]).verdict
+        assert (verdict.cause, verdict.ranks) == (cause, named), verdict.sentence
 
 
 @pytest.mark.parametrize(

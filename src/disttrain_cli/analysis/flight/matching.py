@@ -7,8 +7,8 @@ be right, and of two opinions that of the lowest rank.
 Messages from one rank to another are received in the order in which they were sent, whatever their
 sequence numbers, which count all messages of a rank. So the third send is that of the third
 receive, where both recorders have kept all; where one has dropped its first, the last that have
-ended on both sides belong together, or their neighbours where these are closer in time and can be
-two ends of one message.
+ended on both sides belong together, or, where one side alone waits, their neighbours if these are
+closer in time and can be two ends of one message.
 """
 
 from __future__ import annotations
@@ -162,13 +162,16 @@ class Channel:
 
     def _shift(self) -> int | None:
         """How many more sends than receives were kept of what was sent and received: as many as
-        have ended more often, or one more or less, as a message may have ended on one side alone.
-        Of these it is the one with which the two ends of messages were asked for at the closest
-        times. Where the first pairs none, another one counts only if it pairs messages closer than
-        half the time between two of them, and nothing is known without such a time."""
+        have ended more often, or, where one side alone has a pending message, one more or less, as
+        that may have ended on the other. Of these it is the one with which the two ends of messages
+        were asked for at the closest times. Where the first pairs none, another one counts only if
+        it pairs messages closer than half the time between two of them, and nothing is known
+        without such a time."""
         sides = self.sends, self.receives
         ended = [sum(not one.pending for one in side) for side in sides]
         usual = ended[0] - ended[1]
+        if all(some < len(side) for some, side in zip(ended, sides, strict=True)):
+            return usual  # clocks that differ do not separate messages that both sides wait in
         apart_ns: dict[int, float] = {}
         for shift in (usual, usual - 1, usual + 1):
             if not -ended[1] <= shift <= ended[0]:
