@@ -129,6 +129,7 @@ CONTENTS: dict[str, tuple[str, Any]] = {
         "flight recorder",
         {"version": "2.10", "entries": [{"profiling_name": "traceEvents"}]},
     ),
+    "a trace with keys of dumps": ("kineto", {"version": 1, "entries": [], "traceEvents": []}),
     "an own trace": ("disttrain", {"displayTimeUnit": "ms", "disttrain": {}, "traceEvents": []}),
     "other entries": ("kineto", {"entries": [1]}),
 }
@@ -154,11 +155,12 @@ def test_pickles_and_damaged_dumps_are_dumps(tmp_path: Path) -> None:
         "nccl_trace_rank_0": pickle.dumps({"frames": "x" * 10**5} | document, protocol=2),
         "nccl_trace_rank_1.gz": gzip.compress(pickle.dumps(document, protocol=2)),
         "nccl_trace_rank_2": text.encode(),
+        "rank3.pkl": pickle.dumps(document, protocol=2),
         "model_3": pickle.dumps({"weights": [1.0]}),
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     files = [tmp_path / name for name in contents]
-    assert find_format([tmp_path])[:2] == ("flight recorder", files[:3])
+    assert find_format([tmp_path])[:2] == ("flight recorder", files[:4])
     (tmp_path / "rank4.json").write_text('{"traceEvents": []}')
     assert "rank4.json in the same folder left out" in find_format([tmp_path]).said[0]

@@ -233,12 +233,10 @@ def _content(file: Path) -> Content:
         if key in _OF_TRACES:
             return "trace"
         keys.add(key)
-        if keys >= {_ENTRIES, _VERSION} and not keys & _OF_CHROME:
-            return "dump"
     if keys & _OF_CHROME:
         return "trace"
     cut = _ENTRIES in keys and not members.ended
-    return "dump" if cut or (_VERSION in keys and keys & _OF_GROUPS) else "other"
+    return "dump" if cut or (_VERSION in keys and keys & {_ENTRIES, *_OF_GROUPS}) else "other"
 
 
 def _chunks(file: Path) -> Iterator[bytes]:

@@ -37,7 +37,9 @@ def test_a_dump_is_read_in_both_forms(tmp_path: Path, form: str) -> None:
 
 
 def test_the_rank_is_the_last_number_of_a_name() -> None:
-    names = {"nccl_trace_rank_12": 12, "rank_00003": 3, "a1b2.json": 2, "x": None, "7.pt": None}
+    names = {"nccl_trace_rank_12": 12, "rank_00003": 3, "a1b2.json": 2, "x": None, "x.pkl": None}
+    names |= {"host1_rank2.pkl": 2, "dump.3.pickle": 3, "rank4.bin.gz": 4, "rank5.pt.trace.json": 5}
+    names |= {"rank6_20261126": None, "123456789.json": None}
     assert {name: rank_of(Path(name)) for name in names} == names
 
 
@@ -141,7 +143,7 @@ def test_bad_files_are_left_out_and_two_of_a_rank_refused(tmp_path: Path) -> Non
     files[1].write_bytes(b"\x80\x02.")
     (tmp_path / "other").write_bytes(files[0].read_bytes())
     dumps, said = read_dumps([*files, tmp_path / "other"])
-    assert [*dumps] == [0] and len(said) == 2 and "does not end in its rank" in said[1]
+    assert [*dumps] == [0] and len(said) == 2 and "has no number" in said[1]
     (tmp_path / "again_0").write_bytes(files[0].read_bytes())
     with pytest.raises(DataError, match="Two dumps are of rank 0"):
         read_dumps([files[0], tmp_path / "again_0"])

@@ -186,10 +186,15 @@ def test_what_the_buffer_has_dropped_is_not_missed(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_dump_are_told(tmp_path: Path) -> None:
-    files = write(tmp_path, [[entry(0, **STARTED)]] * 3)
-    found = analyze_dumps(files[:2])
-    assert found.without_dump == [2] and found.verdict.cause == "not finished"
-    assert found.verdict.ranks == [2]
+    files = write(tmp_path, [[entry(0, **STARTED)]] * 4)
+    for lacking, dump in ([3], "is no dump of rank 3"), ([2, 3], "are no dumps of ranks 2 and 3"):
+        found = analyze_dumps(files[: lacking[0]])
+        assert found.without_dump == lacking and found.verdict.cause == "unknown"
+        row = found.verdict.row
+        assert row is not None and row.problem == "no dump"
+        assert found.verdict.ranks == row.ranks == lacking
+        assert dump in found.verdict.sentence and dump[-6:] in found.verdict.next_step
+    assert "without a dump" not in analyze_dumps(files).verdict.sentence
 
 
 def test_the_newest_of_several_versions_counts_by_its_numbers(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def cases() -> dict[str, tuple[Ranks, str, list[int]]]:
         "one collective fewer in a coalesced one": (
             [coalesced(4, ["all_reduce"] * 2, **STARTED)] * 3
             + [coalesced(4, ["all_reduce"], **STARTED)],
-            "other size",
+            "other count",
             [3],
         ),
         "all have joined a batch": (
@@ -112,6 +112,24 @@ def cases() -> dict[str, tuple[Ranks, str, list[int]]]:
             ],
             "missing",
             [1],
+        ),
+        "one rank has the list of a gather": (
+            [
+                [entry(1, "gather", **STARTED) | {"output_sizes": sizes}]
+                for sizes in ([[4]] * 3, [], [])
+            ]
+            + [[]],
+            "missing",
+            [3],
+        ),
+        "one rank has the list of a scatter": (
+            [
+                [entry(1, "scatter", **STARTED) | {"input_sizes": sizes}]
+                for sizes in ([], [[4]] * 3, [])
+            ]
+            + [[]],
+            "missing",
+            [3],
         ),
         "other shapes of one size": (
             [[entry(1, sizes=(4, 2), **STARTED)], [entry(1, sizes=(8,), **STARTED)], []],
@@ -237,11 +255,104 @@ def test_messages_are_paired_by_time_where_some_were_dropped(
     assert found.verdict.ranks == ([2] if answered else [0, 2]), found.verdict.sentence
 
 
+def timed(ms: int, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries asked for, and found to have ended if they have, from a time on."""
+    return [
+        one
+        | {
+            "time_created_ns": (ms + number) * 10**6,
+            "time_discovered_completed_ns": (ms + number) * 10**6 if one["retired"] else None,
+        }
+        for number, one in enumerate(entries)
+    ]
+
+
+def stages(times: dict[int, int], joined: dict[int, int]) -> list[list[dict[str, Any]]]:
+    """Three stages, each with the messages of steps from `times` (of the first to the last)."""
+    peers = [">1", "<0 >2", "<1"]
+    return [
+        [
+            one
+            for step in range(times[rank], joined[rank] + 1)
+            for one in timed(
+                100 * step + 8 * rank,
+                batch(step, rank, peers[rank], state="completed" if step < 7 else "started"),
+            )
+        ]
+        for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "cause", "ranks"),
+    [
+        ([7, 6, 6], [7, 6, 7], "message", [1]),  # the receive of 1 ended before 0 sent again
+        ([7, 5, 7], [7, 6, 7], "message", [1]),
+        ([7, 6, 7], [7, 6, 7], "message", [1]),
+        ([7, 7, 7], [7, 7, 7], "not finished", [0, 1, 2]),
+        ([6, 7, 6], [6, 7, 6], "message", [2]),  # a send of 0 that ended may be what 1 waits for
+    ],
+)
+def test_pending_messages_are_not_those_that_have_ended(
+    tmp_path: Path, first: list[int], last: list[int], cause: str, ranks: list[int]
+) -> None:
+    """What is pending on one side of buffers that hold a batch or two has not ended on another."""
+    entries = stages(dict(enumerate(first)), dict(enumerate(last)))
+    verdict = judged(tmp_path, entries, first=[10, 20, 30]).verdict
+    assert (verdict.cause, verdict.ranks) == (cause, ranks), verdict.sentence
+
+
+def test_messages_that_cannot_be_paired_are_unknown(tmp_path: Path) -> None:
+    """An older send that has ended, and a receive that has not: it may be the next one's."""
+    sent, taken = timed(600, batch(6, 0, ">1")), timed(700, batch(7, 1, "<0", **STARTED))
+    verdict = judged(tmp_path, [sent, taken], first=[10, 10]).verdict
+    assert (verdict.cause, verdict.ranks) == ("unknown", [1]), verdict.sentence
+    assert "not known" in verdict.sentence
+
+
+@pytest.mark.parametrize("offset_ms", [-100, 100])
+def test_clocks_that_differ_do_not_separate_messages(tmp_path: Path, offset_ms: int) -> None:
+    """The send of 0 seems to be that of the step before or after."""
+    for last, cause, named in (6, "message", [2]), (7, "not finished", [0, 1, 2]):
+        ranks = stages({0: 2, 1: 2, 2: 2}, {0: 7, 1: 7, 2: last})
+        for one in ranks[0]:
+            one["time_created_ns"] += offset_ms * 10**6
+        verdict = judged(tmp_path / cause, ranks, first=[8, 9, 10]).verdict
+        assert (verdict.cause, verdict.ranks) == (cause, named), verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "lists"), [("all_gather", "output_sizes"), ("reduce_scatter", "input_sizes")]
+)
+def test_uneven_lists_must_agree_as_a_whole(tmp_path: Path, name: str, lists: str) -> None:
+    single = "input_sizes" if lists == "output_sizes" else "output_sizes"
+
+    def ranks(**changed: Any) -> Ranks:
+        return [
+            [entry(1, name, **STARTED) | {lists: [[8], [16], [24]], single: [[8 * (rank + 1)]]}]
+            for rank in range(2)
+        ] + [[entry(1, name, **STARTED) | {lists: [[8], [16], [24]], single: [[24]]} | changed]]
+
+    for folder, changed, cause in (
+        ("a", {}, "not finished"),
+        ("b", {single: [[16]]}, "other size"),
+        ("c", {lists: [[8], [8], [24]]}, "other size"),
+    ):
+        verdict = judged(tmp_path / folder, ranks(**changed)).verdict
+        assert verdict.cause == cause, verdict.sentence
+        assert verdict.ranks == ([2] if changed else [0, 1, 2])
+
+
 def test_a_rank_beside_one_without_a_dump_is_not_blamed(tmp_path: Path) -> None:
     """1 waits for 2, which is in a collective that 3 may not have joined."""
     groups = {"0": ("default_pg", range(4)), "1": ("pair", [2, 3])}
     world, pair = entry(0, **STARTED), entry(0, group=("1", "pair"), **STARTED)
     files = write(tmp_path, [[world], [world], [pair], []], groups=groups)
     verdict = analyze_dumps(files[:3]).verdict
-    assert (verdict.cause, verdict.ranks) == ("not finished", [3]), verdict.sentence
+    assert (verdict.cause, verdict.ranks) == ("unknown", [3]), verdict.sentence
     assert analyze_dumps(files[3:]).verdict.ranks == [0, 1, 2]  # its groups name them
+    groups = {"0": ("all but 3", range(3)), "1": ("pair", [2, 3])}
+    pair = entry(1, group=("1", "pair"), **STARTED)  # after a collective that all have joined
+    world = entry(0, group=("0", "all but 3"), **STARTED)
+    files = write(tmp_path / "later", [[world], [world], [world, pair], []], groups=groups)
+    assert analyze_dumps(files[:3]).verdict.cause == "not finished"

@@ -28,8 +28,8 @@ from disttrain_cli.errors import DataError
 MOST_BYTES = 64 << 20
 #: Memory that the values of a pickle may take: so many times its bytes, and a little more.
 MOST_TIMES, SPARE_BYTES = 64, 64 << 20
-#: What a name ends in: the rank, which may have an ending of JSON after it.
-RANK = re.compile(r"(\d{1,7})(\.json)?(\.gz)?$")
+#: The rank: the last number of a name, unless it has more digits, as a date has.
+RANK = re.compile(r"(?<!\d)(\d{1,7})\D*$")
 PICKLED = re.compile(rb"\x80[\x02-\x05]")
 #: Every pickle of a dump has one of these within its first entry; its stack may be before it.
 KEYS = (b"pg_config", b"collective_seq_id", b"comm_lib_version", b"nccl_version")
@@ -68,7 +68,9 @@ class Entry(Struct, frozen=True):
     is_p2p: bool = False
     p2p_seq_id: int = 0
     time_created_ns: int = 0
+    time_discovered_completed_ns: int | None = None
     frames: list[Frame] = []
+    batch_size: int = 1  # operations asked for as one; torch writes no such field
 
     @property
     def operation(self) -> str:
@@ -137,7 +139,7 @@ def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
     for file in files:
         rank = rank_of(file)
         if rank is None:
-            said.append(f"{file.name} left out: its name does not end in its rank")
+            said.append(f"{file.name} left out: its name has no number, which is the rank")
             continue
         try:
             dump = _read(file)
@@ -176,7 +178,8 @@ def with_states(dump: Dump) -> Dump:
         own.append(entry)
         if CLOSING.match(entry.operation):
             _close(own)
-            if own[-1].record_id == ordered[0].record_id > 0 and not own[-1].pending:
+            cut = own[-1].record_id == ordered[0].record_id > 0 and not own[-1].pending
+            if cut and not MESSAGE.match(own[-1].operation):
                 own.pop()  # some of its operations may have been dropped
     for own in groups.values():
         ran = False
@@ -203,7 +206,14 @@ def _close(entries: list[Entry]) -> None:
             break
         first -= 1
     members = [
-        replace(entry, state=closing.state, retired=closing.retired) for entry in entries[first:]
+        replace(
+            entry,
+            state=closing.state,
+            retired=closing.retired,
+            time_discovered_completed_ns=closing.time_discovered_completed_ns,
+            batch_size=len(entries) - first,
+        )
+        for entry in entries[first:]
     ]
     if members and not members[0].is_message:
         members = [_joined(members)]
@@ -232,7 +242,7 @@ def _joined(entries: Sequence[Entry]) -> Entry:
 
 
 def rank_of(file: Path) -> int | None:
-    """The rank that a file's name ends in."""
+    """The rank in a file's name: its last number."""
     found = RANK.search(file.name)
     return None if found is None else int(found[1])
 

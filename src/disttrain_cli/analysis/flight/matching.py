@@ -7,7 +7,8 @@ be right, and of two opinions that of the lowest rank.
 Messages from one rank to another are received in the order in which they were sent, whatever their
 sequence numbers, which count all messages of a rank. So the third send is that of the third
 receive, where both recorders have kept all; where one has dropped its first, the last that have
-ended on both sides belong together, or their neighbours where these are closer in time.
+ended on both sides belong together, or, where one side alone waits, their neighbours if these are
+closer in time and can be two ends of one message.
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from math import inf, prod
+from itertools import pairwise, zip_longest
+from math import prod
+from statistics import fmean, median
 from typing import Literal
 
-from disttrain_cli.analysis.figures import name_ranks
+from disttrain_cli.analysis.figures import counted, name_ranks
 from disttrain_cli.analysis.flight.dumps import MESSAGE, Dump, Entry, ranks_of
 from disttrain_cli.analysis.kineto.shapes import item_bytes
 
 Problem = Literal[
-    "other operation", "other size", "other dtype", "missing", "not started", "not finished"
+    "other operation",
+    "other count",
+    "other size",
+    "other dtype",
+    "missing",
+    "not started",
+    "no dump",
+    "not finished",
 ]
 #: Operations that every rank may give other sizes to, by their names without underscores
 #: (all_to_all, ALLTOALLV_BASE, all_gather_v, reduce_scatter_v_single), and those into or out of
@@ -56,7 +65,8 @@ class Finding:
     problem: Problem
     sequence: int
     operation: str  # of most ranks
-    ranks: tuple[int, ...]  # that are missing, or have another one, or have not got as far
+    ranks: tuple[int, ...]  # that are missing, or have another one, or have not got as far, or
+    # have no dump
     waiting: tuple[int, ...]  # that are in it
     detail: str
     since_ns: int  # when the first rank asked for it
@@ -143,29 +153,59 @@ class Channel:
     complete: bool  # both recorders have kept all of them
 
     def pairs(self) -> Iterator[tuple[Entry | None, Entry | None]]:
-        """Every send with its receive, None where one has not been asked for."""
+        """Every send with its receive, None where one has not been asked for; nothing where the
+        recorders have kept too little to pair any."""
         shift = 0 if self.complete else self._shift()
+        if shift is None:
+            return iter(())
         return zip_longest(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :])
 
-    def _shift(self) -> int:
+    def _shift(self) -> int | None:
         """How many more sends than receives were kept of what was sent and received: as many as
-        have ended more often, or one more or less, as a message may have ended on one side alone.
-        Of these it is the one with which the two ends of messages were asked for at the closest
-        times."""
-        ended = [sum(not one.pending for one in side) for side in (self.sends, self.receives)]
-
-        def apart_ns(shift: int) -> float:
-            pairs = zip(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :], strict=False)
-            times = [abs(one.time_created_ns - other.time_created_ns) for one, other in pairs]
-            return sum(times) / len(times) if times else inf
-
+        have ended more often, or, where one side alone has a pending message, one more or less, as
+        that may have ended on the other. Of these it is the one with which the two ends of messages
+        were asked for at the closest times. Where the first pairs none, another one counts only if
+        it pairs messages closer than half the time between two of them, and nothing is known
+        without such a time."""
+        sides = self.sends, self.receives
+        ended = [sum(not one.pending for one in side) for side in sides]
         usual = ended[0] - ended[1]
-        possible = [
-            shift
-            for shift in (usual, usual - 1, usual + 1)
-            if ended[1] + shift <= len(self.sends) and ended[0] - shift <= len(self.receives)
+        if all(some < len(side) for some, side in zip(ended, sides, strict=True)):
+            return usual  # clocks that differ do not separate messages that both sides wait in
+        apart_ns: dict[int, float] = {}
+        for shift in (usual, usual - 1, usual + 1):
+            if not -ended[1] <= shift <= ended[0]:
+                continue
+            if ended[1] + shift > len(self.sends) or ended[0] - shift > len(self.receives):
+                continue
+            sends, receives = self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :]
+            pairs = [*zip(sends, receives, strict=False)]
+            if pairs and (shift == usual or all(_can_be_one(*pair) for pair in pairs)):
+                apart_ns[shift] = fmean(
+                    abs(send.time_created_ns - receive.time_created_ns) for send, receive in pairs
+                )
+        if not apart_ns:
+            return usual
+        closest = min(apart_ns, key=apart_ns.__getitem__)
+        if usual in apart_ns:
+            return closest
+        gaps = [
+            after.time_created_ns - before.time_created_ns
+            for side in sides
+            for before, after in pairwise(side)
         ]
-        return min(possible, key=apart_ns, default=usual)
+        if not gaps:
+            return None
+        return closest if apart_ns[closest] < median(gaps) / 2 else usual
+
+
+def _can_be_one(send: Entry, receive: Entry) -> bool:
+    """Return False if the receive has ended and the send has not even left: it was asked for later,
+    or is no part of a batch that waits for other peers."""
+    if receive.pending or not send.pending:
+        return True
+    ended_ns = receive.time_discovered_completed_ns
+    return send.batch_size > 1 and (ended_ns is None or ended_ns >= send.time_created_ns)
 
 
 def channels_of(seen: Seen, dumps: Mapping[int, Dump]) -> list[Channel]:
@@ -244,8 +284,9 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
             min(entry.time_created_ns for entry in there.values()),
         )
 
+    index_of = {rank: index for index, rank in enumerate(seen.group.ranks)}
     for problem, compared, told in DIFFERENCES:
-        values = {rank: compared(entry) for rank, entry in there.items()}
+        values = {rank: compared(entry, index_of[rank]) for rank, entry in there.items()}
         usual = _usual(values)
         others = [rank for rank, value in values.items() if value != usual]
         if others:
@@ -265,6 +306,9 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
         return finding(
             "not started", [rank for rank in there if rank not in begun], example, "", begun
         )
+    lacking = [rank for rank in seen.group.ranks if rank not in seen.entries]
+    if pending and lacking:
+        return finding("no dump", lacking, example, "", pending)
     if pending:
         return finding("not finished", pending, example, "", pending)
     return None
@@ -274,15 +318,27 @@ def _sizes(entry: Entry) -> str:
     return _in_and_out(entry, entry.input_sizes, entry.output_sizes)
 
 
-def _elements(entry: Entry) -> str:
-    """What NCCL knows of sizes: it is given numbers of elements, and no shapes."""
+def _elements(entry: Entry, index: int) -> str:
+    """What NCCL knows of sizes: it is given numbers of elements, and no shapes. Where a rank's one
+    tensor is that of its `index` in a list for all ranks (uneven all_gather, reduce_scatter), the
+    list alone must be equal."""
     if UNEVEN.search(entry.operation.lower().replace("_", "")):
         return ""
-    return _in_and_out(entry, *map(_totals, (entry.input_sizes, entry.output_sizes)))
+    given, taken = _totals(entry.input_sizes), _totals(entry.output_sizes)
+    if entry.operation not in (FROM_ONE, TO_ONE):
+        if len(given) > 1 and taken == given[index : index + 1]:
+            return f"in {given}"
+        if len(taken) > 1 and given == taken[index : index + 1]:
+            return f"out {taken}"
+    return _in_and_out(entry, given, taken)
 
 
 def _totals(sizes: Sequence[Sequence[int]]) -> list[int]:
     return [prod(size) for size in sizes]
+
+
+def _operations(entry: Entry) -> str:
+    return counted(entry.batch_size, "operation")
 
 
 def _dtypes(entry: Entry) -> str:
@@ -296,10 +352,11 @@ def _in_and_out(entry: Entry, given: object, taken: object) -> str:
 
 
 #: What must be equal on all ranks, in the order in which it is looked at, and what is shown of it.
-DIFFERENCES: tuple[tuple[Problem, Callable[[Entry], str], Callable[[Entry], str]], ...] = (
-    ("other operation", lambda entry: entry.operation, lambda entry: entry.operation),
+DIFFERENCES: tuple[tuple[Problem, Callable[[Entry, int], str], Callable[[Entry], str]], ...] = (
+    ("other operation", lambda entry, _: entry.operation, lambda entry: entry.operation),
+    ("other count", lambda entry, _: _operations(entry), _operations),
     ("other size", _elements, _sizes),
-    ("other dtype", _dtypes, _dtypes),
+    ("other dtype", lambda entry, _: _dtypes(entry), _dtypes),
 )
 
 

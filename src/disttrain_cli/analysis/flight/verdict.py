@@ -33,8 +33,13 @@ from disttrain_cli.analysis.flight.waiting import (
     positions_of,
 )
 
-#: What ranks disagree about; it is found before anything that they wait for.
-DISAGREE = ("other operation", "other size", "other dtype")
+#: What ranks disagree about, by problem; these come before anything that they wait for.
+DISAGREE = {
+    "other operation": "operation",
+    "other count": "number of operations",
+    "other size": "size",
+    "other dtype": "type",
+}
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -237,33 +242,49 @@ def _verdict(
             "Some ranks use the groups in a different order; see where each one is, below.",
         )
     lacking = sorted({other for place in places.values() for other in place.waits_for} - {*places})
-    if lacking:
-        waiting = [rank for rank, place in places.items() if {*place.waits_for} & {*lacking}]
+    unfinished = [
+        found for found in findings if found.problem in ("not started", "no dump", "not finished")
+    ]
+    if lacking or (unfinished and unfinished[0].problem == "no dump"):
+        here = None if lacking else unfinished[0]
+        waiting = (
+            [rank for rank, place in places.items() if {*place.waits_for} & {*lacking}]
+            if here is None
+            else [*here.waiting]
+        )
+        lacking = lacking or [*unfinished[0].ranks]
+        one = len(lacking) == 1
+        none = "is no dump" if one else "are no dumps"
         return verdict(
             "unknown",
-            f"{_subject(waiting)} {agree(len(waiting), 'waits', 'wait')} for"
-            f" {name_ranks(lacking)} to answer messages, and there"
-            f" {agree(len(lacking), 'is no dump of it', 'are no dumps of them')}",
+            f"{_subject(waiting)} {agree(len(waiting), 'waits', 'wait')} "
+            + (
+                f"in {_collective(here)}, and there {none} of {name_ranks(lacking)}"
+                if here is not None
+                else f"for {name_ranks(lacking)} to answer messages, and there {none} of"
+                f" {'it' if one else 'them'}"
+            ),
             lacking,
-            None,
-            f"Pass the dumps of {name_ranks(lacking)} too: they show whether those wait for"
-            " others.",
+            here,
+            f"Pass the {'dump' if one else 'dumps'} of {name_ranks(lacking)} too: "
+            + ("it shows whether that rank waits" if one else "they show whether those ranks wait")
+            + " for others.",
         )
-    unfinished = [found for found in findings if found.problem in ("not started", "not finished")]
     if unfinished:
         found = unfinished[0]
         late = found.problem == "not started"
+        dumped = "" if {*found.group.ranks} <= {*places} else " with a dump"
         return verdict(
             found.problem,
-            f"All ranks with a dump have joined {_collective(found)}, and"
+            f"All ranks{dumped} have joined {_collective(found)}, and"
             + (
                 f" {name_ranks(found.ranks)} {agree(len(found.ranks), 'has', 'have')} not started"
                 f" it: {agree(len(found.ranks), 'the device is', 'their devices are')} busy with"
                 " what was launched before it"
                 if late
-                else " it has not finished: the network, or a rank without a dump, delays it"
+                else " it has not finished: the network delays it"
             ),
-            found.ranks if late else without or found.ranks,
+            found.ranks,
             found,
             (
                 "Look at the kernels launched before it on"
@@ -274,9 +295,10 @@ def _verdict(
             ),
         )
     pending = [rank for rank, place in places.items() if place.waits]
+    unknown = [rank for rank in pending if not positions[rank].known]
     if pending:
+        known, pending = not unknown, unknown or pending
         first = places[pending[0]]
-        known = all(positions[rank].known for rank in pending)
         return verdict(
             "not finished" if known else "unknown",
             f"{_subject(pending)} {agree(len(pending), 'is', 'are')} in messages that"
@@ -284,8 +306,9 @@ def _verdict(
                 f" both ends have asked for (rank {first.rank} in {first.operation} of"
                 f" {first.group}), and that have not finished: the network delays them"
                 if known
-                else f" do not name their peers (rank {first.rank} in {first.operation} of"
-                f" {first.group}), so whom they wait for is not known"
+                else " the dumps do not show the other ends of"
+                f" (rank {first.rank} in {first.operation} of {first.group}), so"
+                f" whom {agree(len(pending), 'it waits', 'they wait')} for is not known"
             ),
             pending,
             None,
@@ -326,10 +349,10 @@ def _row(found: Finding) -> Row:
 
 
 def _has(found: Finding) -> str:
-    what = {"other operation": "operation", "other size": "size", "other dtype": "type"}
+    what = DISAGREE[found.problem]
     if found.ranks == found.waiting:  # the two ends of a message
-        return f"disagree about the {what[found.problem]} of"
-    return f"{agree(len(found.ranks), 'has', 'have')} another {what[found.problem]} in"
+        return f"disagree about the {what} of"
+    return f"{agree(len(found.ranks), 'has', 'have')} another {what} in"
 
 
 def _collective(found: Finding) -> str:

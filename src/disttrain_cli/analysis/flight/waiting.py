@@ -19,7 +19,7 @@ class Position:
     waits_for: frozenset[int] = frozenset()  # ranks that have not asked for it
     inside: frozenset[int] = frozenset()  # other ranks that have, and for which it has not ended
     lacking: frozenset[int] = frozenset()  # ranks of its group without a dump
-    known: bool = True  # False where a message does not name its peer
+    known: bool = True  # False where a message does not name its peer, or cannot be paired
 
     @property
     def pending(self) -> bool:
@@ -107,9 +107,12 @@ def _answers(seen: Sequence[Seen], dumps: Mapping[int, Dump]) -> Answers:
 
 
 def causes_of(positions: Mapping[int, Position], ranks: Sequence[int]) -> list[int]:
-    """Ranks with a dump (`ranks`) that others wait for, and that nothing holds up."""
+    """Ranks with a dump (`ranks`) that others wait for, and that nothing holds up, as is known."""
     asked = {other for position in positions.values() for other in position.waits_for}
-    return sorted(rank for rank in asked.intersection(ranks) if not _held_up_by(rank, positions))
+    unknown = {rank for rank, position in positions.items() if not position.known}
+    return sorted(
+        rank for rank in asked.intersection(ranks) - unknown if not _held_up_by(rank, positions)
+    )
 
 
 def circle_of(positions: Mapping[int, Position]) -> list[int]:
