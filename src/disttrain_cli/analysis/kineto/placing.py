@@ -9,9 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.kineto.columns import Strings
 from disttrain_cli.analysis.kineto.jobs import TraceFile, align, choose_job, count_ranks
-from disttrain_cli.analysis.kineto.ranks import device_threads, label_threads, numbers_of
+from disttrain_cli.analysis.kineto.ranks import (
+    TELL_RANKS_APART,
+    device_threads,
+    label_threads,
+    numbers_of,
+)
 from disttrain_cli.analysis.sql import query_text
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
         ),
     )
     connection.executemany(
-        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         [
             [
                 file.number,
@@ -70,6 +76,7 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
                 file.kept,
                 file.base_ns,
                 file.shift_ns,
+                file.holds,
             ]
             for file in files
         ],
@@ -144,7 +151,7 @@ def _split(
     _share_marks(connection, file, list(parts.values()))
     in_order = any(rank != label for label, rank in ranks.items())
     said = [
-        f"{file.path.name} holds {len(parts)} rank(s), as its processes, threads or arguments tell"
+        f"{file.path.name} holds {counted(len(parts), 'rank')}, as its processes, threads or arguments tell"
         + (": they are numbered in the order of their labels" if in_order else "")
     ]
     if lost:
@@ -202,9 +209,7 @@ def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free:
     return said
 
 
-def _launchers(
-    connection: DuckDBPyConnection, number: int, devices: list[int]
-) -> dict[int, str]:
+def _launchers(connection: DuckDBPyConnection, number: int, devices: list[int]) -> dict[int, str]:
     """Return the process that launched the kernels of each device, for the devices where only one
     process can have done so that launched on no other device."""
     possible: dict[int, set[str]] = {}
@@ -276,6 +281,5 @@ def _crowd(file: TraceFile, ranks: int, why: str) -> str:
     return (
         f"{file.path.name} seems to hold several ranks ({why}), and nothing tells which is which:"
         " it is read as one rank, so their times add up and waiting for one another is not seen."
-        ' Analyse the ranks\' own files, or give every process the name of its rank ("rank 3")'
-        " before merging; the verdict is the less sure"
+        f" {TELL_RANKS_APART}"
     )
