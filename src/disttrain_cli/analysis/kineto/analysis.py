@@ -134,8 +134,8 @@ def _not_told(database: KinetoDatabase) -> list[str]:
 def _present(database: KinetoDatabase) -> float:
     """Share of the job's ranks that recorded something; 1 where no file says how many there are."""
     row = database.sql(
-        "SELECT sum(holds) FILTER (rank IN (SELECT rank FROM times)) AS seen, max(world_size) AS size"
-        " FROM files WHERE kept"
+        "SELECT sum(holds) FILTER (rank IN (SELECT rank FROM times)) AS seen,"
+        " max(world_size) AS size FROM files WHERE kept"
     )[0]
     return row["seen"] / max(row["seen"], row["size"] or 0)
 

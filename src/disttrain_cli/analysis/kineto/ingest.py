@@ -70,11 +70,11 @@ ANSWERS = (
 #: Questions that repair times of kernels, and what is reported of those that they find.
 IMPOSSIBLE = {
     "misplaced": (
-        "left out: the start is impossible (long before the launch, or far outside of the recording)"
+        "left out: the start lies long before the launch, or far outside of the recording"
     ),
     "overlong": (
-        "shortened, to end at the latest where the next one begins: the length is impossible (beyond"
-        " the end of later ones of the stream, or of all that was recorded)"
+        "shortened, to end at the latest where the next one begins: the end lies beyond that of"
+        " later ones of the stream, or of all that was recorded"
     ),
 }
 
@@ -198,8 +198,8 @@ def _fill(
     for (unpaired,) in _fitting(connection, query_text("kineto/pairs"), more):
         if unpaired:
             warnings.append(
-                f"{counted(unpaired, 'begin or end mark')} {agree(unpaired, 'has', 'have')} no partner"
-                f" and {agree(unpaired, 'is', 'are')} left out"
+                f"{counted(unpaired, 'begin or end mark')} {agree(unpaired, 'has', 'have')} no"
+                f" partner and {agree(unpaired, 'is', 'are')} left out"
             )
     connection.execute("DROP TABLE marks")
     return read, strings
@@ -222,8 +222,8 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 
     for name, events in ask("doubles"):
         warnings.append(
-            f"{counted(events, 'event')} of {name} {agree(events, 'is', 'are')} there more than once"
-            f" and {agree(events, 'counts', 'count')} once"
+            f"{counted(events, 'event')} of {name} {agree(events, 'is', 'are')} there more than"
+            f" once and {agree(events, 'counts', 'count')} once"
         )
     ask("launches")
     for name, what in IMPOSSIBLE.items():

@@ -168,8 +168,8 @@ def count_ranks(files: list[TraceFile], least: int) -> list[str]:
         more = "" if len(absent) <= 8 else f" and {len(absent) - 8} more"
         which = f" ({', '.join(absent[:8])}{more})"
     return [
-        f"{missing} of {size} ranks {agree(missing, 'is', 'are')} missing{which}: these traces do not show who waits for them or"
-        " whom they wait for, which lowers the confidence"
+        f"{missing} of {size} ranks {agree(missing, 'is', 'are')} missing{which}: these traces do"
+        " not show who waits for them or whom they wait for, which lowers the confidence"
     ]
 
 

@@ -151,8 +151,8 @@ def _split(
     _share_marks(connection, file, list(parts.values()))
     in_order = any(rank != label for label, rank in ranks.items())
     said = [
-        f"{file.path.name} holds {counted(len(parts), 'rank')}, as its processes, threads or arguments tell"
-        + (": they are numbered in the order of their labels" if in_order else "")
+        f"{file.path.name} holds {counted(len(parts), 'rank')}, as its processes, threads or"
+        " arguments tell" + (": they are numbered in the order of their labels" if in_order else "")
     ]
     if lost:
         said.append(
