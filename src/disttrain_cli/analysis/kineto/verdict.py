@@ -128,7 +128,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
                 what="ranks whose traces are there", value=losses.present, unit="share of ranks"
             )
         )
-    if losses.crowded:
+    if losses.crowded and losses.unclassified <= MOST_UNCLASSIFIED:
         return crowded(evidence)
     if losses.stragglers:
         return _with_larger(losses, mended(losses, database, evidence), means)
