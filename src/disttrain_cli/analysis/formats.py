@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.flight.dumps import MOST_BYTES, is_pickled_dump, rank_of
 from disttrain_cli.analysis.json_members import Members
 from disttrain_cli.errors import DataError
@@ -134,7 +135,7 @@ def _look_through(folder: Path) -> Traces:
     runs = sorted(file.parent.parent for file in folder.glob("*/traces/job.json"))
     if runs:
         raise DataError(
-            f"{folder} holds no trace of its own, but those of {len(runs)} run(s)",
+            f"{folder} holds no trace of its own, but those of {counted(len(runs), 'run')}",
             ", ".join(str(run) for run in runs[:5]),
             f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}",
         )
@@ -191,7 +192,7 @@ def _one_rank(path: Path, folder: Path) -> DataError:
 def _left_out(files: list[Path], why: str) -> list[str]:
     if not files:
         return []
-    more = f" and {len(files) - 1} more file(s)" if len(files) > 1 else ""
+    more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
     return [
         f"{files[0].name}{more} in the same folder left out ({why}); name files to have them"
         " analysed"

@@ -279,7 +279,7 @@ def test_numbers_and_names_of_any_size(tmp_path):
     path = traces.write(tmp_path / "rank0.json", traces.document(found))
     found = analyze([path])
     assert {row.kind for row in found.kernels} == {"communication", "compute"}
-    assert any("2 event(s) of rank0.json are broken" in warning for warning in found.warnings)
+    assert any("2 events of rank0.json are broken" in warning for warning in found.warnings)
     assert ask([path], "SELECT external_id FROM events WHERE name = 'nul \0 name'").rows == [
         (2**63 - 1,)
     ]

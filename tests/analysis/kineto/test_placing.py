@@ -140,7 +140,7 @@ def test_files_without_a_base_among_others_count_from_1970(tmp_path, apart):
     found = analyze([tmp_path])
     assert same(found) == apart
     assert any(
-        "rank1.json and 1 more file(s) without baseTimeNanoseconds" in warning
+        "rank1.json and 1 more file without baseTimeNanoseconds" in warning
         and "count from 1970" in warning
         for warning in found.warnings
     )
@@ -189,7 +189,7 @@ def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, f
     found = analyze([path])
     assert same(found) == apart
     (said,) = (
-        warning for warning in found.warnings if warning.startswith("all.json holds 3 rank(s)")
+        warning for warning in found.warnings if warning.startswith("all.json holds 3 ranks, ")
     )
     assert ("numbered in the order" in said) == (form == "places")
     rows = ask([path], "SELECT rank, kept, world_size FROM files ORDER BY rank").rows
@@ -266,7 +266,9 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     assert any(
         "all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings
     )
-    assert found.verdict.confidence < 0.7
+    assert not any("missing" in warning or "numbered" in warning for warning in found.warnings)
+    assert (found.verdict.cause, found.verdict.confidence) == ("unknown", 0)
+    assert "read as one" in found.verdict.headline
     events = traces.events([400, 400])
     for event in events:
         event["args"] = event.get("args", {}) | {"rank": event["ts"] % 2}
@@ -341,6 +343,9 @@ def files_of(names, **more):
         (["x-TP-1-PP-0.json", "x-TP-0-PP-1.json", "x-TP-0-PP-0.json"], [1, 2, 0]),
         (["host-10.json", "host-9.json", "host-11.json"], [1, 0, 2]),
         (["gpu0/trace.json", "gpu1/trace.json"], [0, 1]),
+        ([f"rank[{rank}].json" for rank in (2, 0, 1)], [2, 0, 1]),
+        ([f"step_30_r{rank}_v2.json" for rank in (3, 1)], [3, 1]),
+        (["n0_r0.json", "n0_r1.json", "n1_r0.json", "n1_r1.json"], [0, 1, 2, 3]),
         (["rank3/trace.json", "rank10/trace.json", "other/trace.json"], [3, 10, 0]),
         (["llama_tp8.json"], [0]),
         (["tp8_pp2/a.json", "tp8_pp2/b.json"], [0, 1]),
@@ -428,6 +433,44 @@ def test_devices_of_one_process_are_ranks(tmp_path, apart, same_process):
     document["distributedInfo"] = {"rank": 1, "world_size": 8}
     path.write_text(json.dumps(document))
     assert [row.rank for row in analyze([path]).ranks] == [1]
+
+
+@pytest.mark.parametrize(("numbered_alike", "delay_us"), [(False, 400), (True, 0), (True, 400)])
+def test_processes_that_launch_on_devices_of_their_own_are_ranks(
+    tmp_path, apart, numbered_alike, delay_us
+):
+    """Where they number their launches alike, the times must tell which launched what: delays of
+    all kernels hide it."""
+    ranks = ranks_of(tmp_path / "apart")
+    for rank, events in enumerate(ranks):
+        for event in events:
+            args = event.get("args", {})
+            if "correlation" in args:
+                args["correlation"] += 0 if numbered_alike else 10_000 * rank
+            if event["pid"] == 0:
+                event["pid"] = args["device"] = 7 - rank
+                event["ts"] += delay_us
+            else:
+                event["pid"] += rank
+            event["ts"] += 50 * (rank if event["ts"] < traces.BASE_US + 1000 else 2 - rank)
+    path = merged(
+        tmp_path / "all.json", ranks, distributedInfo={"rank": 0, "world_size": len(ranks)}
+    )
+    found = analyze([path])
+    assert not any("missing" in warning for warning in found.warnings)
+    if numbered_alike and delay_us:
+        assert len(found.ranks) == 1 and found.verdict.cause == "unknown"
+        return
+    assert "all.json holds 3 devices: each is read as a rank" in found.warnings
+    launched = ask(
+        [path],
+        "SELECT rank, list_sort(list(DISTINCT process)) FROM events GROUP BY rank ORDER BY rank",
+    ).rows
+    assert launched == [
+        (5, ["102", "5"]),
+        (6, ["101", "6"]),
+        (7, ["100", "7"]),
+    ]
 
 
 def test_devices_that_have_processes_of_their_own_are_ranks(tmp_path):

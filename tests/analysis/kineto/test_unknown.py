@@ -189,13 +189,13 @@ def test_lines_of_ones_own_tell_what_is_work_of_a_device(tmp_path, own_cache):
 
 def test_idle_devices_are_the_hosts_only_where_it_is_seen_to_be_late(tmp_path):
     """Kernels every 1000 µs that take 400: launched when the device idles, long before, or nobody
-    knows when."""
+    knows when; times of kernels that were left out explain what looks idle."""
 
-    def job(launched):
+    def job(launched, damaged=()):
         found = [
             span(
                 "ampere_sgemm",
-                1000 * number,
+                1000 * number - 9000 * (number in damaged),
                 400,
                 cat="kernel",
                 args={"stream": 7, "correlation": number},
@@ -223,6 +223,8 @@ def test_idle_devices_are_the_hosts_only_where_it_is_seen_to_be_late(tmp_path):
     assert early.verdict.cause == nobody.verdict.cause == "unknown"
     assert "next kernel was launched long before" in early.verdict.headline
     assert "nothing that was recorded says why" in nobody.verdict.headline
+    misplaced = job(5000, damaged={20, 21}).verdict
+    assert misplaced.cause == "unknown" and "5 % of the kernels" in misplaced.headline
     for found in (early, nobody):
         assert found.stragglers.lost_s["host"] == 0 and found.verdict.lost_s == pytest.approx(
             39 * 600e-6, rel=0.01

@@ -62,8 +62,10 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         judged=judged,
         blame=database.answer("blame"),
         present=_present(database),
+        crowded=database.sql("SELECT max(holds) AS most FROM files WHERE kept")[0]["most"] > 1,
         late=late_ranks(database, judged.played),
         unclassified=totals["unclassified"] or 0.0,
+        repaired=totals["repaired"] or 0.0,
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
     verdict = judge(losses, database) if understood else not_understood(losses, database)
@@ -75,7 +77,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             steps=len(judged.steps),
             present=losses.present,
             unclassified=losses.unclassified,
-            repaired=totals["repaired"] or 0.0,
+            repaired=losses.repaired,
         )
         verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
     if verdict.cause != "unknown" or verdict.lost_s:
@@ -132,7 +134,8 @@ def _not_told(database: KinetoDatabase) -> list[str]:
 def _present(database: KinetoDatabase) -> float:
     """Share of the job's ranks that recorded something; 1 where no file says how many there are."""
     row = database.sql(
-        "SELECT (SELECT count(*) FROM times) AS seen, max(world_size) AS size FROM files WHERE kept"
+        "SELECT sum(holds) FILTER (rank IN (SELECT rank FROM times)) AS seen,"
+        " max(world_size) AS size FROM files WHERE kept"
     )[0]
     return row["seen"] / max(row["seen"], row["size"] or 0)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.kineto.columns import (
     Columns,
     Extent,
@@ -69,12 +70,11 @@ ANSWERS = (
 #: Questions that repair times of kernels, and what is reported of those that they find.
 IMPOSSIBLE = {
     "misplaced": (
-        "begin at impossible times (long before their launch, or far outside of the recording) and"
-        " are left out"
+        "left out: the start lies long before the launch, or far outside of the recording"
     ),
     "overlong": (
-        "outlast later ones of their stream and are shortened, to end at the latest where the next"
-        " one begins"
+        "shortened, to end at the latest where the next one begins: the end lies beyond that of"
+        " later ones of the stream, or of all that was recorded"
     ),
 }
 
@@ -197,7 +197,10 @@ def _fill(
         connection.execute("INSERT INTO item_bytes VALUES (?, ?)", [dtype, item_bytes(dtype)])
     for (unpaired,) in _fitting(connection, query_text("kineto/pairs"), more):
         if unpaired:
-            warnings.append(f"{unpaired} begin or end mark(s) have no partner and are left out")
+            warnings.append(
+                f"{counted(unpaired, 'begin or end mark')} {agree(unpaired, 'has', 'have')} no"
+                f" partner and {agree(unpaired, 'is', 'are')} left out"
+            )
     connection.execute("DROP TABLE marks")
     return read, strings
 
@@ -218,7 +221,10 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         return _fitting(connection, query_text(f"kineto/{name}"), more)
 
     for name, events in ask("doubles"):
-        warnings.append(f"{events} event(s) of {name} are there more than once and count once")
+        warnings.append(
+            f"{counted(events, 'event')} of {name} {agree(events, 'is', 'are')} there more than"
+            f" once and {agree(events, 'counts', 'count')} once"
+        )
     ask("launches")
     for name, what in IMPOSSIBLE.items():
         if rows := ask(name):
@@ -272,8 +278,9 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 def _counted(files: list[tuple[str, int, int]], what: str) -> str:
     """A warning on kernels of several files (name, rank, number of kernels), the most first."""
     most = ", ".join(f"{name}, rank {rank}: {events}" for name, rank, events in files[:MOST_NAMED])
-    more = f"; {len(files) - MOST_NAMED} more file(s)" if len(files) > MOST_NAMED else ""
-    return f"{sum(row[2] for row in files)} kernel(s) {what} ({most}{more})"
+    rest = len(files) - MOST_NAMED
+    more = f"; {counted(rest, 'more file')}" if rest > 0 else ""
+    return f"{counted(sum(row[2] for row in files), 'kernel')} {what} ({most}{more})"
 
 
 def _insert_names(
@@ -436,5 +443,8 @@ def _about(path: Path, reading: Reading, any_rows: bool) -> list[str]:
             f"{path.name} ends in the middle: the {reading.events} events before that are analysed"
         )
     if reading.unreadable:
-        said.append(f"{reading.unreadable} event(s) of {path.name} are broken and left out")
+        said.append(
+            f"{counted(reading.unreadable, 'event')} of {path.name}"
+            f" {agree(reading.unreadable, 'is', 'are')} broken and left out"
+        )
     return said

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.kineto.ranks import Label, labels_in_names, natural, numbers_of
 
 #: Windows of one job lie closer together than this, even where its hosts' clocks differ.
@@ -157,15 +158,18 @@ def count_ranks(files: list[TraceFile], least: int) -> list[str]:
     for file in kept:
         if max(size, held) > len(kept):
             file.world_size = max(size, held)
-    if size <= len(kept):
+    missing = size - held
+    if missing <= 0:
         return []
-    ranks = {file.rank for file in kept}
-    missing = [str(rank) for rank in range(size) if rank not in ranks]
-    more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
+    which = ""
+    if held == len(kept):
+        ranks = {file.rank for file in kept}
+        absent = [str(rank) for rank in range(size) if rank not in ranks]
+        more = "" if len(absent) <= 8 else f" and {len(absent) - 8} more"
+        which = f" ({', '.join(absent[:8])}{more})"
     return [
-        f"{len(missing)} of {size} ranks {'is' if len(missing) == 1 else 'are'} missing"
-        f" ({', '.join(missing[:8])}{more}): these traces do not show who waits for them or"
-        " whom they wait for, which lowers the confidence"
+        f"{missing} of {size} ranks {agree(missing, 'is', 'are')} missing{which}: these traces do"
+        " not show who waits for them or whom they wait for, which lowers the confidence"
     ]
 
 
@@ -202,7 +206,7 @@ def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
             f"{_some(from_names)} without a rank of the job in distributedInfo: ranks are taken"
             " from file names"
         )
-    if numbered:
+    if numbered := [file for file in numbered if file.holds == 1]:
         said.append(
             f"{_some(numbered)} without a rank of the job in distributedInfo or the name: ranks"
             " are numbered in order"
@@ -304,5 +308,7 @@ def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]
 def _some(files: list[TraceFile]) -> str:
     names = list(dict.fromkeys(file.path for file in files))
     return (
-        names[0].name if len(names) == 1 else f"{names[0].name} and {len(names) - 1} more file(s)"
+        names[0].name
+        if len(names) == 1
+        else f"{names[0].name} and {counted(len(names) - 1, 'more file')}"
     )

@@ -112,8 +112,10 @@ class Losses:
     judged: JudgedSteps
     blame: list[Row]
     present: float = 1.0  # share of the job's ranks whose traces are there
+    crowded: bool = False  # ranks that nothing tells apart are read as one
     late: Sequence[Late] = ()  # ranks that others are late for, by what mending them gains
     unclassified: float = 0.0  # share of the kernels' time whose kind is not known
+    repaired: float = 0.0  # share of the kernels whose times were impossible
 
     @property
     def marked(self) -> bool:

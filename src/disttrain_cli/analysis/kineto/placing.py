@@ -9,9 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain_cli.analysis.figures import counted
 from disttrain_cli.analysis.kineto.columns import Strings
 from disttrain_cli.analysis.kineto.jobs import TraceFile, align, choose_job, count_ranks
-from disttrain_cli.analysis.kineto.ranks import device_threads, label_threads, numbers_of
+from disttrain_cli.analysis.kineto.ranks import (
+    TELL_RANKS_APART,
+    device_threads,
+    label_threads,
+    numbers_of,
+)
 from disttrain_cli.analysis.sql import query_text
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
         ),
     )
     connection.executemany(
-        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         [
             [
                 file.number,
@@ -70,6 +76,7 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
                 file.kept,
                 file.base_ns,
                 file.shift_ns,
+                file.holds,
             ]
             for file in files
         ],
@@ -144,8 +151,8 @@ def _split(
     _share_marks(connection, file, list(parts.values()))
     in_order = any(rank != label for label, rank in ranks.items())
     said = [
-        f"{file.path.name} holds {len(parts)} rank(s), as its processes, threads or arguments tell"
-        + (": they are numbered in the order of their labels" if in_order else "")
+        f"{file.path.name} holds {counted(len(parts), 'rank')}, as its processes, threads or"
+        " arguments tell" + (": they are numbered in the order of their labels" if in_order else "")
     ]
     if lost:
         said.append(
@@ -161,28 +168,65 @@ def _may_be_split(file: TraceFile) -> bool:
 
 
 def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free: int) -> list[str]:
-    """Replace files in which one process keeps several devices busy by a part for each device,
-    numbered from `free` on; returns what must be said about it."""
-    whole = {file.number: file for file in files if _may_be_split(file)}
+    """Replace files in which one process keeps several devices busy, or in which each device has a
+    process of its own, by a part for each device, numbered from `free` on; returns what must be
+    said about it."""
+    whole = {file.number: file for file in files}
     said = []
-    for number, devices in connection.execute(query_text("kineto/devices_at_work")).fetchall():
+    for number, devices, processes in connection.execute(
+        query_text("kineto/devices_at_work")
+    ).fetchall():
         if number not in whole:
             continue
         file = whole[number]
+        launchers: dict[int, str] = {}
+        if processes > 1:
+            launchers = _launchers(connection, number, devices)
+            if not len(launchers) == processes == len(devices):
+                continue
+        elif not _may_be_split(file):
+            continue
         parts = [
             replace(file, number=free + index, rank=None, device=device)
             for index, device in enumerate(devices)
         ]
         free += len(parts)
         copies, *rest = connection.extract_statements(query_text("kineto/by_device"))
-        numbers = [part.number for part in parts]
-        connection.execute(copies, {"file": number, "parts": numbers, "devices": devices})
+        connection.execute(
+            copies,
+            {
+                "file": number,
+                "parts": [part.number for part in parts],
+                "devices": devices,
+                "launchers": [launchers.get(device) for device in devices],
+            },
+        )
         for statement in rest:
             connection.execute(statement)
         at = files.index(file)
         files[at : at + 1] = parts
         said.append(f"{file.path.name} holds {len(parts)} devices: each is read as a rank")
     return said
+
+
+def _launchers(connection: DuckDBPyConnection, number: int, devices: list[int]) -> dict[int, str]:
+    """Return the process that launched the kernels of each device, for the devices where only one
+    process can have done so that launched on no other device."""
+    possible: dict[int, set[str]] = {}
+    rows = connection.execute(
+        query_text("kineto/launchers"), {"file": number, "devices": devices}
+    ).fetchall()
+    for device, process in rows:
+        possible.setdefault(device, set()).add(process)
+    found: dict[int, str] = {}
+    while possible:
+        device = min(possible, key=lambda one: len(possible[one]))
+        if len(possible[device]) != 1:
+            break
+        (found[device],) = possible.pop(device)
+        for processes in possible.values():
+            processes.discard(found[device])
+    return found
 
 
 def _find_copies(connection: DuckDBPyConnection, files: list[TraceFile]) -> None:
@@ -237,6 +281,5 @@ def _crowd(file: TraceFile, ranks: int, why: str) -> str:
     return (
         f"{file.path.name} seems to hold several ranks ({why}), and nothing tells which is which:"
         " it is read as one rank, so their times add up and waiting for one another is not seen."
-        ' Analyse the ranks\' own files, or give every process the name of its rank ("rank 3")'
-        " before merging; the verdict is the less sure"
+        f" {TELL_RANKS_APART}"
     )

@@ -17,6 +17,10 @@ from pathlib import Path
 
 #: What tells one rank from another: its number, or its places in groups, as (("DP", 1), ("TP", 0)).
 Label = int | tuple[tuple[str, int], ...]
+TELL_RANKS_APART = (
+    'Analyse the ranks\' own files, or give every process the name of its rank ("rank 3") before'
+    " merging."
+)
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|wr)[-_ #:=[(]*(\d{1,7})(?!\d)", re.IGNORECASE)
 _DEVICE = re.compile(r"/device:(?!CPU)\w+:(\d{1,7})(?!\d)", re.IGNORECASE)
 _PLACES = re.compile(r"(?:\[|^)((?:(?:TP|DP|PP|EP|CP)-?\d{1,7}(?![a-zA-Z])[-_, ]?)+)")
@@ -25,14 +29,14 @@ _PLACE = re.compile(r"([A-Z]+)-?(\d+)")
 #: What file names say, the surest first: a rank of the job, places in groups, and numbers that may
 #: be those of a host or of its devices.
 _RANK_IN_NAME = re.compile(
-    r"(?<![a-z])(?<!local[-_. ])(?<!node[-_. ])rank[-_. =]?(\d{1,9})", re.IGNORECASE
+    r"(?<![a-z])(?<!local[-_. ])(?<!node[-_. ])rank[-_. =]?[\[(]?(\d{1,9})", re.IGNORECASE
 )
 _PLACES_IN_NAME = re.compile(
     r"(?:^|[^a-z])((?:(?:TP|DP|PP|EP|CP)[-_]?\d{1,7}(?![a-z])[-_, .]?)+)", re.IGNORECASE
 )
 _NUMBERS_IN_NAME = tuple(
-    re.compile(rf"(?<![a-z])(?:{words})[-_. ]?(\d{{1,9}})", re.IGNORECASE)
-    for words in ("worker|trainer", "gpu|device|cuda")
+    re.compile(rf"(?<![a-z])(?:{words})[-_. ]?(\d{{1,9}}){end}", re.IGNORECASE)
+    for words, end in (("worker|trainer", ""), ("r", "(?![a-z0-9])"), ("gpu|device|cuda", ""))
 )
 
 

@@ -11,10 +11,13 @@ from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.gaps import Gap
 from disttrain_cli.analysis.kineto.kernels import operation_in, users_patterns
 from disttrain_cli.analysis.kineto.losses import Losses
+from disttrain_cli.analysis.kineto.ranks import TELL_RANKS_APART
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: Above this share of the kernels' time nobody knows what the devices did.
 MOST_UNCLASSIFIED = 0.5
+#: Above this share of kernels with impossible times, idle devices may be a matter of these.
+MOST_REPAIRED = 0.01
 MOST_NAMED, MOST_LINES, LONGEST_NAME = 5, 4, 60
 _EVENTS = (
     'disttrain analyze --sql "SELECT name, category, count(*), sum(duration_ns) / 1e6 AS ms FROM'
@@ -113,9 +116,23 @@ def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence
 
 
 def idle_without_reason(
-    parts: dict[str, float], of_step: str, gap: Gap | None, evidence: list[Evidence]
+    parts: dict[str, float],
+    of_step: str,
+    gap: Gap | None,
+    evidence: list[Evidence],
+    repaired: float,
 ) -> Verdict:
     """The devices idle, and no record says that their hosts are late."""
+    if repaired > MOST_REPAIRED:
+        return _unknown(
+            f"the devices seem to idle {of_step}, but {100 * repaired:.0f} % of the kernels had"
+            " impossible times and were left out or shortened, so they may have run then",
+            "Record again, with a newer profiler where one is at hand: the kernels' times cannot be"
+            " relied upon.",
+            _IDLE,
+            evidence,
+            parts["queued"] + parts["unrecorded"],
+        )
     if parts["queued"] > parts["unrecorded"]:
         return _unknown(
             f"the devices idle {of_step} although their next kernel was launched long before, so it"
@@ -136,6 +153,17 @@ def idle_without_reason(
         gap.command if gap else _IDLE,
         evidence,
         parts["queued"] + parts["unrecorded"],
+    )
+
+
+def crowded(evidence: list[Evidence]) -> Verdict:
+    """A file of several ranks is read as one, because nothing tells them apart."""
+    return _unknown(
+        "several ranks in one file are read as one, as nothing tells which is which, so their times"
+        " add up",
+        TELL_RANKS_APART,
+        _EVENTS,
+        evidence,
     )
 
 

@@ -38,6 +38,7 @@ from disttrain_cli.analysis.kineto.stragglers import (
 )
 from disttrain_cli.analysis.kineto.unknown import (
     MOST_UNCLASSIFIED,
+    crowded,
     idle_without_reason,
     no_compute,
     of_step,
@@ -127,6 +128,8 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
                 what="ranks whose traces are there", value=losses.present, unit="share of ranks"
             )
         )
+    if losses.crowded and losses.unclassified <= MOST_UNCLASSIFIED:
+        return crowded(evidence)
     if losses.stragglers:
         return _with_larger(losses, mended(losses, database, evidence), means)
     sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
@@ -150,6 +153,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
             of_step(lost_s[cause], step_s, losses.marked),
             gap_of_each_step(losses, database, lost_s[cause]),
             evidence,
+            losses.repaired,
         )
     by_rank = [by_key(parts(row, 0.0)) for row in losses.ranks]
     agree = sum(

@@ -1,9 +1,11 @@
 -- The events of a file ($file) become those of a part for each device ($parts, $devices): kernels and copies of a device,
--- the launches and operators that they came from, and of all parts what else the host did.
+-- all events of the process that launched them ($launchers, null where one launched all), else the launches and
+-- operators that they came from, and of all parts what else the host did.
 CREATE TEMP TABLE copied AS
 SELECT t.id AS thread, (SELECT max(id) FROM threads) + row_number() OVER (ORDER BY part.file, t.id) AS id, part.file, part.device,
-       t.process, t.thread_name, t.thread AS number
-FROM threads t, (SELECT unnest($parts) AS file, unnest($devices) AS device) part
+       t.process, t.thread_name, t.thread AS number, t.process = part.launcher AS launches
+FROM threads t,
+     (SELECT unnest($parts) AS file, unnest($devices) AS device, unnest($launchers::VARCHAR[]) AS launcher) part
 WHERE t.file = $file;
 INSERT INTO threads SELECT id, file, process, number, thread_name FROM copied;
 CREATE TEMP TABLE homes AS
@@ -16,10 +18,13 @@ asked AS (
     SELECT external_id, any_value(device) AS device FROM own
     WHERE class IN (1, 2) AND external_id > 0 GROUP BY external_id HAVING count(DISTINCT device) = 1)
 SELECT own.event, own.thread,
-       CASE WHEN own.class IN (1, 2) OR own.stream >= 0 THEN own.device
+       CASE WHEN own.class IN (1, 2) THEN own.device
+            WHEN host.launches THEN host.device
+            WHEN own.stream >= 0 THEN own.device
             WHEN own.class = 4 THEN launched.device
             WHEN own.class = 3 THEN asked.device END AS device
 FROM own
+LEFT JOIN copied host ON host.thread = own.thread AND host.launches
 LEFT JOIN launched ON own.class = 4 AND launched.correlation = own.correlation
 LEFT JOIN asked ON own.class = 3 AND asked.external_id = own.external_id;
 CREATE TEMP TABLE shared AS

@@ -1,5 +1,5 @@
--- Devices of every file in which one process keeps several busy; one that has less than 5 % of the busiest one's kernels
--- is not counted (a few kernels and copies on another device are common).
+-- Busy devices of every file that holds several, and how many processes run operators or launch kernels there. A device that
+-- has less than 5 % of the busiest one's kernels is not counted (a few kernels and copies on another device are common).
 WITH busy AS (
     SELECT e.file, e.device, sum(e.duration_ns) AS ns
     FROM raw_events e
@@ -13,11 +13,11 @@ several AS (
     GROUP BY file
     HAVING count(*) > 1),
 hosts AS (
-    SELECT DISTINCT e.file, t.process
+    SELECT e.file, count(DISTINCT t.process) AS processes
     FROM (SELECT DISTINCT file, thread, category FROM raw_events WHERE file IN (SELECT file FROM several)) e
     JOIN categories c ON c.id = e.category AND c.class IN (3, 4)
-    JOIN threads t ON t.id = e.thread)
-SELECT file, devices
-FROM several
-WHERE (SELECT count(*) FROM hosts WHERE hosts.file = several.file) < 2
+    JOIN threads t ON t.id = e.thread
+    GROUP BY e.file)
+SELECT file, devices, coalesce(processes, 0) AS processes
+FROM several LEFT JOIN hosts USING (file)
 ORDER BY file;

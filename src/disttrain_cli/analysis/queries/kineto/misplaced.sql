@@ -1,5 +1,5 @@
 -- Kernels, copies and fills whose start is impossible are left out: CUPTI gives 0 and 0 where it could not collect a time;
--- others begin more than 10 ms before their own launch, or as far outside of all calls that their file recorded as these
+-- others begin more than 3 ms before their own launch, or as far outside of all calls that their file recorded as these
 -- last (10 s at least). In 45 public traces no kernel begins before its launch; clocks of host and device are known to differ
 -- by up to 2 ms. Where half of a file's kernels seem misplaced its device has another clock, and none is.
 CREATE TEMP TABLE misplaced AS
@@ -11,7 +11,7 @@ WITH calls AS (
     GROUP BY e.file),
 judged AS (
     SELECT e.rowid AS place, e.file, e.duration_ns = 0 AND e.start_ns IN (0, f.shift_ns) AS no_time,
-           coalesce(e.start_ns < l.launched_ns - 10_000_000 OR e.start_ns < r.first_ns - r.margin_ns
+           coalesce(e.start_ns < l.launched_ns - 3_000_000 OR e.start_ns < r.first_ns - r.margin_ns
                     OR e.start_ns > r.last_ns + r.margin_ns, false) AS outside
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept

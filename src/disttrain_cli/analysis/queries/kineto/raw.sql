@@ -1,8 +1,8 @@
 -- Tables that are filled while files are read; strings are numbers of `names`, `categories`, `threads` and `calls`.
 -- step: of an annotation of a step (step_num), iteration: in which one an event lies, as arguments say; -1: they do not.
--- A file of several ranks is several here. What counts from its base_ns was moved by shift_ns, to one clock for all.
+-- A file of several ranks is several here; holds: ranks that nothing tells apart. What counts from its base_ns was moved by shift_ns, to one clock for all.
 CREATE TABLE files (file INTEGER, name VARCHAR, rank INTEGER, world_size BIGINT, first_ns BIGINT, last_ns BIGINT,
-                    events BIGINT, kept BOOLEAN, base_ns BIGINT, shift_ns BIGINT);
+                    events BIGINT, kept BOOLEAN, base_ns BIGINT, shift_ns BIGINT, holds BIGINT);
 CREATE TABLE names (id INTEGER, name VARCHAR);
 CREATE TABLE categories (id INTEGER, name VARCHAR, class INTEGER);
 CREATE TABLE threads (id INTEGER, file INTEGER, process VARCHAR, thread VARCHAR, thread_name VARCHAR);
