@@ -22,14 +22,13 @@ from disttrain_cli.analysis.kineto.gaps import gap_of_each_step, gap_of_event
 from disttrain_cli.analysis.kineto.losses import (
     KEY_OF,
     LEAST_STRAGGLER,
-    LEAST_SURE,
+    MOST_WAITING,
     Losses,
     by_key,
     of,
     parts,
 )
 from disttrain_cli.analysis.kineto.stragglers import (
-    P_VALUE,
     costs,
     matched,
     mended,
@@ -37,8 +36,11 @@ from disttrain_cli.analysis.kineto.stragglers import (
     waited_for,
 )
 from disttrain_cli.analysis.kineto.unknown import (
+    LATEST,
     MOST_UNCLASSIFIED,
+    P_VALUE,
     idle_without_reason,
+    may_be_chance,
     no_compute,
     of_step,
     unclassified,
@@ -129,7 +131,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         )
     if losses.stragglers:
         return _with_larger(losses, mended(losses, database, evidence), means)
-    sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
+    sure = [one for one in losses.waited_for if one.sure]
     if "worker" in large and sure:
         costly = [
             one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * step_s
@@ -155,7 +157,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     agree = sum(
         max(LEAST_SHARE, key=lambda name: shares[name]) == cause for shares in by_rank
     ) / len(by_rank)
-    largest = _largest(cause, means)
+    largest, straggler = _largest(cause, means), losses.straggler
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
         told = (
@@ -167,6 +169,12 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
             "Ranks wait for one another's messages, none longer than the warm-up and drain of its"
             " pipeline explains"
         )
+    elif largest == "others" and straggler and straggler.share >= MOST_WAITING:
+        return may_be_chance(
+            straggler, of_step(lost_s[cause], step_s, losses.marked), lost_s[cause], evidence
+        )
+    elif largest == "others" and straggler:
+        told += ", for a different rank each time"
     gap = gap_of_each_step(losses, database, lost_s[cause]) if cause == "host" else None
     if gap is not None:
         told = f"The devices wait for their hosts in one long gap of a step, {gap.text}"
@@ -178,7 +186,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         lost_s=lost_s[cause],
         confidence=agree
         * _holds(losses, cause)
-        * (losses.straggler.chance if largest == "others" and losses.straggler else 1.0),
+        * (straggler.chance if largest == "others" and straggler else 1.0),
         evidence=[
             *evidence,
             Evidence(
@@ -287,7 +295,7 @@ def _not_one(losses: Losses) -> list[Evidence]:
     return [
         Evidence(
             what=f"rank {straggler.rank} is waited for most: last into",
-            value=straggler.last / straggler.joined,
+            value=straggler.turns.last / straggler.turns.joined,
             unit=(
                 "share of collectives"
                 if not losses.at_messages
@@ -321,7 +329,7 @@ def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -
 
 _WHAT = {
     "worker": "waiting for one rank",
-    "others": "waiting for the rank that joins last, a different one each time",
+    "others": "waiting for other ranks",
     "transfers": "transfers not overlapped with compute",
     "data": "idle while data is loaded",
     "host_waits": "idle while hosts wait for one another",
@@ -365,16 +373,13 @@ _DETAILS = {
         ),
     ),
     "others": (
-        "Ranks wait for one another, for a different rank each time",
+        "Ranks wait for one another",
         (
             "Balance what ranks do between collectives (samples of equal length on all, balanced"
             " shards and experts). If they are stages of a pipeline, more microbatches per step"
             " shorten its warm-up and drain."
         ),
-        (
-            'disttrain analyze --sql "SELECT step, name, index, max(rank) FILTER (is_last) AS last,'
-            ' max(wait_ns) / 1e6 AS ms FROM waits GROUP BY ALL ORDER BY ms DESC LIMIT 20"'
-        ),
+        LATEST,
     ),
     "host_waits": (
         "Hosts wait for one another outside of the devices (barriers, gloo)",
