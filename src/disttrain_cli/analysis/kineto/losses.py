@@ -182,9 +182,7 @@ class Losses:
         stragglers = []
         for row in self.blame:
             turns = Turns(row["joined"], row["last"], float(row["expected"]))
-            costly = Turns(
-                row["costly_joined"], row["costly_last"], float(row["costly_expected"])
-            )
+            costly = Turns(row["costly_joined"], row["costly_last"], float(row["costly_expected"]))
             stragglers.append(
                 Straggler(
                     row["rank"],
@@ -326,6 +324,13 @@ def by_key(parts: dict[str, float]) -> dict[str, float]:
         key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0
         for key in CAUSES
     }
+
+
+def recurring(shares: Floats, least: float) -> float:
+    """The share of steps in which something costs enough, where that is half of them or fewer, so
+    that more steps may show another usual step; else 1."""
+    share = float((shares >= least).mean())
+    return share if share <= 0.5 else 1.0
 
 
 def p_value(turns: Turns, costly: Turns, sets: int) -> float:

@@ -14,6 +14,7 @@ from disttrain_cli.analysis.kineto.losses import (
     Late,
     Losses,
     Straggler,
+    recurring,
     tail,
 )
 from disttrain_cli.analysis.kineto.unknown import P_VALUE, of_step
@@ -60,6 +61,7 @@ def mended(
         lost_s=min(sum(float(each.gain_s.mean()) for each in losses.stragglers), span_s),
         confidence=(1 - first.chance)
         * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
+        * recurring(first.gain_s / span_s, LEAST_STRAGGLER)
         * matched(database),
         evidence=[
             *evidence,
@@ -181,12 +183,8 @@ def _more(late: Late, span_s: float) -> str:
         costs(float(late.gain_s.mean()), span_s),
     )
     if late.sure:
-        return (
-            f" So {'is' if one else 'are'} {who.lower()}: {_last_into(late)}, {cost} more."
-        )
-    return (
-        f" {who} cost{'s' * one} {cost} more, {_last_into(late)}, which may be chance."
-    )
+        return f" So {'is' if one else 'are'} {who.lower()}: {_last_into(late)}, {cost} more."
+    return f" {who} cost{'s' * one} {cost} more, {_last_into(late)}, which may be chance."
 
 
 def matched(database: KinetoDatabase) -> float:

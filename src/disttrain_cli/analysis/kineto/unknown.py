@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from disttrain_cli.analysis.figures import counted, seconds
+from disttrain_cli.analysis.figures import agree, counted, name_ranks, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.gaps import Gap
 from disttrain_cli.analysis.kineto.kernels import operation_in, users_patterns
@@ -160,6 +160,27 @@ def may_be_chance(
             Evidence(what=f"waiting for rank {rank}, of all", value=straggler.share, unit="share"),
             Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
         ],
+        lost_s,
+    )
+
+
+def may_wait_for_missing(
+    database: KinetoDatabase, of_step: str, command: str, evidence: list[Evidence], lost_s: float
+) -> Verdict:
+    """Communication takes long, most of it with ranks that are not there: how long these let the
+    others wait is not recorded."""
+    size = database.sql("SELECT max(world_size) AS size FROM files WHERE kept")[0]["size"]
+    present = {row["rank"] for row in database.sql("SELECT rank FROM times")}
+    missing = [rank for rank in range(size) if rank not in present]
+    who = name_ranks(missing)
+    traces = agree(len(missing), "trace is", "traces are")
+    return _unknown(
+        f"communication that no compute hides costs {of_step}, and may be waiting for {who}, whose"
+        f" {traces} missing",
+        f"Add the {agree(len(missing), 'trace', 'traces')} of {who} and analyse again: only they"
+        " show whether the others wait or communication itself is slow.",
+        command,
+        evidence,
         lost_s,
     )
 

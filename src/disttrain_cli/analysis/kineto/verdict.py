@@ -7,7 +7,8 @@ kind, or devices that idle without a record of a late host.
 Evidence (`analysis/confidence.py`): of stragglers, how sure it is that this is no chance, times the
 chance that mending them gains enough in more such steps (of those known by waiting alone, their
 share of all waiting); of another cause, the chance that it costs enough and more than every other
-one, times the share of ranks on which it is the largest loss; of "none", the chance that nothing
+one, times the share of ranks on which it is the largest loss; where either costs enough in half of
+the steps or fewer, times their share; of "none", the chance that nothing
 costs enough. What the traces lack lowers it: steps, ranks, kinds of kernels, reasons for idle time.
 """
 
@@ -27,6 +28,7 @@ from disttrain_cli.analysis.kineto.losses import (
     by_key,
     of,
     parts,
+    recurring,
 )
 from disttrain_cli.analysis.kineto.stragglers import (
     costs,
@@ -41,6 +43,7 @@ from disttrain_cli.analysis.kineto.unknown import (
     P_VALUE,
     idle_without_reason,
     may_be_chance,
+    may_wait_for_missing,
     no_compute,
     of_step,
     unclassified,
@@ -55,6 +58,9 @@ LEAST_SHARE = {
     "host": 0.1,
     "unexplained": 0.1,
 }
+#: Where a larger share of communication is with ranks that are missing, nobody knows whether it
+#: moves or waits.
+MOST_INCOMPLETE = 0.5
 #: Chance that kernels of unknown kind are communication, which then is not hidden.
 UNCLASSIFIED_TALKS = 0.5
 #: What "no straggler" is worth where of no collective it is known who joined it.
@@ -160,10 +166,10 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     largest, straggler = _largest(cause, means), losses.straggler
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
-        told = (
-            "Communication, or waiting for ranks whose traces are missing, is not overlapped with"
-            " compute"
-        )
+        if database.query("incomplete")[0]["share"] > MOST_INCOMPLETE:
+            of_all = of_step(lost_s[cause], step_s, losses.marked)
+            return may_wait_for_missing(database, of_all, command, evidence, lost_s[cause])
+        told = _OR_WAITING
     if largest == "others" and losses.at_messages > 0.5:
         told = (
             "Ranks wait for one another's messages, none longer than the warm-up and drain of its"
@@ -186,6 +192,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         lost_s=lost_s[cause],
         confidence=agree
         * _holds(losses, cause)
+        * recurring(losses.shares[cause], LEAST_SHARE[cause])
         * (straggler.chance if largest == "others" and straggler else 1.0),
         evidence=[
             *evidence,
@@ -208,7 +215,10 @@ def _with_larger(losses: Losses, verdict: Verdict, means: dict[str, float]) -> V
     if cause == "unexplained":
         told, advice = "The devices idle, and nothing that was recorded says why", ""
     else:
-        told, advice, _ = _DETAILS[_largest(cause, means)]
+        largest = _largest(cause, means)
+        told, advice, _ = _DETAILS[largest]
+        if largest == "transfers" and losses.present < 1:
+            told = _OR_WAITING
     larger = f"{_uncapitalised(told)}, {costs(lost_s[cause], losses.step_s)}"
     return replace(
         verdict,
@@ -356,6 +366,9 @@ _HOST = (
 _ONE_GAP = (
     "Launching less does not shorten a single gap: move what the host does in it off the training"
     " loop (another thread or process, asynchronous saving and logging), or do it in fewer steps."
+)
+_OR_WAITING = (
+    "Communication, or waiting for ranks whose traces are missing, is not overlapped with compute"
 )
 #: Finer kind of lost time → headline, advice, next command.
 _DETAILS = {
