@@ -177,8 +177,8 @@ def may_wait_for_missing(
     return _unknown(
         f"communication that no compute hides costs {of_step}, and may be waiting for {who}, whose"
         f" {traces} missing",
-        f"Add the {agree(len(missing), 'trace', 'traces')} of {who} and analyse again: only they"
-        " show whether the others wait or communication itself is slow.",
+        f"Add the {agree(len(missing), 'trace', 'traces')} of {who} and analyse again: only with"
+        " all ranks is waiting told from slow communication.",
         command,
         evidence,
         lost_s,

@@ -167,8 +167,9 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
         if database.query("incomplete")[0]["share"] > MOST_INCOMPLETE:
-            of_all = of_step(lost_s[cause], step_s, losses.marked)
-            return may_wait_for_missing(database, of_all, command, evidence, lost_s[cause])
+            moves_s = means[largest]
+            of_all = of_step(moves_s, step_s, losses.marked)
+            return may_wait_for_missing(database, of_all, command, evidence, moves_s)
         told = _OR_WAITING
     if largest == "others" and losses.at_messages > 0.5:
         told = (
