@@ -87,11 +87,10 @@ class Turns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Straggler:
-    """A rank that is waited for."""
+class Blame:
+    """How much ranks are waited for."""
 
-    rank: int
-    turns: Turns
+    turns: Turns  # in collectives that one of them joins
     costly: Turns  # of it, where others wait long
     share: float  # of all waiting
     chance: float  # that this is chance
@@ -102,22 +101,22 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Late:
-    """Ranks that hold the others up: one, or several that hide each other."""
+class Straggler(Blame):
+    """A rank that is waited for."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Late(Blame):
+    """Ranks that hold the others up once those before them are mended: one, or several that hide
+    each other."""
 
     ranks: list[int]
-    turns: Turns  # collectives that one of them joins, those before mended
-    costly: Turns  # of it, where others wait long
-    share: float  # of all waiting
-    chance: float  # that this is chance
     gain_s: Floats  # seconds of every step that mending them gains, those before mended
     waited_s: float  # of it, per step and rank: that others waited
     alone_s: list[float]  # what mending each alone gains
     steps: list[int]
-
-    @property
-    def sure(self) -> bool:
-        return self.chance < LEAST_SURE
 
 
 @dataclass(frozen=True)
@@ -185,11 +184,11 @@ class Losses:
             costly = Turns(row["costly_joined"], row["costly_last"], float(row["costly_expected"]))
             stragglers.append(
                 Straggler(
-                    row["rank"],
                     turns,
                     costly,
                     self._share(row),
                     p_value(turns, costly, len(self.blame)),
+                    row["rank"],
                 )
             )
         return sorted(stragglers, key=lambda one: -one.share)

@@ -11,6 +11,7 @@ from disttrain_cli.analysis.figures import counted, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import (
     LEAST_STRAGGLER,
+    Blame,
     Late,
     Losses,
     Straggler,
@@ -297,7 +298,7 @@ def _the_straggler(late: Late, one: bool) -> str:
     return "may be the straggler: it" if one else "may be the stragglers: one of them"
 
 
-def _last_into(one: Late | Straggler, losses: Losses | None = None) -> str:
+def _last_into(one: Blame, losses: Losses | None = None) -> str:
     """How often a rank is last, among all collectives or, where that shows more, the costly ones:
     "last into 5 of 16 collectives"."""
     turns = min(one.turns, one.costly, key=lambda turns: tail(*turns))
