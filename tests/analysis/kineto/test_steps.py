@@ -147,6 +147,17 @@ def test_a_pause_in_several_steps_is_a_cause_and_they_are_named(tmp_path):
 def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
     verdict = job(tmp_path, recorded(3, tail=[0, 400_000], tail_of=SAVE)).verdict
     assert verdict.cause == "host" and "Only in 1 of 2 steps (1)." in verdict.headline
+    always = job(tmp_path / "always", recorded(3, tail=[400_000] * 3, tail_of=SAVE)).verdict
+    assert verdict.confidence < 0.8 * always.confidence
+
+
+def test_the_first_step_is_judged_where_no_other_is_marked_on_every_rank(tmp_path):
+    found = job(tmp_path, recorded(4, 30_000, LOADER), recorded(1, 30_000, LOADER))
+    single = job(tmp_path / "single", recorded(1, 30_000, LOADER), recorded(1, 30_000, LOADER))
+    assert found.verdict.cause == "data"
+    assert found.verdict.confidence < 0.8 * single.verdict.confidence
+    said = [warning for warning in found.warnings if "every rank" in warning or "first" in warning]
+    assert len(said) == 1 and said[0].startswith("only step 0 of 4 is marked on every rank: it")
 
 
 def test_a_last_step_that_was_cut_off_is_left_out(tmp_path):

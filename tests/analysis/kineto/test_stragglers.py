@@ -15,7 +15,7 @@ WORLD = [[[0, 1, 2, 3, 4, 5, 6, 7]]]
 TENSOR_AND_DATA = [[[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
 
 
-def simulate(kinds, slow, ranks):
+def simulate(kinds, slow, ranks, move=MOVE_US):
     """Compute and collectives (rank, start, end, name, group) one after another, and when all
     ended."""
     at, ran = [0.0] * ranks, []
@@ -24,7 +24,7 @@ def simulate(kinds, slow, ranks):
             for rank in range(ranks):
                 takes = (
                     WORK_US
-                    * slow.get((rank, step), slow.get(rank, 1.0))
+                    * slow.get((rank, step, layer), slow.get((rank, step), slow.get(rank, 1.0)))
                     * (1 + 0.0002 * ((rank * 7 + layer) % 5))
                 )
                 ran.append((rank, step, at[rank], at[rank] + takes, traces.GEMM, None))
@@ -33,7 +33,7 @@ def simulate(kinds, slow, ranks):
                 if kind and layer < LAYERS - 1:
                     continue
                 for number, group in enumerate(groups):
-                    ends = max(at[rank] for rank in group) + MOVE_US
+                    ends = max(at[rank] for rank in group) + move
                     for rank in group:
                         ran.append(
                             (
@@ -49,10 +49,10 @@ def simulate(kinds, slow, ranks):
     return ran, max(at)
 
 
-def job(folder, kinds, slow, ranks=8, named=True, ahead=None):
+def job(folder, kinds, slow, ranks=8, named=True, ahead=None, move=MOVE_US):
     """Files of the simulated job; launches stay ahead of the device. Clocks of ranks are `ahead`,
     µs."""
-    ran, _ = simulate(kinds, slow, ranks)
+    ran, _ = simulate(kinds, slow, ranks, move)
     for rank in range(ranks):
         found = []
         for number, (_, step, start, end, name, group) in enumerate(
@@ -197,13 +197,39 @@ def test_a_clock_that_is_a_little_ahead_makes_no_straggler(tmp_path):
 
 def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     job(tmp_path, WORLD, {2: 1.4})
-    alone = analyze([tmp_path / "rank0.json"]).verdict
-    assert alone.headline.startswith(
-        "Communication, or waiting for ranks whose traces are missing, is not overlapped"
-    )
+    few = analyze([tmp_path / f"rank{rank}.json" for rank in (0, 1, 3, 4, 5, 6, 7)]).verdict
+    assert (few.cause, few.confidence) == ("unknown", 0.0) and few.lost_fraction > 0.2
+    assert "may be waiting for rank 2, whose trace is missing" in few.headline
+    assert few.advice.startswith("Add the trace of rank 2 ")
     job(tmp_path / "part", TENSOR_AND_DATA, {5: 1.4})
     part = analyze([tmp_path / "part" / f"rank{rank}.json" for rank in (0, 2, 4, 6)]).verdict
     assert part.place.rank == 4 and part.confidence < 0.9 and "may have delayed it" in part.advice
+
+
+def test_communication_among_ranks_that_are_there_waits_for_none_that_are_missing(tmp_path):
+    whole = job(tmp_path, TENSOR_AND_DATA[:1], {}, move=1000.0).verdict
+    pair = analyze([tmp_path / f"rank{rank}.json" for rank in (0, 1)]).verdict
+    assert whole.cause == pair.cause == "communication" and pair.confidence < whole.confidence
+    assert analyze([tmp_path / "rank0.json"]).verdict.cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late", "cause", "said"),
+    [
+        (8, [0, 0, 0, 0, 0], "worker", "Rank 0 is the straggler: it is last into 4 of the 4 "),
+        (2, [0, 0, 0, 0, 0], "worker", "Rank 0 may be the straggler: it is last into 4 of the 4 "),
+        (2, [0, 0, None, 0, None], "unknown", "of the waiting is for rank 0, but others wait long"),
+        (8, [0, 5, 2, 7, 4], "communication", "wait for one another, for a different rank each"),
+    ],
+)
+def test_a_rank_that_is_late_once_a_step_is_named(tmp_path, ranks, late, cause, said):
+    """Before the first of many collectives, as its DataLoader makes it: it is last into few."""
+    slow = {(rank, step, 0): 3.0 for step, rank in enumerate(late) if rank is not None}
+    verdict = job(tmp_path, [[[*range(ranks)]]], slow, ranks).verdict
+    assert verdict.cause == cause and said in verdict.headline
+    assert (verdict.place.rank == 0) == (cause == "worker")
+    if cause == "worker":
+        assert verdict.lost_s == pytest.approx(gains([[[*range(ranks)]]], slow, ranks), rel=0.03)
 
 
 def test_ranks_whose_compute_goes_on_beside_collectives(tmp_path):

@@ -33,6 +33,8 @@ _OF_COMPUTE = (
 )
 #: A larger share of unclassified kernel time than this is reported.
 TOLD_UNCLASSIFIED = 0.05
+#: Evidence of the first of several steps, which may be warm-up, compared with that of another.
+WARM_UP = 0.5
 
 
 def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
@@ -79,6 +81,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             unclassified=losses.unclassified,
             repaired=losses.repaired,
         )
+        if iterations["recorded"] > 1 == iterations["recorded"] - iterations["partial"]:
+            raw *= WARM_UP
         verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
     if verdict.cause != "unknown" or verdict.lost_s:
         verdict = replace(verdict, lost_fraction=verdict.lost_s / losses.step_s)
@@ -201,7 +205,7 @@ def _limits(
     understood: bool,
 ) -> list[str]:
     """What limits the figures, beyond what reading had to leave out."""
-    said = []
+    said, common = [], iterations["recorded"] - iterations["partial"]
     if not iterations["recorded"]:
         said.append(
             "no step is marked (by prof.step(), or a name that fits a step line of"
@@ -209,10 +213,20 @@ def _limits(
         )
     elif iterations["recorded"] == 1:
         said.append("only one step was recorded, so its warm-up could not be left out")
-    else:
+    elif not common:
         said.append(
-            f"the first of {iterations['recorded']} steps counts as warm-up and is left out"
+            f"none of {iterations['recorded']} steps is marked on every rank: all that was recorded"
+            " counts as one step"
         )
+    elif common == 1:
+        said.append(
+            f"only step {judged.steps[0]} of {iterations['recorded']} is marked on every rank: it"
+            " is judged, though as the first it would count as warm-up and be left out, which"
+            " lowers the confidence"
+        )
+    else:
+        marked = " that every rank marks" if iterations["partial"] else ""
+        said.append(f"the first of {common} steps{marked} counts as warm-up and is left out")
     silent_ranks = database.sql(
         "SELECT rank FROM files WHERE kept AND rank NOT IN (SELECT rank FROM times) ORDER BY 1"
     )
@@ -225,7 +239,7 @@ def _limits(
             f"step {judged.incomplete}, the last one, was not recorded to its end (a rank lacks"
             " most of its kernels, or no further mark ends it): it is left out of the verdict"
         )
-    if iterations["partial"]:
+    if iterations["partial"] and common > 1:
         said.append(
             f"{counted(iterations['partial'], 'step')}"
             f" {agree(iterations['partial'], 'is', 'are')} not marked on every rank and left out"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 #: Changes whenever the tables do: databases of other versions are built again.
-FORMAT_VERSION = "15"
+FORMAT_VERSION = "16"
 
 
 @dataclass

@@ -5,7 +5,8 @@ Who joins a collective last is not always who is late: it may have waited for an
 and who would join last next is hidden. So ranks are mended one after another, the one first that
 gains most (`analysis/causes.py`). How sure it is that this is no chance follows from how often they
 are last once those before them are mended: the tail of the binomial, times how many such sets of
-ranks there are.
+ranks there are. A rank that is late once a step, before the first of many collectives, is last into
+few of them, but into those that others wait long in: these are tested by themselves too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from collections.abc import Sequence
 from math import comb
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disttrain_cli.analysis.causes import State, find_causes, mend
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.kineto.losses import Late, tail
+from disttrain_cli.analysis.kineto.losses import Late, Turns, p_value
 from disttrain_cli.analysis.kineto.replay import Collectives, read_collectives
+from disttrain_cli.analysis.walk import Floats
+
+#: Costly are collectives in which others wait at least this share of the mean waiting, every moment
+#: of waiting weighted alike, so that many short waits do not lower it (as in `kineto/blame.sql`).
+LEAST_COSTLY = 0.25
 
 
 def late_ranks(database: KinetoDatabase, steps: Sequence[int | None]) -> list[Late]:
@@ -36,20 +43,21 @@ def find_late(played: Collectives) -> list[Late]:
     of_rank = {one.place.rank: one for one in suspects}
     state: State = (played.work,)
     late = list[Late]()
-    first = played.lengths(state)
+    first, recorded = played.lengths(state), played.last(state)[1]
     for finding in find_causes(played.lengths, state, suspects)[0]:
         ranks = [where.rank for where in finding.places if where.rank is not None]
         of_ranks = [of_rank[rank] for rank in ranks]
-        joined, last, expected = _last(played, played.last(state), ranks)
+        turns, costly, share = _turns(played, recorded, played.last(state), ranks)
         mended = mend(state, of_ranks)
         less_s = float((state[0] - mended[0]).sum(axis=0).mean()) / len(played.ranks)
         gain_s = float(finding.gain_s.mean())
         late.append(
             Late(
                 ranks=ranks,
-                joined=joined,
-                last=last,
-                chance=min(1.0, tail(joined, last, expected) * comb(len(played.ranks), len(ranks))),
+                turns=turns,
+                costly=costly,
+                share=share,
+                chance=p_value(turns, costly, comb(len(played.ranks), len(ranks))),
                 gain_s=finding.gain_s,
                 waited_s=min(gain_s, max(0.0, gain_s - less_s)),
                 alone_s=[
@@ -63,15 +71,35 @@ def find_late(played: Collectives) -> list[Late]:
     return late
 
 
-def _last(played: Collectives, last: np.ndarray, ranks: list[int]) -> tuple[int, int, float]:
-    """In how many collectives one of the ranks takes part, into how many one is last, and how often
-    by chance."""
-    indices = [index for index, rank in enumerate(played.ranks) if rank in ranks]
-    joined, came, expected = 0, 0, 0.0
-    for number, nodes in enumerate(played.members):
-        share = float(np.isin(played.rank_of[nodes], indices).mean())
-        if share:
-            joined += last.shape[1]
-            came += int(np.isin(last[number], indices).sum())
-            expected += share * last.shape[1]
-    return joined, came, expected
+def _turns(
+    played: Collectives,
+    recorded: Floats,
+    now: tuple[NDArray[np.int64], Floats],
+    ranks: Sequence[int | None],
+) -> tuple[Turns, Turns, float]:
+    """Collectives that one of the ranks joins, the costly ones among them, and the share of all
+    waiting that is for these ranks.
+
+    Args:
+        recorded: seconds that others wait in each collective as recorded, which makes it costly.
+        now: who is last, and the same seconds, with the ranks before these mended.
+    """
+    last, waited = now
+    among = np.isin(played.ranks, [rank for rank in ranks if rank is not None])
+    share = np.array([among[played.rank_of[nodes]].mean() for nodes in played.members])
+    are_last, joined = among[last], np.broadcast_to(share[:, None] > 0, last.shape)
+    total, own = float(waited.sum()), recorded[joined]
+    usual = float((own**2).sum() / own.sum()) if own.any() else 0.0
+
+    def count(chosen: NDArray[np.bool_]) -> Turns:
+        return Turns(
+            int(chosen.sum()),
+            int((are_last & chosen).sum()),
+            float((share[:, None] * chosen).sum()),
+        )
+
+    return (
+        count(joined),
+        count(joined & (recorded >= LEAST_COSTLY * usual)),
+        float(waited[are_last].sum()) / total if total else 0.0,
+    )

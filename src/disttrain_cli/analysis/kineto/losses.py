@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb, exp, log
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,9 @@ from disttrain_cli.analysis.walk import Floats
 
 #: The chance to take noise for a straggler.
 LEAST_SURE = 0.05
+#: Where a larger share of the waiting is for one rank, that rank may be the straggler, if that is
+#: no likelier by chance than this.
+MOST_WAITING, MOST_CHANCE = 0.8, 0.5
 #: Finer kinds of lost time → the key of `lost_s` that they are part of.
 KEY_OF = {
     "worker": "worker",
@@ -74,34 +78,45 @@ _WORKS = {
 }
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that is waited for."""
+class Turns(NamedTuple):
+    """How often a rank, or one of several, joins collectives last."""
 
-    rank: int
     joined: int
     last: int
     expected: float  # how often it would be the last, were everyone equally often
-    share: float  # of all waiting
-    chance: float  # that this is chance
 
 
 @dataclass(frozen=True)
-class Late:
-    """Ranks that hold the others up: one, or several that hide each other."""
+class Blame:
+    """How much ranks are waited for."""
 
-    ranks: list[int]
-    joined: int  # collectives that one of them joins
-    last: int  # which one of them joined last, those before mended
+    turns: Turns  # in collectives that one of them joins
+    costly: Turns  # of it, where others wait long
+    share: float  # of all waiting
     chance: float  # that this is chance
-    gain_s: Floats  # seconds of every step that mending them gains, those before mended
-    waited_s: float  # of it, per step and rank: that others waited
-    alone_s: list[float]  # what mending each alone gains
-    steps: list[int]
 
     @property
     def sure(self) -> bool:
         return self.chance < LEAST_SURE
+
+
+@dataclass(frozen=True)
+class Straggler(Blame):
+    """A rank that is waited for."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Late(Blame):
+    """Ranks that hold the others up once those before them are mended: one, or several that hide
+    each other."""
+
+    ranks: list[int]
+    gain_s: Floats  # seconds of every step that mending them gains, those before mended
+    waited_s: float  # of it, per step and rank: that others waited
+    alone_s: list[float]  # what mending each alone gains
+    steps: list[int]
 
 
 @dataclass(frozen=True)
@@ -167,15 +182,15 @@ class Losses:
             return []
         stragglers = []
         for row in self.blame:
-            joined, last, expected = row["joined"], row["last"], float(row["expected"])
+            turns = Turns(row["joined"], row["last"], float(row["expected"]))
+            costly = Turns(row["costly_joined"], row["costly_last"], float(row["costly_expected"]))
             stragglers.append(
                 Straggler(
-                    row["rank"],
-                    joined,
-                    last,
-                    expected,
+                    turns,
+                    costly,
                     self._share(row),
-                    min(1.0, tail(joined, last, expected) * len(self.blame)),
+                    p_value(turns, costly, len(self.blame)),
+                    row["rank"],
                 )
             )
         return sorted(stragglers, key=lambda one: -one.share)
@@ -194,7 +209,7 @@ class Losses:
     def worker_share(self) -> float:
         """Share of the waiting that is for stragglers: ranks of which it is no chance that they are
         last so often."""
-        return min(1.0, sum(one.share for one in self.waited_for if one.chance < LEAST_SURE))
+        return min(1.0, sum(one.share for one in self.waited_for if one.sure))
 
     def longer_ns(self, rank: int) -> float:
         """By how much a rank computes, copies and loads data longer than the mean of the others."""
@@ -216,11 +231,11 @@ class Losses:
 
     @cached_property
     def stragglers(self) -> list[Late]:
-        """Late ranks that cost enough, where it is no chance that they are last so often."""
-        return [
-            one
-            for one in self.late
-            if one.sure and one.gain_s.mean() >= LEAST_STRAGGLER * self.step_s
+        """Late ranks that cost enough, where it is no chance that they are last so often; if there
+        are none, those that most of the waiting is for, where that is unlikely to be chance."""
+        costly = [one for one in self.late if one.gain_s.mean() >= LEAST_STRAGGLER * self.step_s]
+        return [one for one in costly if one.sure] or [
+            one for one in costly[:1] if one.share >= MOST_WAITING and one.chance <= MOST_CHANCE
         ]
 
     def mean_parts(self) -> dict[str, float]:
@@ -310,6 +325,20 @@ def by_key(parts: dict[str, float]) -> dict[str, float]:
         key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0
         for key in CAUSES
     }
+
+
+def recurring(shares: Floats, least: float) -> float:
+    """The share of steps in which something costs enough, where that is half of them or fewer, so
+    that more steps may show another usual step; else 1."""
+    share = float((shares >= least).mean())
+    return share if share <= 0.5 else 1.0
+
+
+def p_value(turns: Turns, costly: Turns, sets: int) -> float:
+    """The chance that one of so many sets of ranks is last so often, by all collectives or by the
+    costly ones, whichever shows more; where these differ, two tests make it twice as likely."""
+    tests = {turns, costly}
+    return min(1.0, len(tests) * sets * min(tail(*one) for one in tests))
 
 
 def tail(joined: int, last: int, expected: float) -> float:

@@ -65,15 +65,19 @@ class Collectives:
         `(work,)`."""
         return self._play(state, lambda *_: None)
 
-    def last(self, state: State) -> NDArray[np.int64]:
-        """The rank (its index) that joins each collective last [collectives, steps]."""
+    def last(self, state: State) -> tuple[NDArray[np.int64], Floats]:
+        """The rank (its index) that joins each collective last, and the seconds that the others
+        wait for it in all, both [collectives, steps]."""
         last = np.zeros((len(self.members), state[0].shape[1]), np.int64)
+        waited = np.zeros(last.shape)
 
         def note(number: int, came: Floats) -> None:
-            last[number] = self.rank_of[self.members[number]][came.argmax(axis=0)]
+            nodes = self.members[number]
+            last[number] = self.rank_of[nodes][came.argmax(axis=0)]
+            waited[number] = np.where(self.gone[nodes], 0.0, came.max(axis=0) - came).sum(axis=0)
 
         self._play(state, note)
-        return last
+        return last, waited
 
     def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
         (work,) = state

@@ -11,19 +11,20 @@ from disttrain_cli.analysis.figures import counted, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import (
     LEAST_STRAGGLER,
-    LEAST_SURE,
+    Blame,
     Late,
     Losses,
     Straggler,
+    recurring,
+    tail,
 )
-from disttrain_cli.analysis.kineto.unknown import of_step
+from disttrain_cli.analysis.kineto.unknown import P_VALUE, of_step
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
 #: Ranks that are named at once, of more the first.
 MOST_NAMED = 8
 #: Attention and other GEMMs may be longer by this part of the share by which grouped GEMMs are.
 _MOST_ELSEWHERE = 0.25
-P_VALUE = "p-value of being last this often by chance"
 _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 
 
@@ -51,8 +52,7 @@ def mended(
     return Verdict(
         cause="worker",
         headline=(
-            f"{who} {'is the straggler: it' if one else 'are the stragglers: one of them'} is last"
-            f" into {first.last} of {_met(losses, first.joined)}, and fixing"
+            f"{who} {_the_straggler(first, one)} is {_last_into(first, losses)}, and fixing"
             f" {'it' if one else 'them'} saves {of_step(gain_s, span_s, losses.marked)}."
         )
         + "".join(alone)
@@ -62,14 +62,16 @@ def mended(
         lost_s=min(sum(float(each.gain_s.mean()) for each in losses.stragglers), span_s),
         confidence=(1 - first.chance)
         * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
+        * recurring(first.gain_s / span_s, LEAST_STRAGGLER)
         * matched(database),
         evidence=[
             *evidence,
             Evidence(
                 what=f"{met} that {who.lower()} join{'s' * one} last",
-                value=first.last / first.joined,
+                value=first.turns.last / first.turns.joined,
                 unit="share",
             ),
+            Evidence(what=f"waiting for {who.lower()}, of all", value=first.share, unit="share"),
             Evidence(what=P_VALUE, value=first.chance, unit="probability"),
             *(
                 Evidence(
@@ -182,14 +184,8 @@ def _more(late: Late, span_s: float) -> str:
         costs(float(late.gain_s.mean()), span_s),
     )
     if late.sure:
-        return (
-            f" So {'is' if one else 'are'} {who.lower()}: last into {late.last} of {late.joined},"
-            f" {cost} more."
-        )
-    return (
-        f" {who} cost{'s' * one} {cost} more, last into {late.last} of {late.joined}, which may be"
-        " chance."
-    )
+        return f" So {'is' if one else 'are'} {who.lower()}: {_last_into(late)}, {cost} more."
+    return f" {who} cost{'s' * one} {cost} more, {_last_into(late)}, which may be chance."
 
 
 def matched(database: KinetoDatabase) -> float:
@@ -235,7 +231,7 @@ def waited_for(
     which waiting costs enough."""
     span_s, sure = (
         losses.step_s,
-        [one for one in costly if one.chance < LEAST_SURE] or [straggler],
+        [one for one in costly if one.sure] or [straggler],
     )
     rank, did = (
         straggler.rank,
@@ -264,8 +260,8 @@ def waited_for(
     return Verdict(
         cause="worker",
         headline=(
-            f"Rank {rank} is the straggler: it is last into {straggler.last} of"
-            f" {_met(losses, straggler.joined)}, and waiting for it costs every rank"
+            f"Rank {rank} is the straggler: it is {_last_into(straggler, losses)}, and waiting for"
+            " it costs every rank"
             f" {of_step(losses.cost_s(straggler), span_s, losses.marked)}."
         )
         + "".join(_another(losses, one) for one in costly if one != straggler),
@@ -276,12 +272,12 @@ def waited_for(
             *evidence,
             Evidence(
                 what=f"{met} that rank {rank} joins last",
-                value=straggler.last / straggler.joined,
+                value=straggler.turns.last / straggler.turns.joined,
                 unit="share",
             ),
             Evidence(
                 what="the same, if all ranks were last equally often",
-                value=straggler.expected / straggler.joined,
+                value=straggler.turns.expected / straggler.turns.joined,
                 unit="share",
             ),
             Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
@@ -293,6 +289,24 @@ def waited_for(
         ],
         advice=advice,
         next_command=_waits_of(rank),
+    )
+
+
+def _the_straggler(late: Late, one: bool) -> str:
+    if late.sure:
+        return "is the straggler: it" if one else "are the stragglers: one of them"
+    return "may be the straggler: it" if one else "may be the stragglers: one of them"
+
+
+def _last_into(one: Blame, losses: Losses | None = None) -> str:
+    """How often a rank is last, among all collectives or, where that shows more, the costly ones:
+    "last into 5 of 16 collectives"."""
+    turns = min(one.turns, one.costly, key=lambda turns: tail(*turns))
+    if turns != one.turns:
+        noun = "collectives" if losses is None else _met(losses)
+        return f"last into {turns.last} of the {turns.joined} {noun} that others wait long in"
+    return f"last into {turns.last} of " + (
+        str(turns.joined) if losses is None else _met(losses, turns.joined)
     )
 
 
@@ -308,8 +322,6 @@ def _met(losses: Losses, count: int | None = None) -> str:
 def _another(losses: Losses, one: Straggler) -> str:
     """A sentence on a further rank that is waited for."""
     cost = costs(losses.cost_s(one), losses.step_s)
-    if one.chance < LEAST_SURE:
-        return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {cost}."
-    return (
-        f" Rank {one.rank} costs {cost}, last into {one.last} of {one.joined}, which may be chance."
-    )
+    if one.sure:
+        return f" So is rank {one.rank}: {_last_into(one)}, {cost}."
+    return f" Rank {one.rank} costs {cost}, {_last_into(one)}, which may be chance."

@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from disttrain_cli.analysis.figures import seconds
+from disttrain_cli.analysis.figures import agree, counted, name_ranks, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.gaps import Gap
 from disttrain_cli.analysis.kineto.kernels import operation_in, users_patterns
-from disttrain_cli.analysis.kineto.losses import Losses
+from disttrain_cli.analysis.kineto.losses import Losses, Straggler
 from disttrain_cli.analysis.kineto.ranks import TELL_RANKS_APART
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
@@ -19,6 +19,11 @@ MOST_UNCLASSIFIED = 0.5
 #: Above this share of kernels with impossible times, idle devices may be a matter of these.
 MOST_REPAIRED = 0.01
 MOST_NAMED, MOST_LINES, LONGEST_NAME = 5, 4, 60
+P_VALUE = "p-value of being last this often by chance"
+LATEST = (
+    'disttrain analyze --sql "SELECT step, name, index, max(rank) FILTER (is_last) AS last,'
+    ' max(wait_ns) / 1e6 AS ms FROM waits GROUP BY ALL ORDER BY ms DESC LIMIT 20"'
+)
 _EVENTS = (
     'disttrain analyze --sql "SELECT name, category, count(*), sum(duration_ns) / 1e6 AS ms FROM'
     ' events GROUP BY ALL ORDER BY ms DESC LIMIT 30"'
@@ -63,7 +68,7 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
         evidence.append(
             Evidence(
                 what=f"collectives outside of devices: last into them is rank {straggler.rank}",
-                value=straggler.last / straggler.joined,
+                value=straggler.turns.last / straggler.turns.joined,
                 unit="share of collectives",
             )
         )
@@ -164,6 +169,47 @@ def crowded(evidence: list[Evidence]) -> Verdict:
         TELL_RANKS_APART,
         _EVENTS,
         evidence,
+    )
+
+
+def may_be_chance(
+    straggler: Straggler, of_step: str, lost_s: float, evidence: list[Evidence]
+) -> Verdict:
+    """Ranks wait for one of them nearly always, but too seldom to tell that from chance."""
+    rank, often = straggler.rank, counted(straggler.costly.joined, "collective")
+    return _unknown(
+        f"communication costs {of_step}, and {100 * straggler.share:.0f} % of the waiting is for"
+        f" rank {rank}, but others wait long in {often} only, which may be chance",
+        f"Record more steps; if the others still wait for rank {rank}, look at its host, its data"
+        " and its compute.",
+        LATEST,
+        [
+            *evidence,
+            Evidence(what=f"waiting for rank {rank}, of all", value=straggler.share, unit="share"),
+            Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
+        ],
+        lost_s,
+    )
+
+
+def may_wait_for_missing(
+    database: KinetoDatabase, of_step: str, command: str, evidence: list[Evidence], lost_s: float
+) -> Verdict:
+    """Communication takes long, most of it with ranks that are not there: how long these let the
+    others wait is not recorded."""
+    size = database.sql("SELECT max(world_size) AS size FROM files WHERE kept")[0]["size"]
+    present = {row["rank"] for row in database.sql("SELECT rank FROM times")}
+    missing = [rank for rank in range(size) if rank not in present]
+    who = name_ranks(missing)
+    traces = agree(len(missing), "trace is", "traces are")
+    return _unknown(
+        f"communication that no compute hides costs {of_step}, and may be waiting for {who}, whose"
+        f" {traces} missing",
+        f"Add the {agree(len(missing), 'trace', 'traces')} of {who} and analyse again: only with"
+        " all ranks is waiting told from slow communication.",
+        command,
+        evidence,
+        lost_s,
     )
 
 

@@ -7,7 +7,8 @@ kind, or devices that idle without a record of a late host.
 Evidence (`analysis/confidence.py`): of stragglers, how sure it is that this is no chance, times the
 chance that mending them gains enough in more such steps (of those known by waiting alone, their
 share of all waiting); of another cause, the chance that it costs enough and more than every other
-one, times the share of ranks on which it is the largest loss; of "none", the chance that nothing
+one, times the share of ranks on which it is the largest loss; where either costs enough in half of
+the steps or fewer, times their share; of "none", the chance that nothing
 costs enough. What the traces lack lowers it: steps, ranks, kinds of kernels, reasons for idle time.
 """
 
@@ -22,14 +23,14 @@ from disttrain_cli.analysis.kineto.gaps import gap_of_each_step, gap_of_event
 from disttrain_cli.analysis.kineto.losses import (
     KEY_OF,
     LEAST_STRAGGLER,
-    LEAST_SURE,
+    MOST_WAITING,
     Losses,
     by_key,
     of,
     parts,
+    recurring,
 )
 from disttrain_cli.analysis.kineto.stragglers import (
-    P_VALUE,
     costs,
     matched,
     mended,
@@ -37,9 +38,13 @@ from disttrain_cli.analysis.kineto.stragglers import (
     waited_for,
 )
 from disttrain_cli.analysis.kineto.unknown import (
+    LATEST,
     MOST_UNCLASSIFIED,
+    P_VALUE,
     crowded,
     idle_without_reason,
+    may_be_chance,
+    may_wait_for_missing,
     no_compute,
     of_step,
     unclassified,
@@ -54,6 +59,9 @@ LEAST_SHARE = {
     "host": 0.1,
     "unexplained": 0.1,
 }
+#: Where a larger share of communication is with ranks that are missing, nobody knows whether it
+#: moves or waits.
+MOST_INCOMPLETE = 0.5
 #: Chance that kernels of unknown kind are communication, which then is not hidden.
 UNCLASSIFIED_TALKS = 0.5
 #: What "no straggler" is worth where of no collective it is known who joined it.
@@ -132,7 +140,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         return crowded(evidence)
     if losses.stragglers:
         return _with_larger(losses, mended(losses, database, evidence), means)
-    sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
+    sure = [one for one in losses.waited_for if one.sure]
     if "worker" in large and sure:
         costly = [
             one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * step_s
@@ -159,18 +167,25 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
     agree = sum(
         max(LEAST_SHARE, key=lambda name: shares[name]) == cause for shares in by_rank
     ) / len(by_rank)
-    largest = _largest(cause, means)
+    largest, straggler = _largest(cause, means), losses.straggler
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
-        told = (
-            "Communication, or waiting for ranks whose traces are missing, is not overlapped with"
-            " compute"
-        )
+        if database.query("incomplete")[0]["share"] > MOST_INCOMPLETE:
+            moves_s = means[largest]
+            of_all = of_step(moves_s, step_s, losses.marked)
+            return may_wait_for_missing(database, of_all, command, evidence, moves_s)
+        told = _OR_WAITING
     if largest == "others" and losses.at_messages > 0.5:
         told = (
             "Ranks wait for one another's messages, none longer than the warm-up and drain of its"
             " pipeline explains"
         )
+    elif largest == "others" and straggler and straggler.share >= MOST_WAITING:
+        return may_be_chance(
+            straggler, of_step(lost_s[cause], step_s, losses.marked), lost_s[cause], evidence
+        )
+    elif largest == "others" and straggler:
+        told += ", for a different rank each time"
     gap = gap_of_each_step(losses, database, lost_s[cause]) if cause == "host" else None
     if gap is not None:
         told = f"The devices wait for their hosts in one long gap of a step, {gap.text}"
@@ -182,7 +197,8 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
         lost_s=lost_s[cause],
         confidence=agree
         * _holds(losses, cause)
-        * (losses.straggler.chance if largest == "others" and losses.straggler else 1.0),
+        * recurring(losses.shares[cause], LEAST_SHARE[cause])
+        * (straggler.chance if largest == "others" and straggler else 1.0),
         evidence=[
             *evidence,
             Evidence(
@@ -204,7 +220,10 @@ def _with_larger(losses: Losses, verdict: Verdict, means: dict[str, float]) -> V
     if cause == "unexplained":
         told, advice = "The devices idle, and nothing that was recorded says why", ""
     else:
-        told, advice, _ = _DETAILS[_largest(cause, means)]
+        largest = _largest(cause, means)
+        told, advice, _ = _DETAILS[largest]
+        if largest == "transfers" and losses.present < 1:
+            told = _OR_WAITING
     larger = f"{_uncapitalised(told)}, {costs(lost_s[cause], losses.step_s)}"
     return replace(
         verdict,
@@ -291,7 +310,7 @@ def _not_one(losses: Losses) -> list[Evidence]:
     return [
         Evidence(
             what=f"rank {straggler.rank} is waited for most: last into",
-            value=straggler.last / straggler.joined,
+            value=straggler.turns.last / straggler.turns.joined,
             unit=(
                 "share of collectives"
                 if not losses.at_messages
@@ -325,7 +344,7 @@ def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -
 
 _WHAT = {
     "worker": "waiting for one rank",
-    "others": "waiting for the rank that joins last, a different one each time",
+    "others": "waiting for other ranks",
     "transfers": "transfers not overlapped with compute",
     "data": "idle while data is loaded",
     "host_waits": "idle while hosts wait for one another",
@@ -353,6 +372,9 @@ _ONE_GAP = (
     "Launching less does not shorten a single gap: move what the host does in it off the training"
     " loop (another thread or process, asynchronous saving and logging), or do it in fewer steps."
 )
+_OR_WAITING = (
+    "Communication, or waiting for ranks whose traces are missing, is not overlapped with compute"
+)
 #: Finer kind of lost time → headline, advice, next command.
 _DETAILS = {
     "host_works": _HOST,
@@ -369,16 +391,13 @@ _DETAILS = {
         ),
     ),
     "others": (
-        "Ranks wait for one another, for a different rank each time",
+        "Ranks wait for one another",
         (
             "Balance what ranks do between collectives (samples of equal length on all, balanced"
             " shards and experts). If they are stages of a pipeline, more microbatches per step"
             " shorten its warm-up and drain."
         ),
-        (
-            'disttrain analyze --sql "SELECT step, name, index, max(rank) FILTER (is_last) AS last,'
-            ' max(wait_ns) / 1e6 AS ms FROM waits GROUP BY ALL ORDER BY ms DESC LIMIT 20"'
-        ),
+        LATEST,
     ),
     "host_waits": (
         "Hosts wait for one another outside of the devices (barriers, gloo)",
