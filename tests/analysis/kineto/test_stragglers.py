@@ -227,7 +227,7 @@ def test_a_rank_that_is_late_once_a_step_is_named(tmp_path, ranks, late, cause, 
     slow = {(rank, step, 0): 3.0 for step, rank in enumerate(late) if rank is not None}
     verdict = job(tmp_path, [[[*range(ranks)]]], slow, ranks).verdict
     assert verdict.cause == cause and said in verdict.headline
-    assert (verdict.place.rank == 0) == (cause == "worker")
+    assert (verdict.place.rank == 0) == (cause != "communication")
     if cause == "worker":
         assert verdict.lost_s == pytest.approx(gains([[[*range(ranks)]]], slow, ranks), rel=0.03)
 

@@ -189,6 +189,7 @@ def may_be_chance(
             Evidence(what=P_VALUE, value=straggler.chance, unit="probability"),
         ],
         lost_s,
+        Place(rank=rank),
     )
 
 
@@ -225,12 +226,17 @@ def no_compute(evidence: list[Evidence]) -> Verdict:
 
 
 def _unknown(
-    why: str, advice: str, command: str, evidence: list[Evidence], lost_s: float = 0.0
+    why: str,
+    advice: str,
+    command: str,
+    evidence: list[Evidence],
+    lost_s: float = 0.0,
+    place: Place | None = None,
 ) -> Verdict:
     return Verdict(
         cause="unknown",
         headline=f"No verdict: {why}.",
-        place=Place(),
+        place=place or Place(),
         lost_s=lost_s,
         confidence=0.0,
         evidence=evidence,
