@@ -266,7 +266,7 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     assert any(
         "all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings
     )
-    assert found.verdict.confidence < 0.7
+    assert found.verdict.confidence < 0.8
     events = traces.events([400, 400])
     for event in events:
         event["args"] = event.get("args", {}) | {"rank": event["ts"] % 2}
@@ -457,4 +457,5 @@ def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
     found = analyze([tmp_path / "job"])
     assert any(text.startswith("1 of 4 ranks is missing (3)") for text in found.warnings)
     evidence = {row.what: row.value for row in found.verdict.evidence}
-    assert evidence["ranks whose traces are there"] == 0.75 and found.verdict.confidence < 0.8
+    assert evidence["ranks whose traces are there"] == 0.75
+    assert found.verdict.confidence < analyze([tmp_path / "apart"]).verdict.confidence
