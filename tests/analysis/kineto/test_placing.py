@@ -500,4 +500,5 @@ def test_ranks_that_collectives_name_and_no_file_holds_are_missing(tmp_path):
     found = analyze([tmp_path / "job"])
     assert any(text.startswith("1 of 4 ranks is missing (3)") for text in found.warnings)
     evidence = {row.what: row.value for row in found.verdict.evidence}
-    assert evidence["ranks whose traces are there"] == 0.75 and found.verdict.confidence < 0.8
+    assert evidence["ranks whose traces are there"] == 0.75
+    assert found.verdict.confidence < analyze([tmp_path / "apart"]).verdict.confidence
