@@ -66,7 +66,7 @@ def test_a_run_that_is_over_is_looked_at_once(runs, capsys, once):
     first, advice, following = out.splitlines()
     assert code == 0 and "Rank 3 (llm, stage 1, replica 0) is slow for its work" in first
     assert "steps 1 to 7" in first and "% sure" in first
-    assert "Look at the device" in advice and "Next: disttrain analyze" in following
+    assert "Check the device" in advice and "Next: disttrain analyze" in following
     assert ("Watching" in err) == (not once)
 
 

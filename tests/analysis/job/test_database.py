@@ -106,7 +106,7 @@ def test_nothing_to_analyse_is_an_error(tmp_path):
 def test_a_folder_of_runs_names_them(tmp_path):
     for name in ("one", "two"):
         synthetic.write(tmp_path / name / "traces", synthetic.Synthetic(steps=2))
-    with pytest.raises(DataError, match=r"those of 2 run\(s\)") as caught:
+    with pytest.raises(DataError, match=r"those of 2 runs") as caught:
         analyze([tmp_path])
     assert str(tmp_path / "two") in str(
         caught.value

@@ -148,7 +148,7 @@ def test_one_step_that_pauses_of_two_is_not_called_unusual(tmp_path):
     verdict = job(tmp_path, recorded(3, tail=[0, 400_000], tail_of=SAVE)).verdict
     assert verdict.cause == "host" and "Only in 1 of 2 steps (1)." in verdict.headline
     always = job(tmp_path / "always", recorded(3, tail=[400_000] * 3, tail_of=SAVE)).verdict
-    assert verdict.confidence < 0.8 * always.confidence
+    assert verdict.confidence < 0.85 * always.confidence
 
 
 def test_the_first_step_is_judged_where_no_other_is_marked_on_every_rank(tmp_path):
@@ -219,7 +219,8 @@ def test_marks_of_one_step_in_several_processes_are_one_step(tmp_path):
                 found.append(about | {"ph": phase, "name": name, "ts": ts})
     path = traces.write(tmp_path / "pipeline.json", {"traceEvents": found})
     rows = ask([path], "SELECT step, step_ns / 1e9 FROM step_times ORDER BY step").rows
-    assert rows == [(number, pytest.approx(1.0, abs=1e-4)) for number in (1, 2, 3, 4)]
+    assert [step for step, _ in rows] == [1, 2, 3, 4]
+    assert [step_s for _, step_s in rows] == pytest.approx([1.0, 1.0, 1.0, 0.9001], abs=1e-4)
 
 
 def test_steps_and_kernels_that_begin_at_the_same_time_are_read_alike_in_any_order(tmp_path):
