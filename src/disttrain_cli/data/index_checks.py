@@ -172,7 +172,10 @@ def list_shards(run: Run) -> Listed:
 
 
 def _check_there(run: Run, number: int, path: str) -> None:
-    """MismatchError where shards of a source that cannot be listed were indexed, and are gone."""
+    """MismatchError where shards of a source that cannot be listed were indexed, and are gone: not
+    behind URLs, whose servers say themselves what fails."""
+    if is_url(path):
+        return
     try:
         stored = read_stored(run.dir.index)
     except DisttrainError:
@@ -182,8 +185,7 @@ def _check_there(run: Run, number: int, path: str) -> None:
         return
     shards = [indexed.name for indexed in stored.files if indexed.source == number]
     alone = shards == [path.rpartition("/")[2]] and is_file(path)  # the source is a file
-    probed = shards[:MOST_NAMED] if is_url(path) else shards  # each is a request
-    gone = [] if alone else [name for name in probed if not is_file(join(path, name))]
+    gone = [] if alone else [name for name in shards if not is_file(join(path, name))]
     if gone:
         lines = [f"  {printable(name)}: gone" for name in gone[:MOST_NAMED]]
         more = f"\n  and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
