@@ -83,7 +83,9 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         )
         if iterations["recorded"] > 1 == iterations["recorded"] - iterations["partial"]:
             raw *= WARM_UP
-        verdict = replace(verdict, confidence=calibrated(raw, "kineto"))
+        # hardly a job of the calibration lacks ranks and has a verdict
+        confidence = min(calibrated(raw, "kineto"), losses.present)
+        verdict = replace(verdict, confidence=round(confidence, 3))
     if verdict.cause != "unknown" or verdict.lost_s:
         verdict = replace(verdict, lost_fraction=verdict.lost_s / losses.step_s)
     compute_s = losses.ideal_s()
