@@ -29,6 +29,7 @@ from benchmarks import (
     kineto,
     known,
     levelling,
+    memory,
     ordering,
     planner,
     rehearsal,
@@ -324,6 +325,12 @@ def test_a_wait_is_a_share_of_its_own_step():
     assert row["all waits over all steps %"] == pytest.approx(2.5) and row[
         "wait ms"
     ] == pytest.approx(10)
+
+
+@pytest.mark.slow
+def test_memory_of_ranks():
+    [rows] = memory.measure(small=True).values()
+    assert rows[-1]["step"] == 4 and 50 < rows[-1]["rank 0"] < 2_000
 
 
 @pytest.mark.slow

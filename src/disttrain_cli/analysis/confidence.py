@@ -33,8 +33,9 @@ def known(
     unclassified: float = 0.0,
     repaired: float = 0.0,
 ) -> float:
-    """What is known of a job, 0 to 1: by the share of a step that is unexplained, of the ranks that
-    are there, of kernel time whose kind is not known, and of what was repaired."""
+    """Return a factor from 0 to 1 for the evidence of a job: by the share of a step that is
+    unexplained, the number of steps, the share of ranks that are there, and the shares of kernels
+    that are unclassified or repaired."""
     return (
         max(0.0, 1.0 - abs(unexplained))
         * (1.0 - 0.5**steps)

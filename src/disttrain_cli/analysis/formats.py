@@ -219,7 +219,7 @@ def _possible(folder: Path, said: list[str]) -> list[Path]:
 
 
 def _content(file: Path) -> Content:
-    """What a file is, by the top-level keys of its JSON, in whatever order, or as a pickle."""
+    """Return a file's kind by the top-level keys of its JSON, in any order, or as a pickle."""
     chunks = _chunks(file)
     first = next(chunks, b"")
     if first.startswith(b"\x80"):

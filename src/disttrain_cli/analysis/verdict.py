@@ -369,7 +369,7 @@ def _by(step: Comparison) -> str:
 
 
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
-    """What a perfect sharing of the devices would save and no layout does: no fault."""
+    """Evidence of the saving by a perfect division of the devices that no layout has: no fault."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
     kept = float(record.losses.lost["unit"].mean()) - regained
     return (

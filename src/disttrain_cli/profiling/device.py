@@ -12,13 +12,12 @@ import os
 import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
 from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
-from disttrain_cli.runtime.watching.host_memory import container_limits
+from disttrain_cli.runtime.watching.host_memory import container_limits, text_of
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
@@ -129,7 +128,7 @@ def machine_cores() -> int:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    quota, _, period = text_of("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
@@ -143,13 +142,6 @@ def machine_memory_gib() -> float:
 
 def cpu_name() -> str:
     """Model name of the processor, as the system reports it."""
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    lines = text_of("/proc/cpuinfo").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -131,7 +131,7 @@ def run_steps(
             start_ns = tracer.now()
             set_lrs(engine.optimizer, engine.train_spec, step)
             skipped = engine.skipped_steps
-            engine.run_step(order, fetch_of(order), lambda: _told(engine, task))
+            engine.run_step(order, fetch_of(order), lambda: _figures(engine, task))
             if task.average is not None and engine.skipped_steps == skipped:
                 task.average.update()
             if task.idle_gib is not None:
@@ -197,7 +197,7 @@ def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], boo
     return dict(zip(names, weights, strict=False)), phase.step == step
 
 
-def _told(engine: UnitEngine, task: Task) -> list[float]:
+def _figures(engine: UnitEngine, task: Task) -> list[float]:
     """A rank's figures of a step: how long it waited for data, its memory, the share of its host's
     available memory by which its ranks grow each step, and what asked it to stop."""
     reason = task.watch.stop_reason() if task.watch is not None else ""

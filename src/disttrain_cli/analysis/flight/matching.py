@@ -161,12 +161,14 @@ class Channel:
         return zip_longest(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :])
 
     def _shift(self) -> int | None:
-        """How many more sends than receives were kept of what was sent and received: as many as
-        have ended more often, or, where one side alone has a pending message, one more or less, as
-        that may have ended on the other. Of these it is the one with which the two ends of messages
-        were asked for at the closest times. Where the first pairs none, another one counts only if
-        it pairs messages closer than half the time between two of them, and nothing is known
-        without such a time."""
+        """Return the number of kept sends less that of kept receives of the same messages, None if
+        it is not known.
+
+        It is the difference of those that have ended, or, where one side alone has a pending
+        message, one more or less, as that message may have ended on the other side. Of these it is
+        the one whose pairs were enqueued at the closest times. Where the first pairs none, another
+        one counts only if its pairs are closer than half the median time between messages.
+        """
         sides = self.sends, self.receives
         ended = [sum(not one.pending for one in side) for side in sides]
         usual = ended[0] - ended[1]
@@ -319,7 +321,7 @@ def _sizes(entry: Entry) -> str:
 
 
 def _elements(entry: Entry, index: int) -> str:
-    """What NCCL knows of sizes: it is given numbers of elements, and no shapes. Where a rank's one
+    """Sizes as NCCL has them: numbers of elements, and no shapes. Where a rank's one
     tensor is that of its `index` in a list for all ranks (uneven all_gather, reduce_scatter), the
     list alone must be equal."""
     if UNEVEN.search(entry.operation.lower().replace("_", "")):

@@ -279,7 +279,7 @@ def _straggle(
 def _causes(
     graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool
 ) -> tuple[list[Finding], State]:
-    """What slows the steps, and the steps with all of it fixed.
+    """Return the causes that slow the steps, and the steps with all of them fixed.
 
     Uneven data come last, and claim no more than another ordering saves; what an ordering leaves of
     them, and what no other ordering is known for, is a limit.

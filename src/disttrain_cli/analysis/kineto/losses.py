@@ -79,21 +79,21 @@ _WORKS = {
 
 
 class Turns(NamedTuple):
-    """How often a rank, or one of several, joins collectives last."""
+    """Counts of collectives that a rank, or one of several, joins, and joins last."""
 
     joined: int
     last: int
-    expected: float  # how often it would be the last, were everyone equally often
+    expected: float  # of those joined last, were every rank last equally often
 
 
 @dataclass(frozen=True)
 class Blame:
-    """How much ranks are waited for."""
+    """Evidence that others wait for some ranks."""
 
     turns: Turns  # in collectives that one of them joins
     costly: Turns  # of it, where others wait long
     share: float  # of all waiting
-    chance: float  # that this is chance
+    chance: float  # p-value of being last this often
 
     @property
     def sure(self) -> bool:

@@ -67,8 +67,8 @@ def _places(text: str) -> Label:
 
 
 def labels_in_names(paths: Sequence[Path]) -> list[tuple[bool, Sequence[Label | None]]]:
-    """What the names of files, and then those of their folders, say of their ranks in each way in
-    which names do, the surest first; with each, True if it can be nothing but a rank of the job."""
+    """Labels in the names of files, then in those of their folders, for each form that names ranks,
+    the surest form first; with each form, True if it can be nothing but a rank of the job."""
     names, folders = [path.name for path in paths], [path.parent.name for path in paths]
     places = [_PLACES_IN_NAME.search(name) for name in names]
     return [

@@ -7,7 +7,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from disttrain_cli.analysis.confidence import exceeds
-from disttrain_cli.analysis.figures import counted, seconds
+from disttrain_cli.analysis.figures import counted, name_ranks, seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import (
     LEAST_STRAGGLER,
@@ -40,7 +40,10 @@ def mended(
         if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s
     ]
     single = _single_step(first, span_s)
-    gain_s, who = min(float(first.gain_s.mean()), span_s), _named(first.ranks)
+    gain_s, who = (
+        min(float(first.gain_s.mean()), span_s),
+        name_ranks(sorted(first.ranks)).capitalize(),
+    )
     one, met = len(first.ranks) == 1, _met(losses)
     alone = [
         f" Fixing rank {rank} alone saves {costs(gain, span_s)}."
@@ -75,7 +78,7 @@ def mended(
             Evidence(what=P_VALUE, value=first.chance, unit="probability"),
             *(
                 Evidence(
-                    what=f"saved by fixing {_named(each.ranks).lower()}",
+                    what=f"saved by fixing {name_ranks(sorted(each.ranks))}",
                     value=float(each.gain_s.mean()),
                     unit="s",
                 )
@@ -111,7 +114,7 @@ def unlikely(losses: Losses) -> float:
 
 def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool) -> str:
     """Why ranks are late, from what they do longer than the others."""
-    who, one = _named(late.ranks), len(late.ranks) == 1
+    who, one = name_ranks(sorted(late.ranks)).capitalize(), len(late.ranks) == 1
     if not understood:
         return (
             f"Between {'its' if one else 'their'} collectives {who.lower()} take{'s' * one} longer"
@@ -167,19 +170,10 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
     )
 
 
-def _named(ranks: list[int]) -> str:
-    names = [str(rank) for rank in sorted(ranks[:MOST_NAMED])]
-    if len(ranks) > MOST_NAMED:
-        names.append(f"{len(ranks) - MOST_NAMED} more")
-    return (
-        f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
-    )
-
-
 def _more(late: Late, span_s: float) -> str:
     """A sentence on further ranks that save enough once those before them are fixed."""
     who, one, cost = (
-        _named(late.ranks),
+        name_ranks(sorted(late.ranks)).capitalize(),
         len(late.ranks) == 1,
         costs(float(late.gain_s.mean()), span_s),
     )
@@ -299,8 +293,8 @@ def _the_straggler(late: Late, one: bool) -> str:
 
 
 def _last_into(one: Blame, losses: Losses | None = None) -> str:
-    """How often a rank is last, among all collectives or, where that shows more, the costly ones:
-    "last into 5 of 16 collectives"."""
+    """Count of the collectives in which a rank is last, of all or, where that shows more, of the
+    costly ones: "last into 5 of 16 collectives"."""
     turns = min(one.turns, one.costly, key=lambda turns: tail(*turns))
     if turns != one.turns:
         noun = "collectives" if losses is None else _met(losses)
@@ -311,7 +305,7 @@ def _last_into(one: Blame, losses: Losses | None = None) -> str:
 
 
 def _met(losses: Losses, count: int | None = None) -> str:
-    """What ranks join, after a count if there is one: "5 collectives", "1 message"."""
+    """Noun for the operations that ranks join, after a count if there is one: "5 collectives"."""
     if 0 < losses.at_messages < 1:
         both = "collectives and messages"
         return both if count is None else f"{count} {both}"

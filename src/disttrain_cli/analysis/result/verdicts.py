@@ -194,7 +194,7 @@ class WhatIf(Struct, frozen=True, kw_only=True):
 
 
 class Remedy(Struct, frozen=True, kw_only=True):
-    """What one change would save, everything else as recorded; gains of several do not add up."""
+    """One change and its saving, everything else as recorded; savings do not add up."""
 
     cause: Annotated[str, Meta(description="The key of lost_s that it reduces.")]
     change: Annotated[str, Meta(description="What would be different, in words.")]

@@ -100,7 +100,7 @@ def share_of_host(bytes_per_rank: float, ranks: int) -> float:
     memory, as a share; 0 where the system does not say how much is available."""
     if (
         not bytes_per_rank
-        or (available := re.search(r"MemAvailable:\s+(\d+)", _read("/proc/meminfo"))) is None
+        or (available := re.search(r"MemAvailable:\s+(\d+)", text_of("/proc/meminfo"))) is None
     ):
         return 0.0
     limits = [limit - used for limit, used in container_limits()]
@@ -111,7 +111,7 @@ def share_of_host(bytes_per_rank: float, ranks: int) -> float:
 def container_limits(root: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int]]:
     """Return limit and use in bytes, without reclaimable file pages, of each control group of this
     process that has a limit: version 2, then version 1."""
-    own = re.search(r"^0::/(.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
+    own = re.search(r"^0::/(.*)$", text_of("/proc/self/cgroup"), re.MULTILINE)
     folders = {root / own[1] if own else root: None, root: None, root / "memory": None}
     limits = []
     for folder in folders:
@@ -119,9 +119,9 @@ def container_limits(root: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            read = [_read(folder / name).strip() for name in (limit, used)]
+            read = [text_of(folder / name).strip() for name in (limit, used)]
             reclaimable = re.search(
-                rf"^{pages} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE
+                rf"^{pages} (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE
             )
             if all(text.isdigit() for text in read):
                 limits.append(
@@ -133,14 +133,15 @@ def container_limits(root: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int
 def resident_bytes() -> int:
     """Return the resident memory of this process that is its own (0 where the system has no
     /proc)."""
-    fields = _read("/proc/self/statm").split()
+    fields = text_of("/proc/self/statm").split()
     if not fields:
         return 0
     _, resident, shared, *_ = fields
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _read(path: str | Path) -> str:
+def text_of(path: str | Path) -> str:
+    """Return the text of one of the system's files, "" where it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
