@@ -65,7 +65,7 @@ def check_rivals(job: tuple[RunFile, Profile]) -> int:
     for baseline in plan.baselines.values():
         if baseline is None or baseline.plan is None:
             continue
-        layout = as_found(baseline.plan, units_of(profile, cluster, baseline.plan))
+        layout = as_found(baseline.plan, units_of(profile, cluster, baseline.plan), "auto")
         if any(
             stage.peak_gib > stage.limit_gib
             for stage in layout_memory(profile, layout, cluster.memory_gib)
