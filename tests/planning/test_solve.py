@@ -58,7 +58,7 @@ def test_a_plan_says_which_ordering_it_was_predicted_with() -> None:
     profile = synthetic.tiny(run)
     train = run.train.model_copy(update={"ordering": "best"})
     plan, searched = (
-        solve(each, profile, strategy="megatron", top=3)
+        solve(each, profile, strategy="distmm", top=3)
         for each in (run, run.model_copy(update={"train": train}))
     )
     assert (plan.predicted.ordering, searched.predicted.ordering) == ("paper", "best")
