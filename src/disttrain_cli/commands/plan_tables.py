@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.changes import Changes, Moved, Value
     from disttrain_cli.planning.explain import Explanation
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
-    from disttrain_cli.spec.plan import Layout, Plan, Traffic
+    from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic
 
 
 def show_layout(console: Console, plan: Plan, explanation: Explanation, given: int) -> None:
@@ -28,15 +28,8 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         if layout.gpus_used == given
         else f"{layout.gpus_used:,} of {given:,}"
     )
-    console.say(
-        f"{layout.strategy} plan on {used} devices: {_seconds(predicted.iteration_s)} per step, "
-        f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}"
-        + (
-            f" of all given, {percent(predicted.mfu_used)} of those used"
-            if layout.gpus_used < given
-            else ""
-        )
-    )
+    console.say(f"{layout.strategy} plan on {used} devices: {headline(predicted, explanation)}")
+    console.say(mfu_line(predicted, layout.gpus_used < given))
     console.say(
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
         f" {layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM"
@@ -90,6 +83,28 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         ],
         rows,
     )
+
+
+def headline(predicted: Prediction, explanation: Explanation) -> str:
+    """The expected step, its range and what they rest on, as a sentence."""
+    if predicted.expected_s is None or predicted.range_s is None:
+        return f"{_seconds(predicted.iteration_s)} per step."
+    low_s, high_s = predicted.range_s
+    return (
+        f"{_seconds(predicted.expected_s)} per step expected, {_seconds(low_s)} to"
+        f" {_seconds(high_s)}; {explanation.costs}."
+    )
+
+
+def mfu_line(predicted: Prediction, idle: bool) -> str:
+    """Throughput and MFU of the expected step, by both ways to count attention."""
+    slower = (predicted.expected_s or predicted.iteration_s) / predicted.iteration_s
+    mfu = percent(predicted.mfu / slower)
+    if idle:
+        mfu += f" of all given, {percent(predicted.mfu_used / slower)} of those used"
+    if predicted.mfu_causal is not None and predicted.mfu_causal < predicted.mfu:
+        mfu += f" ({percent(predicted.mfu_causal / slower)} with causal attention counted half)"
+    return f"{predicted.sequences_per_s / slower:.4g} sequences/s, MFU {mfu}"
 
 
 def show_memory(console: Console, plan: Plan) -> None:
@@ -203,7 +218,8 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
             ]
         )
     console.table(
-        "Beside other strategies (given, used: throughput of this plan over theirs, per device)",
+        "Beside other strategies, at the profile's costs (given, used: throughput of this plan over"
+        " theirs, per device)",
         [
             "strategy",
             "s per step",
@@ -229,7 +245,7 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:
     """The next best layouts and why they lose."""
     console.table(
-        "Next best layouts, simulated",
+        "Next best layouts, simulated at the profile's costs",
         ["", "s per step", "slower", "devices", "differs in", "why"],
         [
             [

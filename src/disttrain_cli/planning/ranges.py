@@ -1,0 +1,149 @@
+"""How sure a predicted step is: simulated at expected and at pessimistic costs (`costs.doubts`).
+
+Layouts are ranked by the profile's own costs. Two of them are compared at both other levels, on the
+same global batches: what differs by less than `TIE` at both is a tie, and where the order of two
+differs between both, neither is known to be the faster one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+from disttrain_cli.costs.doubts import Level, costs_at, doubts_of, lacks_network
+from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.predict import simulated_s
+from disttrain_cli.planning.units import Cluster
+from disttrain_cli.spec.plan import Basis, Layout, Plan, Prediction
+from disttrain_cli.spec.profile import Profile
+
+TIE = 0.01  # of a step, by which two layouts may differ at both levels and tie
+
+
+class Order(NamedTuple):
+    """Which of two layouts is the faster one."""
+
+    verdict: Literal["first", "second", "tie", "flips"]
+    expected: float  # time of the second over that of the first, less 1, at the expected costs
+    pessimistic: float
+
+
+def compared(
+    profile: Profile,
+    cluster: Cluster,
+    draws: Draws,
+    first: Layout,
+    second: Layout,
+) -> Order:
+    """Compare two layouts at the expected and at the pessimistic costs, every rank on a device of
+    its own.
+
+    Args:
+        draws: the global batches, of this profile, that both run.
+    """
+
+    def over_first(level: Level) -> float:
+        costs = costs_at(profile, level, cluster.gpus)
+        first_s, second_s = (
+            simulated_s(costs, layout, cluster, shared=False, draws=draws)
+            for layout in (first, second)
+        )
+        return second_s / first_s - 1
+
+    expected, pessimistic = over_first("expected"), over_first("pessimistic")
+    if max(abs(expected), abs(pessimistic)) < TIE:
+        verdict: Literal["first", "second", "tie", "flips"] = "tie"
+    elif (expected > 0) != (pessimistic > 0):
+        verdict = "flips"
+    else:
+        verdict = "first" if expected > 0 else "second"
+    return Order(verdict, expected, pessimistic)
+
+
+def with_range(
+    predicted: Prediction, profile: Profile, layout: Layout, cluster: Cluster, draws: Draws
+) -> Prediction:
+    """The prediction of a layout with its expected step, range, and what they rest on.
+
+    Args:
+        cluster: with the policy under which layouts are ranked; times are scaled to the
+            prediction's, which may be of another.
+        draws: the global batches, of this profile and policy.
+    """
+    profiles = {level: costs_at(profile, level, cluster.gpus) for level in get_args(Level)}
+    ranked_s = {
+        id(costs): simulated_s(costs, layout, cluster, draws=draws)
+        for costs in (profile, *profiles.values())
+    }
+    low_s, expected_s, high_s = (
+        predicted.iteration_s * ranked_s[id(costs)] / ranked_s[id(profile)]
+        for costs in profiles.values()
+    )
+    hides = any(unit.tp_overlap for unit in layout.units)
+    doubts = {
+        doubt.what: doubt.basis
+        for doubt in doubts_of(profile, cluster.gpus)
+        if hides or doubt.changes != {"tp_overlap"}
+    }
+    return predicted.model_copy(
+        update={"expected_s": expected_s, "range_s": (low_s, high_s), "doubts": doubts}
+    )
+
+
+def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> dict[str, Order]:
+    """By name, the runners-up and baselines of a plan compared with it, as `compared`."""
+    others = {f"#{number}": other.plan for number, other in enumerate(plan.alternatives, 2)}
+    others |= {name: other.plan for name, other in plan.baselines.items() if other is not None}
+    return {
+        name: compared(profile, cluster, draws, plan.plan, layout)
+        for name, layout in others.items()
+        if layout is not None
+    }
+
+
+def known(profile: Profile, gpus: int) -> str:
+    """What a prediction rests on: what of its costs was measured, and what was not."""
+    several = gpus > 1
+    costs = "kernels and links" if several else "kernels"
+    if "calibrated" in profile.provenance:
+        said = f"{costs} were corrected by a run's traces"
+    elif profile.device.kind == "analytic":
+        said = f"{costs} are the catalogue's, not measured"
+    else:
+        said = f"{costs} were measured"
+    between = gpus > profile.cluster.gpus_per_node
+    if between and (profile.device.kind == "analytic" or lacks_network(profile, gpus)):
+        said += ", the network between nodes is the run file's"
+    return said
+
+
+def range_sentence(predicted: Prediction) -> str | None:
+    """What a range comes from, by ground."""
+    if predicted.range_s is None or not predicted.doubts:
+        return None
+    grounds: dict[Basis, list[str]] = {}
+    for what, basis in predicted.doubts.items():
+        grounds.setdefault(basis, []).append(what)
+    parts = "; ".join(f"{basis}: {', '.join(names)}" for basis, names in grounds.items())
+    low_s, high_s = predicted.range_s
+    return (
+        f"Range     of {low_s / predicted.iteration_s:.2f} to {high_s / predicted.iteration_s:.2f}"
+        f" times the profile's costs, by which layouts are compared below. Beyond these, {parts}."
+    )
+
+
+def order_sentence(orders: Mapping[str, Order]) -> str | None:
+    """Which other layouts may be as fast as the plan, or faster; None where none may."""
+    flips = [
+        f"{name} takes {_percent(order.expected)} at the expected and"
+        f" {_percent(order.pessimistic)} at the pessimistic costs"
+        for name, order in orders.items()
+        if order.verdict in ("flips", "second")
+    ]
+    ties = [name for name, order in orders.items() if order.verdict == "tie"]
+    said = [*([f"{', '.join(ties)} within {TIE:.0%} of the plan at both"] if ties else []), *flips]
+    return f"Order     not sure: {'; '.join(said)}." if said else None
+
+
+def _percent(share: float) -> str:
+    return f"{abs(share):.1%} {'more' if share > 0 else 'less'}"
