@@ -91,8 +91,8 @@ def headline(predicted: Prediction, explanation: Explanation) -> str:
         return f"{_seconds(predicted.iteration_s)} per step."
     low_s, high_s = predicted.range_s
     return (
-        f"{_seconds(predicted.expected_s)} per step expected, {_seconds(low_s)} to"
-        f" {_seconds(high_s)}; {explanation.costs}."
+        f"{_about(predicted.expected_s)} per step expected, {_about(low_s)} to {_about(high_s)};"
+        f" {explanation.costs}."
     )
 
 
@@ -404,6 +404,12 @@ def _yes(value: bool) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _about(value: float) -> str:
+    """A time to three digits."""
+    value, unit = (value, "s") if value >= 1 else (1e3 * value, "ms")
+    return f"{float(f'{value:.3g}'):,g} {unit}"
 
 
 def _gib(size: float) -> str:

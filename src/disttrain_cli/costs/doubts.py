@@ -2,9 +2,9 @@
 
 A profile says what kernels take in short bursts, or by a catalogue's curve, and what messages take
 alone on their links. Each reason for a run to be slower is a doubt with its evidence
-(`templates/doubts.yaml`). Factors of all doubts that hold for a profile are multiplied into its
-layers, links and optimizer, so that a layout can be simulated with them; what it costs moves between
-its parts, and not by one factor at the end.
+(`templates/doubts.yaml`). The factors of all doubts that hold for a profile are multiplied into its
+layers, links and optimizer, and layouts are simulated with these: no factor is put on a step as a
+whole, since modules, messages and optimizer differ in how much longer they take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from disttrain_cli.spec.profile import (
     combine,
 )
 
-#: optimistic: what the errors of a measured profile's own fits leave; the profile's costs else.
+#: optimistic: less the errors of a measured profile's own fits; else the profile's costs.
 Level = Literal["optimistic", "expected", "pessimistic"]
 ProfileKind = Literal["analytic", "cuda", "cpu", "calibrated"]
 #: Fields of `LayerShard` that are times of a pass with the messages of its TP group.
@@ -62,6 +62,7 @@ class Factors(Strict):
     link_hop_us: float = Field(0.0, ge=0, description="Latency of a ring's step inside a node.")
     network_hop_us: float = Field(0.0, ge=0, description="The same between nodes.")
     spread: float = Field(0.0, ge=0, description="Standard deviation of the ranks' speed.")
+    fit: float = Field(0.0, ge=0, description="Errors of a module's own fit that are added.")
 
 
 class Doubt(Strict):
@@ -136,10 +137,12 @@ def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
     kernels = {
         name: slowest
         * math.prod(getattr(one, module.kind) for one in factors)
-        * _fit_factor(profile, module, level)
+        * _fit_factor(doubts, module, level)
         for name, module in profile.modules.items()
     }
-    link, overlap = (math.prod(getattr(one, name) for one in factors) for name in ("link", "tp_overlap"))
+    link, overlap = (
+        math.prod(getattr(one, name) for one in factors) for name in ("link", "tp_overlap")
+    )
     optimizer = math.prod(one.optimizer for one in factors)
     if links == profile.links and {*kernels.values(), link, overlap, optimizer} == {1.0}:
         return profile
@@ -160,12 +163,12 @@ def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
     return profile.model_copy(update={"modules": modules, "links": links, "device": device})
 
 
-def _fit_factor(profile: Profile, module: ModuleProfile, level: Level) -> float:
-    """Times as long as a measured module may take by the error of its own fit on held-out sizes."""
-    if profile.device.kind == "analytic" or level == "expected":
-        return 1.0
-    error = max((time.fit_error_pct for time in module.tp.values()), default=0.0) / 100
-    return 1.0 + error if level == "pessimistic" else 1.0 / (1.0 + error)
+def _fit_factor(doubts: list[Doubt], module: ModuleProfile, level: Level) -> float:
+    """Times as long as a module may take by the error of its own fit on held-out sizes, or the
+    inverse."""
+    error_pct = max((time.fit_error_pct for time in module.tp.values()), default=0.0)
+    widest = 1.0 + error_pct / 100 * sum(doubt.pessimistic.fit for doubt in doubts)
+    return {"optimistic": 1.0 / widest, "expected": 1.0, "pessimistic": widest}[level]
 
 
 def _scaled_cost(
@@ -189,15 +192,14 @@ def _scaled_shard(
 
     times = {field: with_messages(getattr(shard, field), name) for field, name in PASSES.items()}
     times |= {
-        field: combine((kernels, getattr(shard, field))) for field in ("weight_ms", "recomputing_ms")
+        field: combine((kernels, getattr(shard, field)))
+        for field in ("weight_ms", "recomputing_ms")
     }
     saved = {name: combine((link * overlap, time)) for name, time in shard.hidden_ms.items()}
     return shard.model_copy(update=times | {"hidden_ms": saved})
 
 
-def _scaled_links(
-    profile: Profile, factors: list[Factors], level: Level, gpus: int
-) -> LinkProfile:
+def _scaled_links(profile: Profile, factors: list[Factors], level: Level, gpus: int) -> LinkProfile:
     def total(name: str) -> float:
         return math.prod(getattr(one, name) for one in factors)
 

@@ -260,17 +260,19 @@ def _memory_sentence(predicted: Prediction, fullest: UnitShare, layout: Layout) 
     )
     made_of = " + ".join(f"{name} {_gib(size)}" for name, size in stage.parts.items() if size)
     recomputed = [unit.name for unit in layout.units if unit.checkpointing]
+    left = fullest.headroom_gib
     tight = (
-        f": less than {100 * TIGHT:g} %, and reserve and fragmentation are stated, not measured."
-        " To leave more: cluster.memory_margin_gib"
-        if 0 <= fullest.headroom_gib < TIGHT * fullest.limit_gib and stage.reserve_gib
+        f" Nearly full: less than {100 * TIGHT:g} % is left, and reserve and fragmentation are"
+        " stated, not measured; cluster.memory_margin_gib leaves more."
+        if stage.reserve_gib and 0 <= left < TIGHT * fullest.limit_gib
         else ""
     )
     return (
         f"Memory    stage {fullest.fullest_stage} of {fullest.unit} is fullest:"
         f" {_gib(fullest.peak_gib)} of {_gib(fullest.limit_gib)}"
-        f" GiB{f' ({made_of})' if made_of else ''}, {_gib(fullest.headroom_gib)} GiB"
-        f" left{tight}{'; recomputed activations in ' + ', '.join(recomputed) if recomputed else ''}."
+        f" GiB{f' ({made_of})' if made_of else ''}, {_gib(left)} GiB"
+        f" left{'; recomputed activations in ' + ', '.join(recomputed) if recomputed else ''}."
+        + tight
     )
 
 

@@ -18,6 +18,12 @@ from disttrain_cli.spec.plan import Basis, Layout, Plan, Prediction
 from disttrain_cli.spec.profile import Profile
 
 TIE = 0.01  # of a step, by which two layouts may differ at both levels and tie
+#: Grounds of doubts in words.
+GROUNDS: dict[Basis, str] = {
+    "measured": "from measurements",
+    "stated": "from others' figures",
+    "assumed": "assumed",
+}
 
 
 class Order(NamedTuple):
@@ -29,11 +35,7 @@ class Order(NamedTuple):
 
 
 def compared(
-    profile: Profile,
-    cluster: Cluster,
-    draws: Draws,
-    first: Layout,
-    second: Layout,
+    profile: Profile, cluster: Cluster, draws: Draws, first: Layout, second: Layout
 ) -> Order:
     """Compare two layouts at the expected and at the pessimistic costs, every rank on a device of
     its own.
@@ -41,23 +43,32 @@ def compared(
     Args:
         draws: the global batches, of this profile, that both run.
     """
+    return _order(*(_both_s(profile, cluster, draws, layout) for layout in (first, second)))
 
-    def over_first(level: Level) -> float:
-        costs = costs_at(profile, level, cluster.gpus)
-        first_s, second_s = (
-            simulated_s(costs, layout, cluster, shared=False, draws=draws)
-            for layout in (first, second)
-        )
-        return second_s / first_s - 1
 
-    expected, pessimistic = over_first("expected"), over_first("pessimistic")
+def _both_s(
+    profile: Profile, cluster: Cluster, draws: Draws, layout: Layout
+) -> tuple[float, float]:
+    """Time of a layout's step at the expected and at the pessimistic costs."""
+    expected, pessimistic = (
+        costs_at(profile, level, cluster.gpus) for level in ("expected", "pessimistic")
+    )
+    return (
+        simulated_s(expected, layout, cluster, shared=False, draws=draws),
+        simulated_s(pessimistic, layout, cluster, shared=False, draws=draws),
+    )
+
+
+def _order(first_s: tuple[float, float], second_s: tuple[float, float]) -> Order:
+    """Order of two layouts by their times at the expected and at the pessimistic costs."""
+    expected, pessimistic = (
+        theirs / mine - 1 for mine, theirs in zip(first_s, second_s, strict=True)
+    )
     if max(abs(expected), abs(pessimistic)) < TIE:
-        verdict: Literal["first", "second", "tie", "flips"] = "tie"
-    elif (expected > 0) != (pessimistic > 0):
-        verdict = "flips"
-    else:
-        verdict = "first" if expected > 0 else "second"
-    return Order(verdict, expected, pessimistic)
+        return Order("tie", expected, pessimistic)
+    if (expected > 0) != (pessimistic > 0):
+        return Order("flips", expected, pessimistic)
+    return Order("first" if expected > 0 else "second", expected, pessimistic)
 
 
 def with_range(
@@ -94,8 +105,9 @@ def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> d
     """By name, the runners-up and baselines of a plan compared with it, as `compared`."""
     others = {f"#{number}": other.plan for number, other in enumerate(plan.alternatives, 2)}
     others |= {name: other.plan for name, other in plan.baselines.items() if other is not None}
+    plan_s = _both_s(profile, cluster, draws, plan.plan)
     return {
-        name: compared(profile, cluster, draws, plan.plan, layout)
+        name: _order(plan_s, _both_s(profile, cluster, draws, layout))
         for name, layout in others.items()
         if layout is not None
     }
@@ -118,17 +130,17 @@ def known(profile: Profile, gpus: int) -> str:
 
 
 def range_sentence(predicted: Prediction) -> str | None:
-    """What a range comes from, by ground."""
+    """What a range comes from, by its grounds."""
     if predicted.range_s is None or not predicted.doubts:
         return None
     grounds: dict[Basis, list[str]] = {}
     for what, basis in predicted.doubts.items():
         grounds.setdefault(basis, []).append(what)
-    parts = "; ".join(f"{basis}: {', '.join(names)}" for basis, names in grounds.items())
-    low_s, high_s = predicted.range_s
+    parts = "; ".join(f"{GROUNDS[basis]}: {', '.join(names)}" for basis, names in grounds.items())
+    slower = predicted.range_s[1] / predicted.iteration_s - 1
     return (
-        f"Range     of {low_s / predicted.iteration_s:.2f} to {high_s / predicted.iteration_s:.2f}"
-        f" times the profile's costs, by which layouts are compared below. Beyond these, {parts}."
+        f"Range     up to {slower:.0%} beyond the profile's costs, by which layouts are ranked and"
+        f" compared here. In it, {parts}."
     )
 
 
