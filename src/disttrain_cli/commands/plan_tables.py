@@ -100,7 +100,7 @@ def mfu_line(predicted: Prediction, idle: bool) -> str:
     """Throughput and MFU of the expected step, by both ways to count attention."""
     slower = (predicted.expected_s or predicted.iteration_s) / predicted.iteration_s
     mfu = percent(predicted.mfu / slower)
-    if idle:
+    if idle and predicted.mfu_used is not None:
         mfu += f" of all given, {percent(predicted.mfu_used / slower)} of those used"
     if predicted.mfu_causal is not None and predicted.mfu_causal < predicted.mfu:
         mfu += f" ({percent(predicted.mfu_causal / slower)} with causal attention counted half)"

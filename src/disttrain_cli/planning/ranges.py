@@ -43,7 +43,7 @@ def compared(
     Args:
         draws: the global batches, of this profile, that both run.
     """
-    return _order(*(_both_s(profile, cluster, draws, layout) for layout in (first, second)))
+    return order_of(*(_both_s(profile, cluster, draws, layout) for layout in (first, second)))
 
 
 def _both_s(
@@ -59,16 +59,16 @@ def _both_s(
     )
 
 
-def _order(first_s: tuple[float, float], second_s: tuple[float, float]) -> Order:
+def order_of(first_s: tuple[float, float], second_s: tuple[float, float]) -> Order:
     """Order of two layouts by their times at the expected and at the pessimistic costs."""
     expected, pessimistic = (
         theirs / mine - 1 for mine, theirs in zip(first_s, second_s, strict=True)
     )
     if max(abs(expected), abs(pessimistic)) < TIE:
         return Order("tie", expected, pessimistic)
-    if (expected > 0) != (pessimistic > 0):
+    if expected * pessimistic < 0:
         return Order("flips", expected, pessimistic)
-    return Order("first" if expected > 0 else "second", expected, pessimistic)
+    return Order("first" if expected + pessimistic > 0 else "second", expected, pessimistic)
 
 
 def with_range(
@@ -107,7 +107,7 @@ def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> d
     others |= {name: other.plan for name, other in plan.baselines.items() if other is not None}
     plan_s = _both_s(profile, cluster, draws, plan.plan)
     return {
-        name: _order(plan_s, _both_s(profile, cluster, draws, layout))
+        name: order_of(plan_s, _both_s(profile, cluster, draws, layout))
         for name, layout in others.items()
         if layout is not None
     }
@@ -137,10 +137,10 @@ def range_sentence(predicted: Prediction) -> str | None:
     for what, basis in predicted.doubts.items():
         grounds.setdefault(basis, []).append(what)
     parts = "; ".join(f"{GROUNDS[basis]}: {', '.join(names)}" for basis, names in grounds.items())
-    slower = predicted.range_s[1] / predicted.iteration_s - 1
+    slower_pct = 100 * (predicted.range_s[1] / predicted.iteration_s - 1)
     return (
-        f"Range     up to {slower:.0%} beyond the profile's costs, by which layouts are ranked and"
-        f" compared here. In it, {parts}."
+        f"Range     up to {slower_pct:.0f} % beyond the profile's costs, by which layouts are"
+        f" ranked and compared here. In it, {parts}."
     )
 
 
@@ -153,9 +153,12 @@ def order_sentence(orders: Mapping[str, Order]) -> str | None:
         if order.verdict in ("flips", "second")
     ]
     ties = [name for name, order in orders.items() if order.verdict == "tie"]
-    said = [*([f"{', '.join(ties)} within {TIE:.0%} of the plan at both"] if ties else []), *flips]
+    said = [
+        *([f"{', '.join(ties)} within {100 * TIE:g} % of the plan at both costs"] if ties else []),
+        *flips,
+    ]
     return f"Order     not sure: {'; '.join(said)}." if said else None
 
 
 def _percent(share: float) -> str:
-    return f"{abs(share):.1%} {'more' if share > 0 else 'less'}"
+    return f"{100 * abs(share):.1f} % {'more' if share > 0 else 'less'}"
