@@ -77,7 +77,7 @@ def test_a_network_that_was_never_measured_is_the_run_files() -> None:
     ("module", "expected", "pessimistic"),
     [
         ("llm", 1.10, 1.13 * 1.03),
-        ("image_encoder", 1.10 * 1.25, 1.13 * 1.25),
+        ("image_encoder", 1.10 * 1.12, 1.13 * 1.25),
         ("image_generator", 1.10 * 1.15, 1.13 * 1.15),
     ],
 )

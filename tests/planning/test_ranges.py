@@ -15,7 +15,7 @@ from disttrain_cli.planning.predict import predict, simulated_s, simulated_step
 from disttrain_cli.planning.ranges import (
     Order,
     compared,
-    known,
+    grounds,
     order_of,
     order_sentence,
     orders_of,
@@ -122,18 +122,22 @@ def test_what_is_not_known_is_said() -> None:
 @pytest.mark.parametrize(
     ("kind", "nodes", "words"),
     [
-        ("analytic", 1, "kernels and links are the catalogue's, not measured"),
-        ("cuda", 1, "kernels and links were measured"),
-        ("analytic", 2, "the network between nodes is the run file's"),
+        ("analytic", 1, "the catalogue's kernels and links, none of them measured here"),
+        ("cuda", 1, "measured kernels and links"),
+        ("analytic", 2, "and the run file's network between nodes, none of them measured here"),
     ],
 )
 def test_what_was_measured_is_said(kind: str, nodes: int, words: str) -> None:
     profile = profiled(synthetic.run_file(gpus=6, nodes=nodes), kind)
-    assert words in known(profile, 6)
-    assert "network" not in known(profile, 6 // nodes)
+    assert words in grounds(profile, 6)
+    assert "network" not in grounds(profile, 6 // nodes)
     calibrated = profile.model_copy(update={"provenance": {"calibrated": "a run"}})
-    assert "a run's traces" in known(calibrated, 6)
-    assert known(profile, 1).startswith("kernels ")
+    assert "a run's traces" in grounds(calibrated, 6)
+    assert grounds(calibrated, 1) == "kernels corrected by a run's traces"
+    alone = profile.links.model_copy(update={"inter_node": None})
+    cuda = profile.device.model_copy(update={"kind": "cuda"})
+    unknown = profile.model_copy(update={"links": alone, "device": cuda})
+    assert ("network between nodes, which was not measured" in grounds(unknown, 6)) == (nodes > 1)
 
 
 def test_a_margin_is_left_free_and_a_plan_without_room_says_so() -> None:

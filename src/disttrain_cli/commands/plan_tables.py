@@ -91,8 +91,8 @@ def headline(predicted: Prediction, explanation: Explanation) -> str:
         return f"{_seconds(predicted.iteration_s)} per step."
     low_s, high_s = predicted.range_s
     return (
-        f"{_about(predicted.expected_s)} per step expected, {_about(low_s)} to {_about(high_s)};"
-        f" {explanation.costs}."
+        f"{_about(predicted.expected_s)} per step expected, {_about(low_s)} to {_about(high_s)},"
+        f" from {explanation.grounds}."
     )
 
 
@@ -409,7 +409,7 @@ def _seconds(value: float) -> str:
 def _about(value: float) -> str:
     """A time to three digits."""
     value, unit = (value, "s") if value >= 1 else (1e3 * value, "ms")
-    return f"{float(f'{value:.3g}'):,g} {unit}"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def _gib(size: float) -> str:

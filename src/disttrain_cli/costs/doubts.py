@@ -23,11 +23,10 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.plan import Basis
 from disttrain_cli.spec.profile import (
-    LayerCost,
     LayerShard,
     LinkProfile,
     LinkTimes,
-    ModuleProfile,
+    ModuleTime,
     Pass,
     Polynomial,
     Profile,
@@ -135,23 +134,41 @@ def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
     links = _scaled_links(profile, factors, level, gpus)
     slowest = 1.0 + sum(one.spread for one in factors) * math.sqrt(2 * math.log(max(1, gpus)))
     kernels = {
-        name: slowest
-        * math.prod(getattr(one, module.kind) for one in factors)
-        * _fit_factor(doubts, module, level)
+        name: slowest * math.prod(getattr(one, module.kind) for one in factors)
         for name, module in profile.modules.items()
+    }
+    fits = {
+        (name, tp): _fit_factor(doubts, time, level)
+        for name, module in profile.modules.items()
+        for tp, time in module.tp.items()
     }
     link, overlap = (
         math.prod(getattr(one, name) for one in factors) for name in ("link", "tp_overlap")
     )
     optimizer = math.prod(one.optimizer for one in factors)
-    if links == profile.links and {*kernels.values(), link, overlap, optimizer} == {1.0}:
+    if links == profile.links and {*kernels.values(), *fits.values(), link, overlap, optimizer} == {
+        1.0
+    }:
         return profile
     byte_ms = 1e3 / (profile.links.all_gather_gbps * GIGABIT_BYTES)
     modules = {
         name: module.model_copy(
             update={
                 "costs": {
-                    kind: _scaled_cost(cost, kernels[name], link, overlap, byte_ms)
+                    kind: cost.model_copy(
+                        update={
+                            "tp": {
+                                tp: _scaled_shard(
+                                    shard,
+                                    kernels[name] * fits.get((name, tp), 1.0),
+                                    link,
+                                    overlap,
+                                    byte_ms,
+                                )
+                                for tp, shard in cost.tp.items()
+                            }
+                        }
+                    )
                     for kind, cost in module.costs.items()
                 }
             }
@@ -163,21 +180,11 @@ def costs_at(profile: Profile, level: Level, gpus: int) -> Profile:
     return profile.model_copy(update={"modules": modules, "links": links, "device": device})
 
 
-def _fit_factor(doubts: list[Doubt], module: ModuleProfile, level: Level) -> float:
+def _fit_factor(doubts: list[Doubt], time: ModuleTime, level: Level) -> float:
     """Times as long as a module may take by the error of its own fit on held-out sizes, or the
     inverse."""
-    error_pct = max((time.fit_error_pct for time in module.tp.values()), default=0.0)
-    widest = 1.0 + error_pct / 100 * sum(doubt.pessimistic.fit for doubt in doubts)
+    widest = 1.0 + time.fit_error_pct / 100 * sum(doubt.pessimistic.fit for doubt in doubts)
     return {"optimistic": 1.0 / widest, "expected": 1.0, "pessimistic": widest}[level]
-
-
-def _scaled_cost(
-    cost: LayerCost, kernels: float, link: float, overlap: float, byte_ms: float
-) -> LayerCost:
-    shards = {
-        tp: _scaled_shard(shard, kernels, link, overlap, byte_ms) for tp, shard in cost.tp.items()
-    }
-    return cost.model_copy(update={"tp": shards})
 
 
 def _scaled_shard(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.planning.objective import planned_stages_ms
 from disttrain_cli.planning.predict import Step
-from disttrain_cli.planning.ranges import known
+from disttrain_cli.planning.ranges import grounds
 from disttrain_cli.planning.units import Cluster, Unit, units_of
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.shared_cores import simulate_shared
@@ -96,7 +96,7 @@ class Explanation:
     time: list[TimePart]
     runners_up: list[Comparison]
     baselines: list[Ratio]
-    costs: str  # what of the costs was measured, and what was not
+    grounds: str  # costs that the prediction is made from, measured or not
     sentences: list[str]
 
 
@@ -140,9 +140,15 @@ def explain(plan: Plan, units: list[Unit], step: Step, more: Sequence[str] = ())
             " as for a cluster, and the best of them compared with other strategies' as they run"
             " here."
         )
-    costs = known(profile, cluster.gpus)
     return Explanation(
-        shares, slowest.unit, fullest.unit, parts, runners_up, ratios, costs, sentences
+        shares,
+        slowest.unit,
+        fullest.unit,
+        parts,
+        runners_up,
+        ratios,
+        grounds(profile, cluster.gpus),
+        sentences,
     )
 
 

@@ -14,12 +14,13 @@ from disttrain_cli.costs.doubts import Level, costs_at, doubts_of, lacks_network
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import simulated_s
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.spec.plan import Basis, Layout, Plan, Prediction
+from disttrain_cli.spec.plan import Alternative, Baseline, Basis, Layout, Plan, Prediction
 from disttrain_cli.spec.profile import Profile
 
 TIE = 0.01  # of a step, by which two layouts may differ at both levels and tie
-#: Grounds of doubts in words.
-GROUNDS: dict[Basis, str] = {
+NEAR = 1.5  # times a plan's step, up to which others are compared with it
+#: Bases of doubts in words.
+BASES: dict[Basis, str] = {
     "measured": "from measurements",
     "stated": "from others' figures",
     "assumed": "assumed",
@@ -102,41 +103,39 @@ def with_range(
 
 
 def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> dict[str, Order]:
-    """By name, the runners-up and baselines of a plan compared with it, as `compared`."""
-    others = {f"#{number}": other.plan for number, other in enumerate(plan.alternatives, 2)}
-    others |= {name: other.plan for name, other in plan.baselines.items() if other is not None}
+    """By name, the runners-up and baselines that are not far behind a plan, compared with it."""
+    others: dict[str, Alternative | Baseline | None] = dict(plan.baselines)
+    others |= {f"#{number}": other for number, other in enumerate(plan.alternatives, 2)}
     plan_s = _both_s(profile, cluster, draws, plan.plan)
     return {
-        name: order_of(plan_s, _both_s(profile, cluster, draws, layout))
-        for name, layout in others.items()
-        if layout is not None
+        name: order_of(plan_s, _both_s(profile, cluster, draws, other.plan))
+        for name, other in others.items()
+        if other and other.plan and other.iteration_s < NEAR * plan.predicted.iteration_s
     }
 
 
-def known(profile: Profile, gpus: int) -> str:
-    """What a prediction rests on: what of its costs was measured, and what was not."""
-    several = gpus > 1
-    costs = "kernels and links" if several else "kernels"
-    if "calibrated" in profile.provenance:
-        said = f"{costs} were corrected by a run's traces"
-    elif profile.device.kind == "analytic":
-        said = f"{costs} are the catalogue's, not measured"
-    else:
-        said = f"{costs} were measured"
+def grounds(profile: Profile, gpus: int) -> str:
+    """The costs that a prediction is made from: which were measured, and which were not."""
+    costs = "kernels and links" if gpus > 1 else "kernels"
     between = gpus > profile.cluster.gpus_per_node
-    if between and (profile.device.kind == "analytic" or lacks_network(profile, gpus)):
-        said += ", the network between nodes is the run file's"
-    return said
+    network = " and the run file's network between nodes"
+    if "calibrated" in profile.provenance:
+        said = f"{costs} corrected by a run's traces"
+    elif profile.device.kind == "analytic":
+        return f"the catalogue's {costs}{network if between else ''}, none of them measured here"
+    else:
+        said = f"measured {costs}"
+    return f"{said}{network}, which was not measured" if lacks_network(profile, gpus) else said
 
 
 def range_sentence(predicted: Prediction) -> str | None:
-    """What a range comes from, by its grounds."""
+    """What a range comes from, by its bases."""
     if predicted.range_s is None or not predicted.doubts:
         return None
-    grounds: dict[Basis, list[str]] = {}
+    found: dict[Basis, list[str]] = {}
     for what, basis in predicted.doubts.items():
-        grounds.setdefault(basis, []).append(what)
-    parts = "; ".join(f"{GROUNDS[basis]}: {', '.join(names)}" for basis, names in grounds.items())
+        found.setdefault(basis, []).append(what)
+    parts = "; ".join(f"{BASES[basis]}: {', '.join(names)}" for basis, names in found.items())
     slower_pct = 100 * (predicted.range_s[1] / predicted.iteration_s - 1)
     return (
         f"Range     up to {slower_pct:.0f} % beyond the profile's costs, by which layouts are"
