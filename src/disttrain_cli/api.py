@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.check import NotRun
     from disttrain_cli.planning.explain import Explanation
     from disttrain_cli.planning.predict import Step
+    from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Sensitivity
     from disttrain_cli.runtime.rehearsal.rehearse import RehearsalResult
     from disttrain_cli.runtime.train import TrainResult
@@ -59,6 +60,7 @@ class PlanResult:
     changes: Changes | None  # against the previous plan, where both can be compared
     not_run: list[NotRun]  # what training refuses; a rehearsal does not
     gpus: int  # what the plan had to fit into
+    orders: dict[str, Order]  # runners-up and baselines beside the plan, at other costs
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,7 @@ def plan(
         changes=change,
         not_run=refused,
         gpus=cluster.gpus,
+        orders=orders,
     )
 
 

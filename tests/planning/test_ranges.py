@@ -80,6 +80,7 @@ def test_layouts_are_compared_on_the_same_batches(planned: Planned) -> None:
     assert compared(profile, cluster, draws, slower.plan, layout).verdict == "second"
     assert orders_of(plan, profile, cluster, draws)["paper"] == order
     assert {"#2", "#3"} <= orders_of(plan, profile, cluster, draws).keys()
+    assert orders_of(plan, profiled(RUN, "cpu"), cluster, draws) == {}
 
 
 @pytest.mark.parametrize(

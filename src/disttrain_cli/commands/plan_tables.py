@@ -4,6 +4,7 @@ text out."""
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
     from disttrain_cli.console import Console
     from disttrain_cli.planning.changes import Changes, Moved, Value
     from disttrain_cli.planning.explain import Explanation
+    from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic
 
 
-def show_layout(console: Console, plan: Plan, explanation: Explanation, given: int) -> None:
+def show_layout(
+    console: Console, plan: Plan, explanation: Explanation, given: int, columns: int
+) -> None:
     """What runs where: one row per unit."""
     from disttrain_cli.planning.explain import delays, layers
 
@@ -28,7 +32,8 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         if layout.gpus_used == given
         else f"{layout.gpus_used:,} of {given:,}"
     )
-    console.say(f"{layout.strategy} plan on {used} devices: {headline(predicted, explanation)}")
+    head = f"{layout.strategy} plan on {used} devices: {headline(predicted, explanation)}"
+    console.say(textwrap.fill(head, columns))
     console.say(mfu_line(predicted, layout.gpus_used < given))
     console.say(
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
@@ -186,8 +191,18 @@ def worth_it(changes: Changes) -> str:
     return f"The plan in place {old}; this one {new}: {more}.{why}"
 
 
-def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_file: Path) -> None:
-    """The plan beside the baselines, per GPU given and per GPU used."""
+def show_strategies(
+    console: Console,
+    plan: Plan,
+    explanation: Explanation,
+    orders: Mapping[str, Order],
+    run_file: Path,
+) -> None:
+    """The plan beside the baselines, per GPU given and per GPU used.
+
+    Args:
+        orders: of the plan and baselines, at the expected costs among others.
+    """
     layout, predicted = plan.plan, plan.predicted
     rows: list[list[object]] = [
         [
@@ -196,15 +211,14 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
             f"{predicted.sequences_per_s:.2f}",
             percent(predicted.mfu),
             f"{layout.gpus_used:,}",
-            "",
-            "",
+            *[""] * (2 + bool(orders)),
             shape(layout),
         ]
     ]
     for ratio in explanation.baselines:
         other = plan.baselines[ratio.name]
         rows.append(
-            [ratio.name, "does not fit", *[""] * 6]
+            [ratio.name, "does not fit", *[""] * (6 + bool(orders))]
             if other is None
             else [
                 ratio.name,
@@ -214,12 +228,13 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
                 f"{other.gpus_used:,}",
                 f"{ratio.per_gpu_given:.2f} ×",
                 f"{ratio.per_gpu_used:.2f} ×",
+                *([_expected(orders.get(ratio.name))] if orders else []),
                 shape(other.plan) if other.plan else other.layout,
             ]
         )
     console.table(
         "Beside other strategies, at the profile's costs (given, used: throughput of this plan over"
-        " theirs, per device)",
+        f" theirs, per device{'; expected: given at the expected costs' if orders else ''})",
         [
             "strategy",
             "s per step",
@@ -228,6 +243,7 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
             "devices",
             "given",
             "used",
+            *(["expected"] if orders else []),
             "TP×DP×PP of each unit, M",
         ],
         rows,
@@ -340,6 +356,11 @@ def _traffic(one: Traffic) -> str:
     return (
         f"{one.kind.replace('_', ' ')} {_gib(one.rank_gib)} GiB in {_seconds(one.rank_s)} ({where})"
     )
+
+
+def _expected(order: Order | None) -> str:
+    """Throughput of a plan over another layout's at the expected costs."""
+    return "" if order is None else f"{1 + order.expected:.2f} ×"
 
 
 def _figures(change: Change) -> list[object]:

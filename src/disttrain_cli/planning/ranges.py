@@ -18,7 +18,6 @@ from disttrain_cli.spec.plan import Alternative, Baseline, Basis, Layout, Plan, 
 from disttrain_cli.spec.profile import Profile
 
 TIE = 0.01  # of a step, by which two layouts may differ at both levels and tie
-NEAR = 1.5  # times a plan's step, up to which others are compared with it
 #: Bases of doubts in words.
 BASES: dict[Basis, str] = {
     "measured": "from measurements",
@@ -103,14 +102,17 @@ def with_range(
 
 
 def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> dict[str, Order]:
-    """By name, the runners-up and baselines that are not far behind a plan, compared with it."""
+    """By name, the runners-up and baselines of a plan, compared with it; none where ranks share
+    cores, which level their differences."""
+    if profile.device.kind == "cpu":
+        return {}
     others: dict[str, Alternative | Baseline | None] = dict(plan.baselines)
     others |= {f"#{number}": other for number, other in enumerate(plan.alternatives, 2)}
     plan_s = _both_s(profile, cluster, draws, plan.plan)
     return {
         name: order_of(plan_s, _both_s(profile, cluster, draws, other.plan))
         for name, other in others.items()
-        if other and other.plan and other.iteration_s < NEAR * plan.predicted.iteration_s
+        if other and other.plan
     }
 
 
