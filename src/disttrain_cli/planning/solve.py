@@ -35,6 +35,7 @@ from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.layouts import as_found, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
+from disttrain_cli.planning.ranges import TIE, compared
 from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.splitting import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, groupings, units_of
@@ -134,10 +135,11 @@ def solve(
     `megatron` the last two, `distmm` and `paper` none.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
-    them: a plan is never slower than a baseline.
+    them: a plan is no slower than a baseline, ties apart.
 
-    Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without takes
-    longer, by `CP_GAIN` at least.
+    Of layouts that tie with the fastest, as far as costs are known, the one of fewest units is
+    taken. Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without
+    takes longer, by `CP_GAIN` at least.
 
     Raises:
         MismatchError: the profile belongs to another model or cluster.
@@ -201,6 +203,10 @@ def solve_for(
                     Ranked(layout, alone_s),
                     *(one for one in ranked if one.layout != layout),
                 ]
+    simplest = _simplest(profile, cluster, draws, ranked)
+    if simplest is not ranked[0]:
+        predicted = _predicted(profile, cluster, simplest.layout)
+        ranked = [simplest, *(one for one in ranked if one is not simplest)]
     best = ranked[0]
     solve_s = time.perf_counter() - started
     if strategy in BASELINES:
@@ -396,6 +402,21 @@ def _as_trained(
     best = chosen_first(fastest, cluster.gpus_per_node)[0]
     others = sorted((one for one in shown if one is not best), key=lambda one: one.iteration_s)
     return [best, *others], predictions[shown.index(best)]
+
+
+def _simplest(profile: Profile, cluster: Cluster, draws: Draws, ranked: list[Ranked]) -> Ranked:
+    """The first of some layouts, or of those with fewer units that tie with it, as far as costs are
+    known (`ranges.compared`), the one with the fewest."""
+    best = ranked[0]
+    if profile.device.kind == "cpu":
+        return best
+    for other in sorted(ranked[1:], key=lambda one: len(one.layout.units)):
+        fewer = len(other.layout.units) < len(best.layout.units)
+        if fewer and other.iteration_s < best.iteration_s * (1 + TIE):
+            order = compared(profile, ranked_as(cluster), draws, best.layout, other.layout)
+            if order.verdict in ("tie", "second"):
+                return other
+    return best
 
 
 def _as_ours(
