@@ -34,14 +34,10 @@ WIDE = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "indent", "
     "round",
 }
 NESTS = (list, tuple, dict)
+NOTHING: dict[str, Any] = {}
+VIEWS = (type(NOTHING.keys()), type(NOTHING.values()), type(NOTHING.items()))
 #: Values that take as long as they are.
-LONG: tuple[type, ...] = (
-    str,
-    bytes,
-    range,
-    *NESTS,
-    *(type(view()) for view in ({}.keys, {}.values, {}.items)),
-)
+LONG: tuple[type[Any], ...] = (str, bytes, range, *NESTS, *VIEWS)
 QUADRATIC = ("striptags", "urlize")  # filters that take the square of a text's length
 AT_ONCE = ("length", "count", "first", "last", "default", "d")  # however long the value is
 STRIPS = ("strip", "lstrip", "rstrip", "trim")  # of each character, among those of the argument
@@ -76,9 +72,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {name: self.charged(name, one) for name, one in self.filters.items()}
         self.filters |= {ITEMS: self._items, CONCAT: self._concat}
         self.filters |= {CONTENTS: self._weighed, LENGTH: self.charge}
+        tests: dict[str, Any] = self.tests
         self.tests |= {
             name: self.charged(name, one)
-            for name, one in self.tests.items()
+            for name, one in tests.items()
             if one.__module__ == "_operator" or name in ("in", "lower", "upper")
         }
 
