@@ -344,6 +344,7 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
     assert code == 0 and "A rehearsal starts 6 processes, each for at most 1 GPUs" in out
     code, _, err = call(["train", run_folder, "--dry-run"], capsys)
     assert code == 0 and "A800" in err
+    assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")
     assert not (run_folder / "runs" / "tiny" / "traces").exists()
 
 
