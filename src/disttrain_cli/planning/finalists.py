@@ -151,7 +151,7 @@ def rounds(
     if not finalists:
         return []
     same = [one for one in groups if grouping(one) == grouping(best().layout.units)]
-    if not same or not near:
+    if not same:
         return finalists
     units = same[0]
     for share in FEWER:

@@ -20,7 +20,7 @@ from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.climb import climb
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import (
-    EACH,
+    AHEAD,
     Limits,
     Ranked,
     chosen_first,
@@ -132,7 +132,8 @@ def solve(
     Strategies differ in the units that they may have (`units.groupings`) and in what they hide:
     `auto` and `disaggregated` have backwards in two parts (`splitting`), reductions and gathers
     behind passes (`costs.overlap`) and a TP group's messages behind products (`Unit.overlaps`),
-    `megatron` the last two, `distmm` and `paper` none.
+    `megatron` the last two, `distmm` and `paper` none. Where training orders by `best`, baselines
+    but `disaggregated` are predicted under the policy `paper`.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
     them: a plan is no slower than a baseline, ties apart.
@@ -172,15 +173,22 @@ def solve_for(
     for name in BASELINES:
         if name == strategy:
             continue
-        theirs, apart = run_by(everything, name), name == "disaggregated"
+        theirs, searched = run_by(everything, name), name in ("disaggregated", "megatron")
         found, looked_at, tried = ranking(
-            profile, theirs, name, top * apart, either_zero, others if apart else [], draws
+            profile,
+            theirs,
+            name,
+            top * searched,
+            either_zero,
+            others if name == "disaggregated" else [],
+            draws,
         )
-        baselines[name] = baseline_of(profile, theirs, found)
-        if apart:
-            combinations, simulated = looked_at, tried
+        ordered = theirs if name == "disaggregated" else ranked_as(theirs)
+        baselines[name] = baseline_of(profile, ordered, found)
+        if strategy == "auto" and searched:
+            combinations, simulated = combinations + looked_at, simulated + tried
         if strategy == "auto" or (strategy == "disaggregated" and name != "megatron"):
-            layouts = [one.layout for one in found[: None if apart else 1]]
+            layouts = [one.layout for one in found[: None if searched else 1]]
             others += _as_ours(profile, cluster, strategy, layouts)
     ranked, looked_at, tried = ranking(profile, cluster, strategy, top, either_zero, others, draws)
     combinations, simulated = combinations + looked_at, simulated + tried
@@ -259,7 +267,7 @@ def ranking(
         top: runners-up wanted beside the best layout.
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
         others: layouts that are simulated with those of the strategy; of `auto` the best of
-            `disaggregated` among them, whose units are not searched again.
+            `disaggregated` and `megatron`, whose units are not searched again.
         draws: the batches that all are tried on; None = drawn anew.
     """
     combinations = simulated = 0
@@ -279,23 +287,24 @@ def ranking(
             combinations += result.combinations
             return result
 
-        groups, ours = groupings(profile, cluster, strategy), strategy in ("auto", "disaggregated")
-        if strategy == "auto" and others and len(groups) > 1:
-            groups = groups[1:]
+        groups = groupings(profile, cluster, strategy)
+        known = strategy == "auto" and bool(others)
         finalists = rounds(
             profile,
             cluster,
             draws,
-            groups,
+            groups[1:-1] if known else groups,
             find,
             as_layout,
             top + 1,
-            POOL if ours else max(EACH, top + 1),
-            NEAR if ours else 0,
+            POOL,
+            NEAR,
             [whole(layout).model_copy(update={"strategy": strategy}) for layout in others],
         )
         if cluster.climbs:
-            finalists += _climbed(groups, cluster, draws, strategy, either_zero, finalists)
+            # the best of `disaggregated` have climbed, those of `megatron` without split backwards
+            new = groups[1:] or groups if known else groups
+            finalists += _climbed(new, cluster, draws, strategy, either_zero, finalists)
         simulated += len(finalists)
         return rank(profile, cluster, draws, finalists, top + 1)
 
@@ -328,7 +337,8 @@ def _climbed(
     either_zero: bool,
     finalists: list[Ranked],
 ) -> list[Ranked]:
-    """Better neighbours of the best finalists that differ in grouping or the LLM's shape."""
+    """Better neighbours of the best finalists that differ in grouping or the LLM's shape, of those
+    that are nearly as fast as any."""
     profile = groups[0][0].profile
 
     def build(units: list[Unit], shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
@@ -346,8 +356,13 @@ def _climbed(
 
     seen: set[str] = set()
     by_grouping = {grouping(units): units for units in groups}
+    fastest_s = min((one.iteration_s for one in finalists), default=0.0)
     best = sorted(
-        (one for one in finalists if grouping(one.layout.units) in by_grouping),
+        (
+            one
+            for one in finalists
+            if grouping(one.layout.units) in by_grouping and one.iteration_s <= AHEAD * fastest_s
+        ),
         key=lambda one: one.iteration_s,
     )
     starts = diverse(
