@@ -35,6 +35,7 @@ from disttrain_cli.planning.layouts import apart, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult, search
+from disttrain_cli.planning.sharded import sharded
 from disttrain_cli.planning.splitting import timed
 from disttrain_cli.planning.units import Cluster, Unit, group, units_of
 from disttrain_cli.spec.files import fingerprint
@@ -206,7 +207,8 @@ def solve_for(
         provenance=profile.provenance,
         plan=best.layout,
         predicted=predicted,
-        baselines={name: baselines[name] for name in BASELINES},
+        baselines={name: baselines[name] for name in BASELINES}
+        | ({} if profile.device.kind == "cpu" else {"fsdp": sharded(profile, plain, draws)}),
         alternatives=[
             Alternative(
                 layout=_described(other.layout),
