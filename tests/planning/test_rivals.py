@@ -96,7 +96,7 @@ def check_rivals(job: tuple[RunFile, Profile]) -> int:
         return 0
     units = group(profile, cluster, "disaggregated")
     for baseline in plan.baselines.values():
-        layout = apart(baseline.plan, units) if baseline is not None else None
+        layout = apart(baseline.plan, units) if baseline and baseline.plan else None
         if layout is None or any(
             stage.peak_gib > stage.limit_gib
             for stage in layout_memory(profile, layout, cluster.memory_gib)
