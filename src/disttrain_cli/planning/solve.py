@@ -208,7 +208,11 @@ def solve_for(
         plan=best.layout,
         predicted=predicted,
         baselines={name: baselines[name] for name in BASELINES}
-        | ({} if profile.device.kind == "cpu" else {"fsdp": sharded(profile, plain, draws)}),
+        | (
+            {"fsdp": sharded(profile, ranked_as(plain), draws)}
+            if profile.device.kind != "cpu"
+            else {}
+        ),
         alternatives=[
             Alternative(
                 layout=_described(other.layout),
