@@ -6,10 +6,10 @@
 Each is priced on its preset's data and sequence length, not on its own, with its own devices, batch
 and microbatch, trained modules and recomputing. Megatron's layers are split evenly or as the recipe
 says, the encoder beside its share on the first stage; samples come in their own order, and messages
-overlap where the recipe says so. Backwards are whole. Parameters under ZeRO-3 and FSDP are sharded
-as in `planning.sharded`. A recipe whose predicted peak exceeds the memory has its time in brackets:
-its own sequences were shorter, or its states elsewhere. "over" is our plan's throughput over the
-recipe's.
+overlap where the recipe says so. Backwards are whole, and TP groups share activations between
+products, also where a recipe has no sequence parallelism. Parameters under ZeRO-3 and FSDP are
+sharded as in `planning.sharded`. A recipe whose predicted peak exceeds the memory has its time in
+brackets: its own sequences were shorter. "over" is our plan's throughput over the recipe's.
 
 Costs are those frozen in `costs/` where they are there, else computed. Simulated; nothing here was
 measured on a GPU.

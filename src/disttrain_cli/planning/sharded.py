@@ -10,9 +10,9 @@ at a time; the last layer's weights stay for its backward, which follows at once
 a collective, a layer takes as long as on the slowest rank. Hybrid sharding (HSDP) gathers and
 scatters inside nodes and sums the shards between nodes in a step's last microbatch.
 
-Not modelled: kernels that messages beside them slow down, gathers on the critical path of the host,
-and a root that stays gathered. Ranks may run a layer ahead of the slowest one, which is not counted
-either.
+Sequences are ordered as for layouts. Not modelled: kernels that slow down while messages run, the
+host's time for every message, a root that stays gathered, and ranks that run up to a layer ahead of
+the slowest one.
 """
 
 from __future__ import annotations
@@ -146,19 +146,14 @@ class Sharding:
         )
 
     def _batch_s(self, loads: dict[str, Floats]) -> float:
-        update_s = (
-            self.stage.trained
-            / self.shards
-            * (self.profile.device.optimizer_ns_per_parameter * 1e-9)
-        )
-        return streams_s(self._passes(loads)) + update_s
+        each_ns = self.profile.device.optimizer_ns_per_parameter
+        return streams_s(self._passes(loads)) + 1e-9 * each_ns * self.stage.trained / self.shards
 
     def _passes(self, loads: dict[str, Floats]) -> Iterator[Pass]:
         """All passes of a step in order."""
         computed = {layer: self._computed_s(*layer, loads) for layer in set(self.stage.held)}
-        messages = self._messages_s
         last = self.layout.microbatches - 1
-        layers = list(zip(self.stage.held, messages, strict=True))
+        layers = list(zip(self.stage.held, self._messages_s, strict=True))
         for slot in range(last + 1):
             for layer, (gather_s, _, _) in layers:
                 yield Pass(computed[layer][0][slot], gather_s)
