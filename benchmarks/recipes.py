@@ -32,7 +32,7 @@ from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.sharded import Sharding
-from disttrain_cli.planning.solve import ranking
+from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -163,11 +163,11 @@ def row(recipe: Recipe, device: str) -> dict[str, Any]:
     seconds, peak_gib = as_published(recipe, profile)
     fits = peak_gib <= profile.device.memory_gib
     try:
-        best = ranking(profile, cluster_of(recipe, profile), "disaggregated")[0][0]
-        ours, ours_s, over = best.layout.describe(), best.iteration_s, seconds / best.iteration_s
-        ours += f", M {best.layout.microbatch_size}"
-    except (InfeasibleError, IndexError):
-        ours, ours_s, over = "does not fit", float("nan"), float("nan")
+        plan = solve_for(profile, cluster_of(recipe, profile))
+    except InfeasibleError:
+        plan = None
+    ours_s = None if plan is None else plan.predicted.iteration_s
+    fsdp = None if plan is None else plan.baselines["fsdp"]
     return {
         "recipe": recipe.name,
         "preset": recipe.preset,
@@ -177,9 +177,10 @@ def row(recipe: Recipe, device: str) -> dict[str, Any]:
         "its tokens": recipe.length,
         "GiB": peak_gib,
         "s": f"{seconds:.3f}" if fits else f"({seconds:.3f})",
-        "our plan": ours,
-        "our s": ours_s,
-        "over": over,
+        "best FSDP, s": "–" if fsdp is None else fsdp.iteration_s,
+        "our plan": "does not fit" if plan is None else plan.plan.describe(),
+        "ours, s": "–" if ours_s is None else ours_s,
+        "over": "–" if ours_s is None else seconds / ours_s,
     }
 
 
