@@ -31,7 +31,7 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.predict import batches, simulated_s
-from disttrain_cli.planning.sharded import Sharding
+from disttrain_cli.planning.sharded import Sharding, sharded
 from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.profiling.analytic import analytic_profile
@@ -162,12 +162,13 @@ def row(recipe: Recipe, device: str) -> dict[str, Any]:
     profile = costs(recipe.preset, device)
     seconds, peak_gib = as_published(recipe, profile)
     fits = peak_gib <= profile.device.memory_gib
+    cluster = cluster_of(recipe, profile)
+    fsdp = sharded(profile, cluster, Draws(profile, cluster))
     try:
-        plan = solve_for(profile, cluster_of(recipe, profile))
+        plan = solve_for(profile, cluster)
     except InfeasibleError:
         plan = None
     ours_s = None if plan is None else plan.predicted.iteration_s
-    fsdp = None if plan is None else plan.baselines["fsdp"]
     return {
         "recipe": recipe.name,
         "preset": recipe.preset,
