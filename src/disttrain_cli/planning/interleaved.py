@@ -19,17 +19,16 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.activations import kept_share, own_mix, working_share
-from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.activations import at_worst, kept_share, working_share
+from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.memory import GIB, layout_memory
-from disttrain_cli.costs.stage import unit_times
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.partition import most_of_a_slot, split
 from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
@@ -78,20 +77,25 @@ def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
     count = unit.pp * chunks
     if unit.pp == 1 or layout.microbatches % unit.pp or count > sum(unit.layers_per_stage):
         return None
-    known = (profile, unit.modules, unit.tp, layout.trained, unit.checkpointing, unit.tp_overlap)
-    times = unit_times(*known, unit.cp, unit.gathers)
-    base, slope = (
-        times.forward_base + times.backward_base,
-        times.forward_slope + times.backward_slope,
-    )
-    nothing = np.zeros(len(base))
-    layers = split(
-        base + slope * layout.microbatch_size, nothing, nothing, nothing, math.inf, 1, 0, count
-    )
+    alone = unit.model_copy(update={"dp": 1})
+    times: list[float] = []
+    for stage in stages_of(profile, _staged(layout, alone, [1] * sum(unit.layers_per_stage))):
+        (cost,) = stage.costs
+        work = profile.modules[cost.module].work_per_sequence.scaled(layout.microbatch_size)
+        parts = cost.forward_ms + cost.backward_ms
+        times.append(float(amount(parts, np.array([[work]]))[0, 0]))
+    nothing = np.zeros(len(times))
+    layers = split(np.array(times), nothing, nothing, nothing, math.inf, 1, 0, count)
     assert layers is not None, "no memory is asked for"
-    gpus = unit.gpus * chunks
-    update = {"pp": count, "gpus": gpus, "layers_per_stage": layers}
-    return layout.model_copy(update={"units": [unit.model_copy(update=update)], "gpus_used": gpus})
+    return _staged(layout, unit, layers)
+
+
+def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:
+    """The layout whose only unit has stages of so many layers."""
+    gpus = unit.width * unit.dp * len(layers)
+    update = {"pp": len(layers), "gpus": gpus, "layers_per_stage": layers}
+    staged = {"units": [unit.model_copy(update=update)], "gpus_used": gpus}
+    return layout.model_copy(update=staged)
 
 
 def order(devices: int, chunks: int, slots: int, device: int) -> list[Operation]:
@@ -205,9 +209,9 @@ def fits(profile: Profile, layout: Layout, cut: Layout, limit_gib: float) -> boo
     stages = layout_memory(profile, cut, limit_gib)
     if chunks == 1:
         return all(stage.peak_gib <= limit_gib for stage in stages)
-    mix, known = own_mix(profile, layout, unit), (profile, unit.modules, unit.shape, layout.trained)
-    kept = mix @ kept_share(*known)
-    working = np.maximum(kept, mix @ working_share(*known, overlap=unit.tp_overlap))
+    kept = at_worst(kept_share, profile, layout, unit)
+    running = at_worst(working_share, profile, layout, unit, False, unit.tp_overlap)
+    working = np.maximum(kept, running)
     ends = np.cumsum(cut.units[0].layers_per_stage)[:-1]
     kept_of, working_of = np.split(kept, ends), np.split(working, ends)
     keeps = [float(each.sum()) for each in kept_of]

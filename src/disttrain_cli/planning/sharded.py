@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.activations import kept_share, own_mix, working_share
+from disttrain_cli.costs.activations import at_worst, kept_share, working_share
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
@@ -111,10 +111,8 @@ class Sharding:
         """Memory of a rank in its fullest moment: in the backward of some layer, with the next one
         gathered and the gradients of the one before being scattered."""
         profile, unit = self.profile, self.layout.units[0]
-        mix, trained = own_mix(profile, self.layout, unit), self.layout.trained
-        known = (profile, unit.modules, unit.shape, trained)
-        kept = mix @ kept_share(*known)
-        working = np.maximum(kept, mix @ working_share(*known))
+        kept = at_worst(kept_share, profile, self.layout, unit)
+        working = np.maximum(kept, at_worst(working_share, profile, self.layout, unit))
         numbers, held = np.array(self.stage.numbers, dtype=np.float64), self.gathered_bytes.copy()
         if (tied := tied_in(profile, self.stage)) is not None:
             held[tied[1]] -= held[tied[0]]
