@@ -11,14 +11,11 @@ products, also where a recipe has no sequence parallelism. Parameters under ZeRO
 sharded as in `planning.sharded`. A recipe whose predicted peak exceeds the memory has its time in
 brackets: its own sequences were shorter. "over" is our plan's throughput over the recipe's.
 
-Costs are those frozen in `costs/` where they are there, else computed. Simulated; nothing here was
-measured on a GPU.
+Costs are those frozen in `costs/` (`grouping.py`). Simulated; nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
 
-import gzip
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks.common import Tables, main
-from disttrain_cli.commands.init import preset_text
+from benchmarks.grouping import DEVICES, frozen
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.draws import Draws
@@ -34,13 +31,10 @@ from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.sharded import Sharding, sharded
 from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import read_run
 
-HERE = Path(__file__).parent
-DEVICES = ("H100", "A800")
+PUBLISHED = Path(__file__).parent / "recipes.yaml"
 
 
 @dataclass(frozen=True)
@@ -76,22 +70,11 @@ class Recipe:
 
 def recipes() -> list[Recipe]:
     """All published recipes."""
-    rows = yaml.safe_load((HERE / "recipes.yaml").read_text())
+    rows = yaml.safe_load(PUBLISHED.read_text())
     return [
         Recipe(**row | {"trained": tuple(row["trained"]) if "trained" in row else None})
         for row in rows
     ]
-
-
-def costs(preset: str, device: str) -> Profile:
-    """The preset's costs on a device."""
-    frozen = HERE / "costs" / f"{preset}-{device}.json.gz"
-    if frozen.exists():
-        return Profile.model_validate_json(gzip.decompress(frozen.read_bytes()))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "disttrain.yaml"
-        path.write_text(preset_text(preset))
-        return analytic_profile(read_run(path), device)
 
 
 def cluster_of(recipe: Recipe, profile: Profile) -> Cluster:
@@ -159,7 +142,7 @@ def as_published(recipe: Recipe, profile: Profile) -> tuple[float, float]:
 
 def row(recipe: Recipe, device: str) -> dict[str, Any]:
     """A recipe beside our plan for its devices, batch and trained modules."""
-    profile = costs(recipe.preset, device)
+    _, profile = frozen(recipe.preset, device)
     seconds, peak_gib = as_published(recipe, profile)
     fits = peak_gib <= profile.device.memory_gib
     cluster = cluster_of(recipe, profile)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from disttrain_cli.planning.objective import Time, busiest_load, combine, layout_time
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial
 from tests.planning import synthetic
@@ -47,7 +47,7 @@ def test_without_bases_the_objective_is_the_papers() -> None:
             costs[kind] = cost.model_copy(update={"tp": {"1": time}})
         modules[name] = module.model_copy(update={"costs": costs})
     profile = profile.model_copy(update={"links": free, "modules": modules})
-    units = group(profile, Cluster(6, 6, 4.0, 1, 24), "disaggregated")
+    units = groupings(profile, Cluster(6, 6, 4.0, 1, 24), "disaggregated")[0]
     per_sample = [unit.layer_ms(1)[1].sum() for unit in units]  # C of one sequence
     plans = [
         UnitPlan(name=u.name, modules=list(u.modules), dp=dp, gpus=dp, layers_per_stage=[u.layers])

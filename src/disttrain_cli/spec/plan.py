@@ -17,7 +17,7 @@ from disttrain_cli.spec.whole import keep_before, write_whole
 
 #: Names as in Megatron-LM.
 CpCommType = Literal["a2a", "all_gather"]
-Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
+Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
 
 
 class UnitShape(NamedTuple):
@@ -167,7 +167,7 @@ class UnitPlan(Strict):
 class Layout(Strict):
     """The part of a plan that decides what runs where."""
 
-    strategy: Strategy = "disaggregated"
+    strategy: Strategy = "auto"
     global_batch_size: int = Field(
         ge=1, le=MOST_SEQUENCES, description="Packed sequences per step."
     )
