@@ -90,6 +90,9 @@ def test_published_recipes_are_layouts():
         assert sum(unit.layers_per_stage) == blocks + 32 and unit.layers_per_stage[0] > 30
         assert recipe.source.startswith("https://github.com/") and recipe.zero in (1, 3)
         assert recipe.tp * recipe.pp == 1 or recipe.zero == 1
+    (row,) = only(recipes.measure(small=True))
+    assert row["GiB"] > 79 and row["s"].startswith("(")  # sequences twice as long as its own
+    assert row["best FSDP, s"] < row["ours, s"]  # two devices, which recompute everything
 
 
 def test_decode():
