@@ -32,6 +32,7 @@ from benchmarks import (
     memory,
     ordering,
     planner,
+    recipes,
     rehearsal,
     simulation,
     sizes,
@@ -70,6 +71,28 @@ def test_calls_alternate_and_the_first_round_is_not_counted():
         "B": 2,
     }
     assert common.paired_ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == 3.0
+
+
+def test_published_recipes_are_layouts():
+    """Every recipe names a source and a layout of its devices, batch and layers."""
+    llm_blocks = {"qwen2.5-vl-7b": 28, "internvl3-8b": 28, "qwen3-vl-8b": 36, "qwen3-vl-32b": 64}
+    published = recipes.recipes()
+    assert len({recipe.name for recipe in published}) == len(published) >= 10
+    for recipe in published:
+        blocks = llm_blocks[recipe.preset]
+        modules = {"image_encoder": 30, "llm": blocks + 2}
+        profile = SimpleNamespace(
+            modules={name: SimpleNamespace(layers=["block"] * n) for name, n in modules.items()}
+        )
+        layout = recipes.layout_of(recipe, profile)
+        layout.check_slots("llm")
+        (unit,) = layout.units
+        assert sum(unit.layers_per_stage) == blocks + 32 and unit.layers_per_stage[0] > 30
+        assert recipe.source.startswith("https://github.com/") and recipe.zero in (1, 3)
+        assert recipe.tp * recipe.pp == 1 or recipe.zero == 1
+    (row,) = only(recipes.measure(small=True))
+    assert row["GiB"] > 79 and row["s"].startswith("(")  # sequences twice as long as its own
+    assert row["best FSDP, s"] < row["ours, s"]  # two devices, which recompute everything
 
 
 def test_decode():

@@ -336,6 +336,7 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
     )
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 0 and "Training does not run yet, and refuses: a device that is not here" in out
+    assert "FSDP over" in out and "--strategy fsdp" not in out
     assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")
     code, _, err = call(["train", run_folder], capsys)
     assert code == 1 and "A800" in err and "cluster.device" in err and "Traceback" not in err

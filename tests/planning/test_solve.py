@@ -47,6 +47,8 @@ def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: P
     assert len(alone.alternatives) == 3 and all(
         other.slower_pct >= 0 for other in alone.alternatives
     )
+    fsdp = alone.baselines["fsdp"]
+    assert fsdp is not None and fsdp.plan is None and fsdp.layout == "FSDP over 6, M 4"
     assert plan.predicted.sequences_per_s == pytest.approx(24 / plan.predicted.iteration_s)
     assert 0 < plan.predicted.mfu < 1
     assert set(plan.baselines) == {"disaggregated", "megatron", "distmm", "paper"}

@@ -255,8 +255,13 @@ def show_strategies(
         if ratio.per_gpu_given and ratio.per_gpu_given < 1 - 1e-3
     ]
     if better:
-        command = with_named(f"disttrain plan --strategy {better[0]}", run_file)
-        console.say(f"Faster, and none that {layout.strategy} plans may choose: {command}")
+        planned = plan.baselines[better[0]]
+        runs = (
+            with_named(f"disttrain plan --strategy {better[0]}", run_file)
+            if planned and planned.plan
+            else f"{better[0]}, which disttrain train does not run"
+        )
+        console.say(f"Faster, and none that {layout.strategy} plans may choose: {runs}")
 
 
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:

@@ -58,6 +58,15 @@ def own_mix(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
     return np.array([1.0, *(part[0] for part in mix)])
 
 
+def at_worst(
+    share: Callable[..., Floats], profile: Profile, layout: Layout, unit: UnitPlan, *more: bool
+) -> Floats:
+    """[L] of every layer of a unit, one of the shares below at the worst work of a replica."""
+    known = (profile, unit.modules, unit.shape, layout.trained)
+    worst: Floats = own_mix(profile, layout, unit) @ share(*known, *more)
+    return worst
+
+
 def kept_share(
     profile: Profile,
     modules: Sequence[str],

@@ -37,6 +37,7 @@ from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.ranges import TIE, compared
 from disttrain_cli.planning.search import Candidate, SearchResult, search
+from disttrain_cli.planning.sharded import sharded
 from disttrain_cli.planning.splitting import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
@@ -231,7 +232,12 @@ def solve_for(
         provenance=profile.provenance,
         plan=best.layout,
         predicted=predicted,
-        baselines={name: baselines[name] for name in SHOWN},
+        baselines={name: baselines[name] for name in SHOWN}
+        | (
+            {"fsdp": sharded(profile, ranked_as(everything), draws)}
+            if profile.device.kind != "cpu"
+            else {}
+        ),
         alternatives=[
             Alternative(
                 layout=_described(other.layout),

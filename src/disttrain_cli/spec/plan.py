@@ -483,7 +483,11 @@ class Baseline(Strict):
     gpus_used: int
     layout: str
     plan: Layout | None = Field(
-        None, description="The layout itself, in the form of the plan's own."
+        None,
+        description=(
+            "The layout itself, in the form of the plan's own; None of fsdp, which is no layout of"
+            " units."
+        ),
     )
 
 
@@ -520,7 +524,11 @@ class Plan(Strict):
     plan: Layout
     predicted: Prediction
     baselines: dict[str, Baseline | None] = Field(
-        default_factory=dict, description="None where no such layout fits."
+        default_factory=dict,
+        description=(
+            "By strategy and, on GPUs, of sharded data parallelism (fsdp). None"
+            " where no such layout fits."
+        ),
     )
     alternatives: list[Alternative] = Field(default_factory=list)
     search: Search

@@ -1,0 +1,235 @@
+"""Megatron's virtual pipeline stages: a device holds several chunks of layers instead of one stage
+(interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473), for layouts of one unit.
+
+The layers are cut into PP · v chunks, chunk c on device c mod PP, so that a slot passes every
+device v times and the pipeline fills and drains in v times smaller steps: for equal chunks the
+bubble is (PP - 1) / (v · n) of the ideal time, for v times as many messages. Slots come in groups
+of PP: a device runs its first chunk for all of a group, then its second, and backwards in the
+reverse order of chunks. Costs are those of chunks as stages (`costs.layout`), between the devices
+that they really lie on; reductions and gathers run behind the passes of their chunk, one chunk's
+after the other's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.activations import at_worst, kept_share, working_share
+from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.memory import GIB, layout_memory
+from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.partition import most_of_a_slot, split
+from disttrain_cli.planning.predict import batches
+from disttrain_cli.planning.units import Cluster
+from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.timeline import Pipeline
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.trace import BACKWARD, FORWARD
+
+Floats = NDArray[np.float64]
+Operation = tuple[int, int, int]  # its place in `COMPUTE`, chunk of the whole model, slot
+
+
+def interleaved_s(
+    profile: Profile,
+    layout: Layout,
+    cluster: Cluster,
+    draws: Draws,
+    chunks: int,
+    numbers: Iterable[int] | None = None,
+) -> float:
+    """Mean time of steps of a layout of one unit with `chunks` chunks on every device, over these
+    of the global batches drawn from the data, or over all; with one as `predict.simulated_s`.
+
+    Inf where there is no such schedule or it does not fit: PP is 1, slots are no multiple of it,
+    chunks more than layers, or slots in flight need more than a device's memory.
+    """
+    (unit,) = layout.units
+    cut = layout if chunks == 1 else cut_into(profile, layout, chunks)
+    if cut is None or not fits(profile, layout, cut, cluster.memory_gib):
+        return math.inf
+    stages, devices = stages_of(profile, cut), stages_of(profile, layout)
+    placed = [_placed(stage, devices) for stage in stages]
+    whole = [
+        _merged(stages[device :: unit.pp], device_of) for device, device_of in enumerate(devices)
+    ]
+    node = cluster.gpus_per_node
+    reduced_s = np.array([reduce_s(profile, layout, device, node) for device in whole])
+    updated_s = max(optimizer_s(profile, layout, device, node) for device in whole)
+    times_s: list[float] = []
+    for number in batches(cluster) if numbers is None else numbers:
+        pipeline = pipeline_of(profile, cut, placed, draws.loads(layout, number), node)
+        pipeline = dataclasses.replace(pipeline, step_s=updated_s)
+        times_s.append(step_s(pipeline, reduced_s))
+    return float(np.mean(times_s))
+
+
+def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
+    """The layout with PP · chunks stages, the slowest of them as fast as possible; None where there
+    is no such schedule."""
+    (unit,) = layout.units
+    count = unit.pp * chunks
+    if unit.pp == 1 or layout.microbatches % unit.pp or count > sum(unit.layers_per_stage):
+        return None
+    alone = unit.model_copy(update={"dp": 1})
+    times: list[float] = []
+    for stage in stages_of(profile, _staged(layout, alone, [1] * sum(unit.layers_per_stage))):
+        (cost,) = stage.costs
+        work = profile.modules[cost.module].work_per_sequence.scaled(layout.microbatch_size)
+        parts = cost.forward_ms + cost.backward_ms
+        times.append(float(amount(parts, np.array([[work]]))[0, 0]))
+    nothing = np.zeros(len(times))
+    layers = split(np.array(times), nothing, nothing, nothing, math.inf, 1, 0, count)
+    assert layers is not None, "no memory is asked for"
+    return _staged(layout, unit, layers)
+
+
+def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:
+    """The layout whose only unit has stages of so many layers."""
+    gpus = unit.width * unit.dp * len(layers)
+    update = {"pp": len(layers), "gpus": gpus, "layers_per_stage": layers}
+    staged = {"units": [unit.model_copy(update=update)], "gpus_used": gpus}
+    return layout.model_copy(update=staged)
+
+
+def order(devices: int, chunks: int, slots: int, device: int) -> list[Operation]:
+    """A device's operations: forwards that fill the pipeline, then a forward and a backward in
+    turns, then the backwards that are left."""
+    total = chunks * slots
+
+    def operation(what: int, number: int) -> Operation:
+        group, place = divmod(number, devices * chunks)
+        turn, slot = divmod(place, devices)
+        chunk = turn if what == FORWARD else chunks - 1 - turn
+        return what, chunk * devices + device, group * devices + slot
+
+    if chunks == 1:
+        ahead = devices - 1 - device
+        forwards = [(FORWARD, device, slot) for slot in range(slots)]
+        backwards = [(BACKWARD, device, slot) for slot in range(slots)]
+    else:
+        ahead = 2 * (devices - 1 - device) + (chunks - 1) * devices
+        forwards = [operation(FORWARD, number) for number in range(total)]
+        backwards = [operation(BACKWARD, number) for number in range(total)]
+    ahead = min(ahead, total)
+    rest = forwards[ahead:]
+    turns = [each for pair in zip(rest, backwards, strict=False) for each in pair]
+    return [*forwards[:ahead], *turns, *backwards[len(rest) :]]
+
+
+def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
+    """Time of a step whose stages are chunks, the c-th on device c mod PP.
+
+    Args:
+        reduced_s: [PP] reduction of all chunks of each device, where no pass hides it.
+    """
+    slots, count, replicas = pipeline.forward_s.shape
+    devices = len(reduced_s)
+    orders = [order(devices, count // devices, slots, device) for device in range(devices)]
+    ends: dict[Operation, Floats] = {}
+    free = np.zeros((devices, replicas))
+    leads = _leads_s(pipeline, devices)
+    done, left = [0] * devices, sum(map(len, orders))
+    while left:
+        before = left
+        for device in range(devices):
+            for what, chunk, slot in orders[device][done[device] :]:
+                ready = leads[chunk] if (what, slot) == (FORWARD, 0) else np.zeros(replicas)
+                source, cut = _source(what, chunk, slot, count)
+                if source is not None:
+                    if source not in ends:
+                        break
+                    transfer_s = 0.0 if cut is None else pipeline.transfer_s[cut]
+                    ready = np.maximum(ready, ends[source] + transfer_s)
+                times_s = pipeline.forward_s if what == FORWARD else pipeline.backward_s
+                free[device] = np.maximum(free[device], ready) + times_s[slot, chunk]
+                ends[what, chunk, slot] = free[device].copy()
+                done[device] += 1
+                left -= 1
+        assert left < before, "the schedule waits for itself"
+    if pipeline.reducing is None:
+        return float((free + reduced_s[:, None]).max()) + pipeline.closing_s
+    left_s = pipeline.reducing.left_s(pipeline.backward_s[-1])
+    sent_s = pipeline.reducing.until_s.max(axis=0)
+    sent = np.zeros_like(free)  # until a chunk's messages are, behind those of later chunks
+    for chunk in reversed(range(count)):
+        device, end_s = chunk % devices, ends[BACKWARD, chunk, slots - 1]
+        sent[device] = np.maximum(sent[device] + sent_s[chunk], end_s + left_s[chunk])
+    return float(sent.max()) + pipeline.closing_s
+
+
+def _source(what: int, chunk: int, slot: int, count: int) -> tuple[Operation | None, int | None]:
+    """The operation that another waits for, and the cut between them."""
+    if what == FORWARD:
+        return (None, None) if chunk == 0 else ((FORWARD, chunk - 1, slot), chunk - 1)
+    if chunk == count - 1:
+        return (FORWARD, chunk, slot), None
+    return (BACKWARD, chunk + 1, slot), chunk
+
+
+def _leads_s(pipeline: Pipeline, devices: int) -> Floats:
+    """[chunks of the model, R] from when each chunk's first forward can begin: its device gathers
+    one chunk's weights after the other's."""
+    leads = pipeline.lead_s.copy()
+    if pipeline.gathering is not None:
+        sent_s = pipeline.gathering.until_s.max(axis=0)
+        for chunk in range(devices, len(leads)):
+            leads[chunk] += sent_s[chunk % devices : chunk : devices].sum()
+    return leads
+
+
+def _placed(stage: CostedStage, devices: Sequence[CostedStage]) -> CostedStage:
+    """A chunk on the ranks of its device; a tied weight's two copies as far apart as these are."""
+    device = devices[stage.number % len(devices)]
+    twin = stage.twin
+    if twin is not None:
+        twin = stage.number + twin % len(devices) - device.number
+    return dataclasses.replace(stage, ranks=device.ranks, twin=twin)
+
+
+def _merged(chunks: Sequence[CostedStage], device: CostedStage) -> CostedStage:
+    """A device's stage with the layers of all its chunks."""
+    return dataclasses.replace(
+        device,
+        held=[layer for chunk in chunks for layer in chunk.held],
+        numbers=[count for chunk in chunks for count in chunk.numbers],
+    )
+
+
+def fits(profile: Profile, layout: Layout, cut: Layout, limit_gib: float) -> bool:
+    """True if every device has room for its chunks and for what their slots in flight keep."""
+    (unit,) = layout.units
+    chunks = cut.units[0].pp // unit.pp
+    stages = layout_memory(profile, cut, limit_gib)
+    if chunks == 1:
+        return all(stage.peak_gib <= limit_gib for stage in stages)
+    kept = at_worst(kept_share, profile, layout, unit)
+    running = at_worst(working_share, profile, layout, unit, False, unit.tp_overlap)
+    working = np.maximum(kept, running)
+    ends = np.cumsum(cut.units[0].layers_per_stage)[:-1]
+    kept_of, working_of = np.split(kept, ends), np.split(working, ends)
+    keeps = [float(each.sum()) for each in kept_of]
+    runs = [
+        float(most_of_a_slot(*pair[:, None])[0])
+        for pair in map(np.stack, zip(kept_of, working_of, strict=True))
+    ]
+    waste = profile.device.fragmentation
+    for device in range(unit.pp):
+        own = stages[device :: unit.pp]
+        states = sum(one.weights_gib + one.gradients_gib + one.optimizer_gib for one in own)
+        messages = max(one.messages_gib for one in own)
+        held = most = 0.0
+        for what, chunk, _ in order(unit.pp, chunks, layout.microbatches, device):
+            held += keeps[chunk] * (what == FORWARD)
+            most = max(most, held - keeps[chunk] + runs[chunk])
+            held -= keeps[chunk] * (what == BACKWARD)
+        moving = most / GIB + messages
+        if states + moving * (1.0 + waste) + own[0].reserve_gib > limit_gib:
+            return False
+    return True

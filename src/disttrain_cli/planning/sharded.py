@@ -1,0 +1,256 @@
+"""Data parallelism with sharded parameters, gradients and optimizer states, as a baseline: FSDP
+(Zhao et al. 2023, arXiv 2304.11277), ZeRO-3 (Rajbhandari et al. 2019, arXiv 1910.02054).
+
+Every rank computes the whole model for its own sequences and their images, TP 1, and holds a shard
+of every layer. A layer's weights are gathered ahead of its forward and again ahead of its backward,
+and its gradients are scattered in fp32 after the backward of every microbatch. Two streams carry a
+step: compute, layer by layer, and messages, one after the other in the order in which they are
+issued. The gather of the next layer is issued when a layer starts, so that two layers lie gathered
+at a time; the last layer's weights stay for its backward, which follows at once. As every gather is
+a collective, a layer takes as long as on the slowest rank. Hybrid sharding (HSDP) gathers and
+scatters inside nodes and sums the shards between nodes in a step's last microbatch.
+
+Sequences are ordered as for layouts. Not modelled: kernels that slow down while messages run, the
+host's time for every message, a root that stays gathered, and ranks that run up to a layer ahead of
+the slowest one (below 0.1 % of a step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.activations import at_worst, kept_share, working_share
+from disttrain_cli.costs.flops import mfu
+from disttrain_cli.costs.freezing import Backward
+from disttrain_cli.costs.layout import (
+    GRADIENT_BYTES,
+    CostedStage,
+    amount,
+    replicas_link,
+    stages_of,
+)
+from disttrain_cli.costs.links import all_gather_s, all_reduce_s, reduce_scatter_s, ring_link
+from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES, parameters, reserved_bytes, tied_in
+from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of, tp_degrees
+from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.predict import batches
+from disttrain_cli.planning.units import Cluster
+from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
+from disttrain_cli.spec.profile import Polynomial, Profile, combine
+
+Floats = NDArray[np.float64]
+#: Bytes of a trained parameter over all ranks of a shard group: fp32 weight, gradient, two moments.
+STATE_BYTES = 16.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A layer's forward or backward in one microbatch, and the messages on either side of it."""
+
+    compute_s: float
+    gather_s: float = 0.0  # before it
+    reduce_s: float = 0.0  # after it
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A run with so many ranks, each of which holds 1/shards of all parameters."""
+
+    profile: Profile
+    cluster: Cluster
+    ranks: int
+    shards: int
+    microbatch_size: int
+    recomputes: bool
+
+    def __str__(self) -> str:
+        replicas = self.ranks // self.shards
+        kind = f"FSDP over {self.ranks}" if replicas == 1 else f"HSDP {replicas} × {self.shards}"
+        return f"{kind}{', recomputing' * self.recomputes}, M {self.microbatch_size}"
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The same ranks as replicas of the whole model: what they compute and keep."""
+        modules = self.profile.modules
+        return Layout(
+            strategy="megatron",
+            global_batch_size=self.cluster.batch,
+            microbatch_size=self.microbatch_size,
+            microbatches=self.cluster.batch // (self.ranks * self.microbatch_size),
+            gpus_used=self.ranks,
+            trained=None if self.cluster.trained is None else list(self.cluster.trained),
+            units=[
+                UnitPlan(
+                    name="model",
+                    modules=list(modules),
+                    dp=self.ranks,
+                    gpus=self.ranks,
+                    layers_per_stage=[sum(len(module.layers) for module in modules.values())],
+                    checkpointing=self.recomputes,
+                )
+            ],
+        )
+
+    @cached_property
+    def stage(self) -> CostedStage:
+        return stages_of(self.profile, self.layout)[0]
+
+    @cached_property
+    def gathered_bytes(self) -> Floats:
+        """[L] weights of each layer as it computes with them."""
+        known = parameters(self.profile, list(self.profile.modules), 1)
+        return known * WEIGHT_BYTES[self.profile.precision]
+
+    def peak_gib(self) -> float:
+        """Memory of a rank in its fullest moment: in the backward of some layer, with the next one
+        gathered and the gradients of the one before being scattered."""
+        profile, unit = self.profile, self.layout.units[0]
+        kept = at_worst(kept_share, profile, self.layout, unit)
+        working = np.maximum(kept, at_worst(working_share, profile, self.layout, unit))
+        numbers, held = np.array(self.stage.numbers, dtype=np.float64), self.gathered_bytes.copy()
+        if (tied := tied_in(profile, self.stage)) is not None:
+            held[tied[1]] -= held[tied[0]]
+        weight = WEIGHT_BYTES[profile.precision]
+        states = (held + numbers * (STATE_BYTES - weight)).sum() / self.shards
+        gathered = self.gathered_bytes + np.append(0.0, self.gathered_bytes[:-1])
+        scattered = np.append(numbers[1:] * GRADIENT_BYTES, 0.0)
+        moving = (np.cumsum(kept) - kept + working + gathered + scattered).max()
+        dp = np.array([float(self.ranks)])
+        reserved = float(reserved_bytes(profile, unit.modules, 1, dp)[0])
+        reserved += (1 < self.shards < self.ranks) * profile.device.communicator_mib * 2**20
+        return float(states + moving * (1.0 + profile.device.fragmentation) + reserved) / GIB
+
+    def step_s(self, draws: Draws, numbers: Iterable[int]) -> float:
+        """Mean time of the steps over these of the global batches drawn from the data."""
+        return float(
+            np.mean([self._batch_s(draws.loads(self.layout, number)) for number in numbers])
+        )
+
+    def flops(self, draws: Draws, numbers: Iterable[int]) -> float:
+        """Mean FLOPs of those steps."""
+        return float(
+            np.mean(
+                [
+                    sum(amount(cost.flops, loads[cost.module]).sum() for cost in self.stage.costs)
+                    for loads in (draws.loads(self.layout, number) for number in numbers)
+                ]
+            )
+        )
+
+    def _batch_s(self, loads: dict[str, Floats]) -> float:
+        each_ns = self.profile.device.optimizer_ns_per_parameter
+        return streams_s(self._passes(loads)) + 1e-9 * each_ns * self.stage.trained / self.shards
+
+    def _passes(self, loads: dict[str, Floats]) -> Iterator[Pass]:
+        """All passes of a step in order."""
+        computed = {layer: self._computed_s(*layer, loads) for layer in set(self.stage.held)}
+        last = self.layout.microbatches - 1
+        layers = list(zip(self.stage.held, self._messages_s, strict=True))
+        for slot in range(last + 1):
+            for layer, (gather_s, _, _) in layers:
+                yield Pass(computed[layer][0][slot], gather_s)
+            stays = True
+            for layer, (gather_s, scatter_s, sum_s) in reversed(layers):
+                if layer[2] != "still":
+                    yield Pass(
+                        computed[layer][1][slot],
+                        0.0 if stays else gather_s,
+                        scatter_s + (slot == last) * sum_s,
+                    )
+                stays = False
+
+    def _computed_s(
+        self, module: str, kind: str, does: Backward, loads: dict[str, Floats]
+    ) -> tuple[list[float], list[float]]:
+        """By microbatch, forward and backward of a layer on the slowest rank."""
+        shard = shard_of(self.profile.modules[module], kind, 1)
+        forward, backward = (
+            (amount(_coefficients(parts), loads[module]).max(axis=1) / 1e3).tolist()
+            for parts in (
+                forward_parts(shard),
+                backward_parts(shard, does, self.recomputes),
+            )
+        )
+        return forward, backward
+
+    @cached_property
+    def _messages_s(self) -> list[tuple[float, float, float]]:
+        """By layer, its weights gathered, its gradients scattered, and the sum of these over
+        nodes."""
+        links, between = self.profile.links, self.ranks // self.shards
+        node = self.cluster.gpus_per_node
+        link = replicas_link(self.profile, self.stage, node) if between == 1 else links
+        rows = []
+        for size, count in zip(self.gathered_bytes, self.stage.numbers, strict=True):
+            reduced = count * GRADIENT_BYTES
+            rows.append(
+                (
+                    all_gather_s(link, size, self.shards),
+                    reduce_scatter_s(link, reduced, self.shards) if count else 0.0,
+                    all_reduce_s(ring_link(links, 1), reduced / self.shards, between)
+                    if count
+                    else 0.0,
+                )
+            )
+        return rows
+
+
+def streams_s(passes: Iterable[Pass]) -> float:
+    """Time until both streams are done: passes compute one after the other, each once its weights
+    are there; messages are issued in the order in which passes start and end."""
+    computed_s = sent_s = 0.0
+    reduce_s = 0.0  # of the pass that computes, issued when it ends
+    started_s = 0.0
+    for each in passes:
+        # the gather is issued when the pass before starts, ahead of that pass's own reduction
+        ready_s = 0.0
+        if each.gather_s:
+            sent_s = ready_s = max(sent_s, started_s) + each.gather_s
+        if reduce_s:
+            sent_s = max(sent_s, computed_s) + reduce_s
+        started_s = max(computed_s, ready_s)
+        computed_s, reduce_s = started_s + each.compute_s, each.reduce_s
+    return max(computed_s, max(sent_s, computed_s) + reduce_s)
+
+
+def sharded(profile: Profile, cluster: Cluster, draws: Draws) -> Baseline | None:
+    """The fastest sharded run that fits, of all microbatch sizes, with activations kept or
+    recomputed, sharded over all ranks or inside nodes; None where none fits or the global batch has
+    fewer sequences than there are devices."""
+    if cluster.batch < cluster.gpus or 1 not in tp_degrees(profile, list(profile.modules)):
+        return None
+    fitting = [one for one in _shardings(profile, cluster) if one.peak_gib() <= cluster.memory_gib]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda one: one.step_s(draws, range(1)))
+    iteration_s = best.step_s(draws, batches(cluster))
+    return Baseline(
+        iteration_s=iteration_s,
+        sequences_per_s=cluster.batch / iteration_s,
+        mfu=mfu(best.flops(draws, batches(cluster)), iteration_s, profile.device, cluster.gpus),
+        gpus_used=best.ranks,
+        layout=str(best),
+    )
+
+
+def _shardings(profile: Profile, cluster: Cluster) -> Iterator[Sharding]:
+    """All runs over as many devices as share the global batch evenly."""
+    ranks = max(count for count in divisors(cluster.batch) if count <= cluster.gpus)
+    node = cluster.gpus_per_node
+    recomputes = {"none": [False], "full": [True], "auto": [False, True]}[cluster.checkpointing]
+    for size in divisors(cluster.batch // ranks):
+        for shards in [ranks, *([node] if ranks > node and ranks % node == 0 else [])]:
+            for choice in recomputes:
+                yield Sharding(profile, cluster, ranks, shards, size, choice)
+
+
+def _coefficients(parts: Sequence[Polynomial]) -> Floats:
+    """[4] of a sum of times (`costs.layout.amount`)."""
+    total = combine(*((1.0, part) for part in parts))
+    return np.array([total.base, total.per_item, total.per_token, total.per_length_sq])
