@@ -28,11 +28,12 @@ from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Baseline, Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Floats = NDArray[np.float64]
+CHUNKS = (2, 4, 8)  # of a device, that are tried
 Operation = tuple[int, int, int]  # its place in `COMPUTE`, chunk of the whole model, slot
 
 
@@ -68,6 +69,33 @@ def interleaved_s(
         pipeline = dataclasses.replace(pipeline, step_s=updated_s)
         times_s.append(step_s(pipeline, reduced_s))
     return float(np.mean(times_s))
+
+
+def with_chunks(
+    profile: Profile,
+    cluster: Cluster,
+    draws: Draws,
+    layouts: Sequence[Layout],
+    found: Baseline,
+) -> Baseline:
+    """A baseline, or one of these layouts of one unit with chunks, whichever is faster; training
+    does not run it."""
+    times_s = {
+        (interleaved_s(profile, layout, cluster, draws, chunks), number, chunks)
+        for number, layout in enumerate(layouts)
+        for chunks in CHUNKS
+    }
+    best_s, number, chunks = min(times_s)
+    if best_s >= found.iteration_s:
+        return found
+    layout, faster = layouts[number], found.iteration_s / best_s
+    return Baseline(
+        iteration_s=best_s,
+        sequences_per_s=faster * found.sequences_per_s,
+        mfu=faster * found.mfu,
+        gpus_used=layout.gpus_used,
+        layout=f"{layout.describe()}, M {layout.microbatch_size}, {chunks} chunks per device",
+    )
 
 
 def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:

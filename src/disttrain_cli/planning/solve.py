@@ -32,6 +32,7 @@ from disttrain_cli.planning.finalists import (
     rounds,
 )
 from disttrain_cli.planning.infeasible import infeasible
+from disttrain_cli.planning.interleaved import with_chunks
 from disttrain_cli.planning.layouts import as_found, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
@@ -133,8 +134,9 @@ def solve(
     Strategies differ in the units that they may have (`units.groupings`) and in what they hide:
     `auto` and `disaggregated` have backwards in two parts (`splitting`), reductions and gathers
     behind passes (`costs.overlap`) and a TP group's messages behind products (`Unit.overlaps`),
-    `megatron` the last two, `distmm` and `paper` none. Where training orders by `best`, baselines
-    but `disaggregated` are predicted under the policy `paper`.
+    `megatron` the last two and, as a baseline, virtual stages (`interleaved`), `distmm` and `paper`
+    none. Where training orders by `best`, baselines but `disaggregated` are predicted under the
+    policy `paper`.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
     them: a plan is no slower than a baseline, ties apart.
@@ -185,7 +187,10 @@ def solve_for(
             draws,
         )
         ordered = theirs if name == "disaggregated" else ranked_as(theirs)
-        baselines[name] = baseline_of(profile, ordered, found)
+        baselines[name] = other = baseline_of(profile, ordered, found)
+        if name == "megatron" and other and profile.device.kind != "cpu":
+            layouts = [one.layout for one in found]
+            baselines[name] = with_chunks(profile, ordered, draws, layouts, other)
         if strategy == "auto" and searched:
             combinations, simulated = combinations + looked_at, simulated + tried
         if strategy == "auto" or (strategy == "disaggregated" and name != "megatron"):
