@@ -34,6 +34,8 @@ Kind = Literal["product", "attention", "convolution", "other"]
 #: Attention by segments, and which of its arguments is its window; one that looks at no later row
 #: is causal.
 _VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
+#: Where their arguments say how rows and keys are cut into segments: starts, and longest of both.
+_STARTS = {"torch_attn::_varlen_attn": 3, "torch_attn::_varlen_attn_backward": 6}
 #: Attention of equal lengths, and which of its arguments says whether it is causal.
 _EFFICIENT = {
     "_scaled_dot_product_efficient_attention": 6,
@@ -265,7 +267,14 @@ class _Operator(NamedTuple):
         counts = flop_registry.get(self.func._overloadpacket)
         if counts is None:
             return "other", 0
-        flops = counts(*self.args, **self.kwargs, out_val=self.result)
+        if self.name in _STARTS:  # linear in pairs of rows, of which segments have thousands
+            begin = _STARTS[self.name]
+            rows, keys = (starts.long().diff() for starts in self.args[begin : begin + 2])
+            pair = (torch.tensor([0, 1]),) * 2 + (1, 1)
+            args = (*self.args[:begin], *pair, *self.args[begin + 4 :])
+            flops = int(rows @ keys) * counts(*args, **self.kwargs, out_val=self.result)
+        else:
+            flops = counts(*self.args, **self.kwargs, out_val=self.result)
         if self.name in _VARLEN:
             flops = flops * _padded(self.given[0].shape[-1]) // self.given[0].shape[-1]
             return "attention", flops // 2 if self.args[_VARLEN[self.name]][1] == 0 else flops

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _TENSORS = (Tensor, Parameter)
 _LISTS = (tuple, list, torch.Size)
@@ -148,7 +147,8 @@ def _add(value: Any, key: list[Any], storages: dict[int, int], given: list[Tenso
         return value.is_meta and not value.dtype.is_complex
     if kind in _LISTS:
         key.append((kind, len(value)))
-        return all([_add(one, key, storages, given) for one in value])
+        comparable = [_add(one, key, storages, given) for one in value]
+        return all(comparable)
     key.append((kind, value))
     return kind in _VALUES
 
@@ -192,8 +192,8 @@ def _made(template: Any, given: list[Tensor]) -> Any:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    return (
-        iter((result,))
-        if isinstance(result, Tensor)
-        else (value for value in tree_leaves(result) if isinstance(value, Tensor))
-    )
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for one in result:
+            yield from _tensors(one)
