@@ -203,8 +203,8 @@ class _Follow(SignatureMode):
     ) -> tuple[int, int]:
         return workspace_bytes(func, args, result), symmetric_bytes(func, args, result)
 
-    def note(self, facts: Any, results: list[Tensor], new: list[Tensor]) -> None:
-        workspace, symmetric = facts
+    def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
+        workspace, symmetric = facts or (0, 0)
         for storage in (value.untyped_storage() for value in results if value.is_meta):
             if storage._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes()

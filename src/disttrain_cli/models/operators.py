@@ -232,13 +232,13 @@ class Trace(SignatureMode):
         operator = _Operator(func, name, args, named, given, made, result)
         return *operator.flops(), operator.moved_bytes(), operator.kernels()
 
-    def note(self, facts: Any, results: list[Tensor], new: list[Tensor]) -> None:
+    def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
         self.know(new)
         if facts is not None:
             kind, flops, moved_bytes, kernels = facts
-            self._flops[kind] += flops
-            self._moved_bytes += moved_bytes
-            self._kernels += kernels
+            self._flops[kind] += times * flops
+            self._moved_bytes += times * moved_bytes
+            self._kernels += times * kernels
 
 
 class _Operator(NamedTuple):

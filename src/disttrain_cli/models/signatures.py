@@ -10,8 +10,8 @@ of its own, and nothing is counted twice.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,25 @@ class _Known(NamedTuple):
 
 
 _known: dict[tuple[Any, ...], _Known] = {}
+_times = 1  # how often what runs counts
+
+StepT = TypeVar("StepT")
+
+
+def steps_of(loop: Sequence[StepT], like: Tensor) -> Iterator[StepT]:
+    """Steps of a loop whose operators have the same signatures in all but the last: on the meta
+    device the second one, which still holds what the first made, counts for all up to there."""
+    global _times
+    if not like.is_meta or len(loop) < 4:
+        yield from loop
+        return
+    yield loop[0]
+    try:
+        _times *= len(loop) - 2
+        yield loop[1]
+    finally:
+        _times //= len(loop) - 2
+    yield loop[-1]
 
 
 class SignatureMode(TorchDispatchMode):
@@ -74,17 +93,21 @@ class SignatureMode(TorchDispatchMode):
         """Return facts about an operator that depend on its signature alone."""
 
     @abstractmethod
-    def note(self, facts: Any, results: list[Tensor], new: list[Tensor]) -> None:
-        """Take in an operator that ran on the meta device.
+    def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
+        """Take in an operator that ran on the meta device, and stands for as many.
 
         Args:
-            facts: as `count` returned them.
+            facts: as `count` returned them, None of a view.
             new: those of its results that are no views of its arguments, none of an operator that
                 copies from the host.
         """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.is_view:
+            result = func(*args, **kwargs)
+            self.note(None, _times, list(_tensors(result)), [])
+            return result
         given: list[Tensor] = []
         key = _signature(func, args, kwargs, given)
         known = _known.get(key) if key is not None else None
@@ -105,7 +128,7 @@ class SignatureMode(TorchDispatchMode):
         facts = {} if known is None else known.facts
         if type(self) not in facts:
             facts[type(self)] = self.count(func, args, kwargs, result, new)
-        self.note(facts[type(self)], results, new)
+        self.note(facts[type(self)], _times, results, new)
         return result
 
 
@@ -136,7 +159,6 @@ def _add(value: Any, key: list[Any], storages: dict[int, int], given: list[Tenso
         key += (
             value.shape,
             value.stride(),
-            value.storage_offset(),
             value.dtype,
             storages.setdefault(storage._cdata, len(storages)),
             storage.nbytes(),
