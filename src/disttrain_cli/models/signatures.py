@@ -9,7 +9,6 @@ of its own, and nothing is counted twice.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -80,19 +79,18 @@ def steps_of(loop: Sequence[StepT], like: Tensor) -> Iterator[StepT]:
 
 
 class SignatureMode(TorchDispatchMode):
-    """Sees every operator that runs while it is active, and counts each signature once."""
+    """Runs each signature once of the operators that run while it is active. Kinds of it see all of
+    them, and count each signature once."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # it is never compiled, and the guard against that takes seconds to import
 
-    @abstractmethod
     def count(
         self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, new: list[Tensor]
     ) -> Any:
         """Return facts about an operator that depend on its signature alone."""
 
-    @abstractmethod
     def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
         """Take in an operator that ran on the meta device, and stands for as many.
 
