@@ -151,9 +151,7 @@ def _trained(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> _Trai
     return _Trained(kept, again, _recorded(layer, index, probes, tp, deferring=True))
 
 
-def _running(
-    layer: PipelineLayer, index: int, probes: Probes, tp: int
-) -> tuple[Running, _Trained]:
+def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> tuple[Running, _Trained]:
     """A rank's part whose sums are the same whatever is trained or kept, as that of a layer that is
     not by rows; and what it follows from."""
     layer.ask_for_gradients(False)
