@@ -45,7 +45,7 @@ class _Empty(NamedTuple):
 class _Argument(NamedTuple):
     """A tensor that an operator returns as it was given."""
 
-    index: int
+    number: int
 
 
 class _Known(NamedTuple):
@@ -205,7 +205,7 @@ def _made(template: Any, given: list[Tensor]) -> Any:
             template.size, template.stride, dtype=template.dtype, device="meta"
         )
     if kind is _Argument:
-        return given[template.index]
+        return given[template.number]
     if kind in _LISTS:
         return kind(_made(one, given) for one in template)
     return template
