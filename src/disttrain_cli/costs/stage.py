@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.freezing import Backward, backwards
+from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.plan import UnitShape
 from disttrain_cli.spec.profile import (
@@ -65,6 +66,7 @@ class UnitTimes:
     backward_slope: Floats
 
 
+@remembered
 def unit_times(
     profile: Profile,
     modules: Sequence[str],
@@ -120,6 +122,7 @@ def _linear(
     )
 
 
+@remembered
 def overlap_helps(
     profile: Profile,
     modules: Sequence[str],

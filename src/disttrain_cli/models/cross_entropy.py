@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from disttrain_cli.models.parallel import all_reduced
+from disttrain_cli.models.signatures import steps_of
 
 if TYPE_CHECKING:
     from disttrain_cli.models.group import Group
@@ -77,4 +78,4 @@ def _chunks(logits_RV: Tensor) -> Iterator[slice]:
     """Rows that are in fp32 together."""
     rows, width = logits_RV.shape
     step = max(1, CHUNK // width)
-    return (slice(start, start + step) for start in range(0, rows, step))
+    return steps_of([slice(start, start + step) for start in range(0, rows, step)], logits_RV)

@@ -22,6 +22,7 @@ from torch import Tensor
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.signatures import SignatureMode
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred, split
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.profile import Polynomial
@@ -63,14 +64,17 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
             torch.ops.aten._scaled_dot_product_efficient_attention_backward,
         )
     }
-    with FlopCounterMode(display=False) as forward:
+    with SignatureMode(), FlopCounterMode(display=False) as forward:
         results = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
     seeds = [torch.ones_like(tensor) for tensor in results]
     inputs = [tensor for tensor in state.values() if tensor.requires_grad]
-    with FlopCounterMode(display=False, custom_mapping=model) as backward_input:
+    with (
+        SignatureMode(),
+        FlopCounterMode(display=False, custom_mapping=model) as backward_input,
+    ):
         if results and inputs:
             torch.autograd.grad(results, inputs, seeds, retain_graph=True, allow_unused=True)
-    with FlopCounterMode(display=False, custom_mapping=model) as backward:
+    with SignatureMode(), FlopCounterMode(display=False, custom_mapping=model) as backward:
         torch.autograd.backward(results, seeds)
     return Counts(*(counter.get_total_flops() for counter in (forward, backward, backward_input)))
 
@@ -82,11 +86,12 @@ def weight_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch
 
     split(layer)
     parts: list[WeightPart] = []
-    roots = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
-    if roots:
-        with deferred(parts):
-            torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
-    with FlopCounterMode(display=False) as counter:
+    with SignatureMode():
+        roots = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
+        if roots:
+            with deferred(parts):
+                torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+    with SignatureMode(), FlopCounterMode(display=False) as counter:
         add_weight_gradients(parts)
     return int(counter.get_total_flops())
 

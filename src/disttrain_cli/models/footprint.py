@@ -18,12 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.group import Group, Underway
 from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.signatures import SignatureMode
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 from disttrain_cli.models.workspaces import symmetric_bytes, workspace_bytes
 
@@ -189,7 +188,7 @@ class _Leave(torch.autograd.Function):
         return gradient.new_empty(ctx.shape, dtype=ctx.dtype)
 
 
-class _Follow(TorchDispatchMode):
+class _Follow(SignatureMode):
     """Bytes of the storages made while it is active: those alive, and the most that ever were,
     workspaces with them; and the symmetric memory of a group."""
 
@@ -199,18 +198,20 @@ class _Follow(TorchDispatchMode):
         self._known = known  # and held, so that their storages' addresses are not given out again
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.is_meta:
-                storage = value.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = storage.nbytes()
-                    self.alive += storage.nbytes()
-                    weakref.finalize(storage, self._gone, storage._cdata)
-        self.most = max(self.most, self.alive + workspace_bytes(func, args, result))
-        self.symmetric = max(self.symmetric, symmetric_bytes(func, args, result))
-        return result
+    def count(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, new: list[Tensor]
+    ) -> tuple[int, int]:
+        return workspace_bytes(func, args, result), symmetric_bytes(func, args, result)
+
+    def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
+        workspace, symmetric = facts or (0, 0)
+        for storage in (value.untyped_storage() for value in results if value.is_meta):
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata)
+        self.most = max(self.most, self.alive + workspace)
+        self.symmetric = max(self.symmetric, symmetric)
 
     def _gone(self, address: int) -> None:
         self.alive -= self._sizes.pop(address)

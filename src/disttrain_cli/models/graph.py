@@ -80,6 +80,7 @@ def describe(run: Run) -> ModelInputs:
 
 _makers: dict[str, list[LayerMaker]] = {}
 _tables: dict[str, list[LayerInfo]] = {}
+_latest: tuple[Run, str] | None = None  # key of the makers of the run that was asked for last
 
 
 def layer_table(run: Run) -> list[LayerInfo]:
@@ -158,6 +159,9 @@ def parallel_layers(table: list[LayerInfo], llm: str, module: str) -> frozenset[
 def _remember_makers(run: Run) -> str:
     """The key of the model's makers, which are made once per process: a U-Net is put together only
     once."""
+    global _latest
+    if _latest is not None and _latest[0] is run:
+        return _latest[1]
     configs = read_configs(run)
     heads = _heads(run, configs)
     plain = {
@@ -178,6 +182,7 @@ def _remember_makers(run: Run) -> str:
     )
     if key not in _makers:
         _makers[key] = _make(run, configs, heads)
+    _latest = run, key
     return key
 
 

@@ -22,18 +22,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from disttrain_cli.costs.hardware import KernelWork
 from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.signatures import SignatureMode
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
 #: Attention by segments, and which of its arguments is its window; one that looks at no later row
 #: is causal.
 _VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
+#: Where their arguments say how rows and keys are cut into segments: starts, and longest of both.
+_STARTS = {"torch_attn::_varlen_attn": 3, "torch_attn::_varlen_attn_backward": 6}
 #: Attention of equal lengths, and which of its arguments says whether it is causal.
 _EFFICIENT = {
     "_scaled_dot_product_efficient_attention": 6,
@@ -154,7 +156,7 @@ def _forward(
         name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()
     }
     given = {name: tensor.clone() for name, tensor in leaves.items()}
-    trace.note(given.values())
+    trace.know(given.values())
     with trace:
         made = layer(given, batch)
     outputs = [tensor for tensor in made.values() if tensor.requires_grad]
@@ -179,7 +181,7 @@ def _backward(layer: PipelineLayer, graph: _Graph, trace: Trace) -> None:
                 torch.empty_like(weight, dtype=torch.float32).add_(gradient)
 
 
-class Trace(TorchDispatchMode):
+class Trace(SignatureMode):
     """Counts the kernels of the operators that run while it is active, and knows which storages are
     alive."""
 
@@ -202,7 +204,7 @@ class Trace(TorchDispatchMode):
         self._flops, self._moved_bytes, self._kernels = dict.fromkeys(flops, 0), 0, 0
         return work
 
-    def note(self, tensors: Iterable[Tensor]) -> None:
+    def know(self, tensors: Iterable[Tensor]) -> None:
         """Know the tensors' storages."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -215,27 +217,28 @@ class Trace(TorchDispatchMode):
             if not reference.expired()
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        named = dict(kwargs or {})
-        into = [value for value in (named.pop("out", None),) if isinstance(value, Tensor)]
-        given = [value for value in tree_leaves((args, named)) if isinstance(value, Tensor)]
-        made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        if not any(tensor.is_meta for tensor in given or made):
-            return result  # on the host, or from there
-        before = {tensor.untyped_storage()._cdata for tensor in (*given, *into)}
-        new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in before]
-        self.note(new)
+    def count(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, new: list[Tensor]
+    ) -> tuple[Kind, int, int, int] | None:
+        """Kind, FLOPs, bytes moved and kernels of an operator, if it has kernels."""
         name = func._schema.name.removeprefix("aten::")
-        if (func._schema.is_mutable or new) and name not in _NO_KERNEL:
-            self._count(_Operator(func, name, args, named, given, made, result))
-        return result
+        if name in _NO_KERNEL or not (func._schema.is_mutable or new):
+            return None
+        named = {key: value for key, value in kwargs.items() if key != "out"}
+        given, made = (
+            [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+            for values in ((args, named), result)
+        )
+        operator = _Operator(func, name, args, named, given, made, result)
+        return *operator.flops(), operator.moved_bytes(), operator.kernels()
 
-    def _count(self, operator: _Operator) -> None:
-        kind, flops = operator.flops()
-        self._flops[kind] += flops
-        self._moved_bytes += operator.moved_bytes()
-        self._kernels += operator.kernels()
+    def note(self, facts: Any, times: int, results: list[Tensor], new: list[Tensor]) -> None:
+        self.know(new)
+        if facts is not None:
+            kind, flops, moved_bytes, kernels = facts
+            self._flops[kind] += times * flops
+            self._moved_bytes += times * moved_bytes
+            self._kernels += times * kernels
 
 
 class _Operator(NamedTuple):
@@ -264,7 +267,14 @@ class _Operator(NamedTuple):
         counts = flop_registry.get(self.func._overloadpacket)
         if counts is None:
             return "other", 0
-        flops = counts(*self.args, **self.kwargs, out_val=self.result)
+        if self.name in _STARTS:  # linear in pairs of rows, of which segments have thousands
+            begin = _STARTS[self.name]
+            rows, keys = (starts.long().diff() for starts in self.args[begin : begin + 2])
+            pair = (torch.tensor([0, 1]),) * 2 + (1, 1)
+            args = (*self.args[:begin], *pair, *self.args[begin + 4 :])
+            flops = int(rows @ keys) * counts(*args, **self.kwargs, out_val=self.result)
+        else:
+            flops = counts(*self.args, **self.kwargs, out_val=self.result)
         if self.name in _VARLEN:
             flops = flops * _padded(self.given[0].shape[-1]) // self.given[0].shape[-1]
             return "attention", flops // 2 if self.args[_VARLEN[self.name]][1] == 0 else flops

@@ -80,7 +80,7 @@ def probe_batch(
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
         made = {
-            item: _items(inputs, item, grids_of(items.get(item, 0)), generator)
+            item: _items(inputs, item, grids_of(items.get(item, 0)), generator, device)
             for item in dict.fromkeys(head.item for head in inputs.heads)
         }
         batch = Batch(made, targets=float(max(1, len(made.get("target", ())))))
@@ -144,12 +144,21 @@ def entry_state(
     return state_at(table, cut, inputs, batch, device, dtype, seed)
 
 
-def _items(inputs: ModelInputs, item: Item, grids: list[Grid], generator: torch.Generator) -> Items:
+def _items(
+    inputs: ModelInputs,
+    item: Item,
+    grids: list[Grid],
+    generator: torch.Generator,
+    device: torch.device | str,
+) -> Items:
     values = {}
     for number, head in enumerate(inputs.of(item)):
+        shapes = [(sum(1 for _ in run), *head.shape_of(grid)) for grid, run in groupby(grids)]
         blocks = [
-            torch.randn((sum(1 for _ in run), *head.shape_of(grid)), generator=generator)
-            for grid, run in groupby(grids)
+            torch.empty(shape, device="meta")
+            if torch.device(device).type == "meta"
+            else torch.randn(shape, generator=generator)
+            for shape in shapes
         ]
         # without items still a tensor, whose shape layers look at
         values[number] = blocks or [torch.zeros((0, *head.shape_of((1, 1))))][: int(head.alike)]

@@ -10,7 +10,7 @@ the others' messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,7 +31,7 @@ from disttrain_cli.costs.hardware import (
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.group import Group
-from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
@@ -89,10 +89,12 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
         for tp, layers in shards.items():
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
+            sizes = _sizes(inputs, module, tp)
+            probes = [(size, probe_batch(inputs, device="meta", **size)) for size in sizes]
             for frozen, times in series.items():
                 for layer in layers.values():
                     layer.ask_for_gradients(not frozen)
-                times[tp] = _series(inputs, table, module, layers, tp, device, precision)
+                times[tp] = _series(inputs, table, module, layers, tp, probes, device, precision)
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
@@ -138,6 +140,7 @@ def _series(
     module: str,
     shards: Mapping[int, PipelineLayer],
     tp: int,
+    probes: Sequence[tuple[dict[str, Any], Batch]],
     device: Device,
     precision: Precision,
 ) -> Series:
@@ -147,8 +150,7 @@ def _series(
     times: dict[str, list[tuple[float, float, float]]] = {
         layer.kind: [] for layer in shards.values()
     }
-    for size in _sizes(inputs, module, tp):
-        batch = probe_batch(inputs, device="meta", **size)
+    for size, batch in probes:
         fixed = {name: value for name, value in size.items() if name != "length"}
         works.append(probe_work(inputs, module, windows=False, **fixed))
         for index, layer in shards.items():

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join, pieces
 from disttrain_cli.models.weight_parts import split
-from disttrain_cli.profiling.fitting import fit
+from disttrain_cli.profiling.fitting import Floats, fit
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Polynomial
@@ -108,109 +108,101 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
     by_tp: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
     for index in probes.layers:
         whole = build_layers(run, index, index + 1, "meta", probes.dtype)[0]
-        by_tp[1][whole.kind] = _running(whole, index, probes, 1)
+        by_tp[1][whole.kind] = _running(whole, index, probes, 1)[0]
         for tp in list(by_tp)[1:]:
             layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
             join(layer, Noted(size=tp))
             by_tp[tp][whole.kind] = (
-                _running(layer, index, probes, tp)
-                if pieces(whole) or layer.by_rows
+                _shared(layer, index, probes, tp, run)
+                if layer.by_rows
+                else _running(layer, index, probes, tp)[0]
+                if pieces(whole)
                 else by_tp[1][whole.kind]
             )
-            if layer.row_by_row:
-                known = by_tp[tp][whole.kind]
-                by_tp[tp][whole.kind] = _overlapping(known, run, index, probes, tp)
     return by_tp
 
 
-def _overlapping(running: Running, run: Run, index: int, probes: Probes, tp: int) -> Running:
-    """The same, with what messages behind products add to what any backward holds, round a ring or
-    through symmetric memory."""
+class _Trained(NamedTuple):
+    """A layer whose weights are trained, at each size."""
 
-    def held(overlap: bool = True, symmetric: bool = False) -> list[list[Footprint]]:
-        layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
-        join(layer, Noted(size=tp, overlap=overlap, symmetric=symmetric))
-        layer.ask_for_gradients()
+    kept: list[Footprint]
+    recomputed: list[Footprint]  # of a layer by rows
+    split: list[Footprint]  # gradients of weights later
 
-        def ran(**how: bool) -> list[Footprint]:
-            return [
-                footprint(layer, probes.state(layer, index, batch, tp), batch, **how)
-                for batch in probes.batches
-            ]
-
-        whole = [ran(), ran(recompute=True)]
-        split(layer)
-        return [*whole, ran(deferring=True)]
-
-    waits, ring, symmetric = held(overlap=False), held(), held(symmetric=True)
-    more = np.array([_most(ring), _most(symmetric)]) - np.array(_most(waits))
-    return replace(
-        running,
-        overlapping_bytes=fit(probes.works, more.max(axis=(0, 1), initial=0).tolist()),
-        symmetric_bytes=fit(probes.works, [float(one.symmetric_bytes) for one in symmetric[0]]),
-    )
+    def most(self) -> Floats:
+        """Bytes that it holds at most."""
+        return np.array([[one.kept_bytes + one.transient_bytes for one in how] for how in self])
 
 
-def _most(ran: list[list[Footprint]]) -> list[list[int]]:
-    return [[one.kept_bytes + one.transient_bytes for one in how] for how in ran]
-
-
-def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:
-    whole = _running_whole(layer, index, probes, tp)
-    layer.ask_for_gradients()
-    split(layer)
-    later = [
-        footprint(layer, probes.state(layer, index, batch, tp), batch, deferring=True)
+def _recorded(
+    layer: PipelineLayer, index: int, probes: Probes, tp: int, **how: bool
+) -> list[Footprint]:
+    return [
+        footprint(layer, probes.state(layer, index, batch, tp), batch, **how)
         for batch in probes.batches
     ]
-    return replace(
-        whole,
-        deferred_bytes=fit(probes.works, [float(one.deferred_bytes) for one in later]),
-        split_transient_bytes=fit(probes.works, [float(one.transient_bytes) for one in later]),
-    )
 
 
-def _running_whole(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> Running:
-    """As it runs with backwards in one part."""
+def _trained(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> _Trained:
+    layer.ask_for_gradients()
+    kept = _recorded(layer, index, probes, tp)
+    again = _recorded(layer, index, probes, tp, recompute=True) if layer.by_rows else []
+    split(layer)
+    return _Trained(kept, again, _recorded(layer, index, probes, tp, deferring=True))
 
-    def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
-        layer.ask_for_gradients(not frozen)
-        return [
-            footprint(layer, probes.state(layer, index, batch, tp), batch, recompute)
-            for batch in probes.batches
-        ]
 
-    trained = runs()
-    transient = fit(probes.works, [float(one.transient_bytes) for one in trained])
+def _running(layer: PipelineLayer, index: int, probes: Probes, tp: int) -> tuple[Running, _Trained]:
+    """A rank's part whose sums are the same whatever is trained or kept, as that of a layer that is
+    not by rows; and what it follows from."""
+    layer.ask_for_gradients(False)
     with torch.no_grad():
-        still = fit(probes.works, [float(one.transient_bytes) for one in runs(frozen=True)])
+        still = _recorded(layer, index, probes, tp)
+    trained = _trained(layer, index, probes, tp)
+    running = Running(
+        transient_bytes=fit(probes.works, [one.transient_bytes for one in trained.kept]),
+        still_bytes=fit(probes.works, [one.transient_bytes for one in still]),
+        deferred_bytes=fit(probes.works, [one.deferred_bytes for one in trained.split]),
+        split_transient_bytes=fit(probes.works, [one.transient_bytes for one in trained.split]),
+    )
     if tp == 1:
-        return Running(transient, still)  # recomputing holds no more
-    forward = _messages(probes.works, [one.forward for one in trained])
-    backward = _messages(probes.works, [one.backward for one in trained])
-    if not layer.by_rows:  # its sums are the same whatever is trained or kept
-        both = _messages(probes.works, [one.forward + one.backward for one in trained])
-        return Running(
-            transient,
-            still,
-            forward=forward,
-            backward=backward,
-            backward_input=backward,
-            recomputing=both,
-        )
-    frozen, again = runs(frozen=True), runs(recompute=True)
-    more = [
-        max(0.0, float(two.kept_bytes + two.transient_bytes - one.kept_bytes - one.transient_bytes))
-        for one, two in zip(trained, again, strict=True)
-    ]
-    return Running(
-        transient,
-        still,
-        recomputing_bytes=fit(probes.works, more),
-        forward=forward,
+        return running, trained
+    backward = _messages(probes.works, [one.backward for one in trained.kept])
+    return replace(
+        running,
+        forward=_messages(probes.works, [one.forward for one in trained.kept]),
         backward=backward,
+        backward_input=backward,
+        recomputing=_messages(probes.works, [one.forward + one.backward for one in trained.kept]),
+    ), trained
+
+
+def _shared(layer: PipelineLayer, index: int, probes: Probes, tp: int, run: Run) -> Running:
+    """A rank's part of a layer by rows, also with messages behind products where it has such: round
+    a ring or through symmetric memory."""
+    layer.ask_for_gradients(False)
+    frozen = _recorded(layer, index, probes, tp)
+    running, trained = _running(layer, index, probes, tp)
+    most = trained.most()
+    running = replace(
+        running,
+        recomputing_bytes=fit(probes.works, np.maximum(0.0, most[1] - most[0])),
         backward_input=_messages(probes.works, [one.backward for one in frozen]),
-        recomputing=_messages(probes.works, [one.backward for one in again]),
+        recomputing=_messages(probes.works, [one.backward for one in trained.recomputed]),
+    )
+    if not layer.row_by_row:
+        return running
+
+    def overlapping(symmetric: bool) -> _Trained:
+        layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
+        join(layer, Noted(size=tp, overlap=True, symmetric=symmetric))
+        return _trained(layer, index, probes, tp)
+
+    ring, symmetric = overlapping(False), overlapping(True)
+    more = np.array([ring.most(), symmetric.most()]) - most
+    return replace(
+        running,
+        overlapping_bytes=fit(probes.works, more.max(axis=(0, 1), initial=0.0)),
+        symmetric_bytes=fit(probes.works, [one.symmetric_bytes for one in symmetric.kept]),
     )
 
 

@@ -34,9 +34,14 @@ class Polynomial(Strict):
 
 def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
     """Σ factor · polynomial."""
-    names = Polynomial.model_fields
+    base = per_item = per_token = per_length_sq = 0.0
+    for factor, term in terms:
+        base += factor * term.base
+        per_item += factor * term.per_item
+        per_token += factor * term.per_token
+        per_length_sq += factor * term.per_length_sq
     return Polynomial(
-        **{name: sum(factor * getattr(term, name) for factor, term in terms) for name in names}
+        base=base, per_item=per_item, per_token=per_token, per_length_sq=per_length_sq
     )
 
 
