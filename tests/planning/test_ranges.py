@@ -24,7 +24,7 @@ from disttrain_cli.planning.ranges import (
 )
 from disttrain_cli.planning.resize import resized
 from disttrain_cli.planning.solve import cluster_of, ranked_as, solve
-from disttrain_cli.planning.units import Cluster, groupings, units_of
+from disttrain_cli.planning.units import Cluster, units_of
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Polynomial, Profile, combine
 from disttrain_cli.spec.runfile import RunFile
@@ -173,7 +173,7 @@ def test_a_device_nearly_full_is_reported(planned: Planned, room: float, tight: 
     predicted = plan.predicted.model_copy(update={"memory": memory})
     full = plan.model_copy(update={"predicted": predicted, "alternatives": []})
     step = simulated_step(profile, plan.plan, cluster)
-    why = explain(full, groupings(profile, cluster, "disaggregated")[0], step)
+    why = explain(full, units_of(profile, cluster, plan.plan), step)
     told = next(sentence for sentence in why.sentences if sentence.startswith("Memory"))
     assert ("Nearly full: less than 3 %" in told) == tight
 

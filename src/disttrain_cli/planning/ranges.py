@@ -102,8 +102,8 @@ def with_range(
 
 
 def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> dict[str, Order]:
-    """By name, the runners-up and baselines of a plan, compared with it; none where ranks share
-    cores, which level their differences."""
+    """By name, the runners-up and baselines of a plan that are other layouts, compared with it; none
+    where ranks share cores, which level their differences."""
     if profile.device.kind == "cpu":
         return {}
     others: dict[str, Alternative | Baseline | None] = dict(plan.baselines)
@@ -112,7 +112,9 @@ def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> d
     return {
         name: order_of(plan_s, _both_s(profile, cluster, draws, other.plan))
         for name, other in others.items()
-        if other and other.plan
+        if other
+        and other.plan
+        and other.plan.model_copy(update={"strategy": plan.plan.strategy}) != plan.plan
     }
 
 
