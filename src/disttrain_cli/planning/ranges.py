@@ -102,8 +102,8 @@ def with_range(
 
 
 def orders_of(plan: Plan, profile: Profile, cluster: Cluster, draws: Draws) -> dict[str, Order]:
-    """By name, the runners-up and baselines of a plan that are other layouts, compared with it; none
-    where ranks share cores, which level their differences."""
+    """By name, the runners-up and baselines of a plan that are other layouts, compared with it;
+    none where ranks share cores, which level their differences."""
     if profile.device.kind == "cpu":
         return {}
     others: dict[str, Alternative | Baseline | None] = dict(plan.baselines)
