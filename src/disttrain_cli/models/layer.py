@@ -31,6 +31,7 @@ from disttrain_cli.spec.runfile.model import PROJECTORS
 
 if TYPE_CHECKING:
     from disttrain_cli.models.group import Group
+    from disttrain_cli.models.replicated import Share
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class Batch:
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
+    #: by module whose items are dealt out over a TP group (`replicated`), this rank's share; what
+    #: the module reads is there alone
+    shares: Mapping[str, Share] = field(default_factory=dict)
     # what the layers of a stage made of the batch, once for all
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -114,6 +118,7 @@ class Batch:
         made = [
             value.tensors() for value in self.cache.values() if isinstance(value, (Segments, Batch))
         ]
+        made += [share.batch.tensors() for share in self.shares.values()]
         items = [vars(fields) for fields in self.items.values()]
         return [
             value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
