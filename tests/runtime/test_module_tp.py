@@ -6,7 +6,6 @@ over cuts, tiles, and ranks without images.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,13 +64,17 @@ SLOW = {
         2,
         None,
     ),
-    "projectors alone train": Case("text", [_unit([EYE, LLM], [9], [EYE], 2, 2)], 1, ["projectors"]),
+    "projectors alone train": Case(
+        "text", [_unit([EYE, LLM], [9], [EYE], 2, 2)], 1, ["projectors"]
+    ),
     "llm alone trains": Case("text", [_unit([EYE, LLM], [6, 3], [EYE], 2)], 1, [LLM], 1, True),
     "recomputed tp4": Case(
         "text", [_unit([EYE, LLM], [9], [EYE], 4, checkpointing=True)], 3, None, 1, True
     ),
     "adapters": Case("adapters", [_unit([EYE, LLM], [4, 5], [EYE], 2)], 1, None, 1),
-    "eye on a stage of its own": Case("text", [_unit([EYE, LLM], [4, 5], [EYE], 2)], 1, None, 0, True),
+    "eye on a stage of its own": Case(
+        "text", [_unit([EYE, LLM], [4, 5], [EYE], 2)], 1, None, 0, True
+    ),
     "qwen2.5 tp4": Case("qwen2_5_vl", [_unit([EYE, LLM], [10], [EYE], 4)], 2, None, 1),
     "qwen3 recomputed, dp2": Case(
         "qwen3_vl", [_unit([EYE, LLM], [12], [EYE], 2, 2, checkpointing=True)], 1, None, 1, True
@@ -79,9 +82,7 @@ SLOW = {
     "qwen3 over cuts": Case("qwen3_vl", [_unit([EYE, LLM], [7, 5], [EYE], 2)], 1, None, 0, True),
     "internvl": Case("internvl", [_unit([EYE, LLM], [9], [EYE], 2, 2)], 1, None, 1),
     "smolvlm": Case("smolvlm", [_unit([TILES, LLM], [9], [TILES], 2, 2)], 1, None, 1, True),
-    "onevision pp2": Case(
-        "llava_onevision", [_unit([TILES, LLM], [6, 3], [TILES], 2)], 2, None, 0
-    ),
+    "onevision pp2": Case("llava_onevision", [_unit([TILES, LLM], [6, 3], [TILES], 2)], 2, None, 0),
 }
 
 

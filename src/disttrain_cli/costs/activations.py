@@ -18,7 +18,7 @@ from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
-from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
+from disttrain_cli.spec.profile import LayerCost, ModuleProfile, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -38,12 +38,17 @@ def worst_mix(
     """
     if profile.inputs.llm in modules:
         return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
-    of = profile.modules[modules[0]]
     worst, mean = 1.0 / dp, (slot_sequences - 1.0) / dp
-    share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
+    return worst, mean, _beyond_share(profile.modules[modules[0]], worst, mean, dp)
+
+
+def _beyond_share(of: ModuleProfile, worst: Floats, mean: Floats, ranks: Floats) -> Floats:
+    """Items of the busiest of some ranks, over which these sequences' items are levelled, beyond
+    its share."""
     if all(_of_one_size(work) for work in (of.max_work_per_sequence, of.work_per_sequence)):
-        return worst, mean, np.ceil(share - WHOLE) - share
-    return worst, mean, (dp > 1).astype(float)
+        share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
+        return np.asarray(np.ceil(share - WHOLE) - share)
+    return (ranks > 1).astype(float)
 
 
 def _of_one_size(work: Work) -> bool:
@@ -51,11 +56,30 @@ def _of_one_size(work: Work) -> bool:
     return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
 
 
-def own_mix(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
-    """[4] the worst work of a replica in a slot, by the terms of `activation_terms`."""
+def at_worst(
+    share: Callable[..., Floats], profile: Profile, layout: Layout, unit: UnitPlan, *more: bool
+) -> Floats:
+    """[L] of every layer of a unit, one of the shares below at the worst work of a rank."""
+    return np.concatenate(
+        [
+            np.array([1.0, *worst_work(profile, layout, unit, modules[0])])
+            @ share(profile, modules, shape, layout.trained, *more)
+            for modules, shape in unit.parts
+        ]
+    )
+
+
+def worst_work(
+    profile: Profile, layout: Layout, unit: UnitPlan, module: str
+) -> tuple[float, float, float]:
+    """The worst work that a replica of a unit, or the busiest of the ranks that its items are dealt
+    out over, has of a module in a slot, as `worst_mix`."""
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
-    mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
-    return np.array([1.0, *(part[0] for part in mix)])
+    worst, mean, item = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
+    if (ranks := unit.dealt_over(module)) > 1:
+        worst, mean = worst / ranks, mean / ranks
+        item = _beyond_share(profile.modules[module], worst, mean, np.array([float(ranks)]))
+    return float(worst[0]), float(mean[0]), float(item[0])
 
 
 def kept_share(

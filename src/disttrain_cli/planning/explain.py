@@ -152,7 +152,11 @@ def time_parts(
         work: by module [3], of a whole global batch.
         iteration_s: as predicted.
     """
-    dps = {module: unit.dp for unit in layout.units for module in unit.modules}
+    dps = {
+        module: unit.dp * unit.dealt_over(module)
+        for unit in layout.units
+        for module in unit.modules
+    }
     loads = {
         module: np.broadcast_to(
             total / (layout.microbatches * dps[module]),

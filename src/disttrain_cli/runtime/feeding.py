@@ -162,13 +162,10 @@ def to_batch(
             weights=chosen(whole.weights),
             noise_seeds=chosen(whole.noise_seeds),
         )
-        return Share(Batch({item: own}, **counted), owner, counts)
+        return Share(Batch({item: own}, targets=targets), owner, counts)
 
     inputs = order.slots[0].inputs
-    counted = {
-        "label_tokens": float(max(1, order.label_tokens)),
-        "targets": float(max(1, order.targets)),
-    }
+    targets = float(max(1, order.targets))
     lengths = None if arrays.documents is None else sample_lengths(arrays.documents)
     own = None if place.cp == 1 else own_tokens(arrays, lengths, place)
     items = {item: of_item(item, arrays_of_item) for item, arrays_of_item in arrays.items.items()}
@@ -183,7 +180,8 @@ def to_batch(
             head.module: share(item, number, head)
             for item, number, head in replicated_in(arrays, inputs, place)
         },
-        **counted,
+        label_tokens=float(max(1, order.label_tokens)),
+        targets=targets,
     )
 
 
@@ -295,9 +293,7 @@ class PinnedAhead:
         return self._next.get((step, slot)) or self._thread.submit(self._take, inputs, step, slot)
 
     def _take(self, inputs: ModelInputs, step: int, slot: int) -> SlotBatch:
-        batch = pinned(
-            own_values(self._loader.fetch(step, slot), inputs, self._place), self._dtype
-        )
+        batch = pinned(own_values(self._loader.fetch(step, slot), inputs, self._place), self._dtype)
         self._loader.prefetch(step, slot + 1)
         return batch
 

@@ -179,10 +179,12 @@ class UnitPlan(Strict):
 
     @property
     def parts(self) -> list[tuple[list[str], UnitShape]]:
-        """Consecutive modules of equal TP, each with the shape that divides their layers."""
+        """Consecutive modules that the unit's shape divides alike, and each that has a TP of its
+        own, with these shapes."""
+        alike = groupby(self.modules, lambda name: name if name in self.module_tp else None)
         return [
-            (list(modules), self.shape._replace(tp=tp))
-            for tp, modules in groupby(self.modules, self.tp_of)
+            (list(modules), self.shape._replace(tp=self.module_tp.get(name or "", self.tp)))
+            for name, modules in alike
         ]
 
     @property
