@@ -332,7 +332,7 @@ def differences(layout: Layout, other: Layout) -> str:
         changed = [
             f"{name} {old} → {new}"
             for name, old, new in (
-                ("TP", mine.tp, theirs.tp),
+                ("TP", mine.tp_degree, theirs.tp_degree),
                 ("CP", mine.cp_degree, theirs.cp_degree),
                 ("DP", mine.dp, theirs.dp),
                 ("PP", mine.pp, theirs.pp),

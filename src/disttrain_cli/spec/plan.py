@@ -100,7 +100,7 @@ class UnitPlan(Strict):
         ),
     )
 
-    module_tp: dict[str, int] = Field(
+    module_tp: dict[str, Annotated[int, Field(strict=True)]] = Field(
         default_factory=dict,
         exclude_if=lambda given: not given,
         description=(
