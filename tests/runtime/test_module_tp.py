@@ -26,14 +26,22 @@ def _unit(
     return one.model_copy(update={"module_tp": dict.fromkeys(replicated, 1), **how})
 
 
-#: Of the suite: one start of four ranks.
-FAST = {
+#: On two or four ranks; `test_equivalence` has two more.
+CASES = {
     "eye and painter, dp2, zero 1": Case(
         "all",
         [_unit([EYE, LLM, PAINTER], [17], [EYE, PAINTER], 2, 2)],
         1,
         None,
         1,
+        True,
+    ),
+    "eye pp2 later, overlapped": Case(
+        "all",
+        [_unit([EYE, LLM, PAINTER], [6, 11], [EYE], 2, tp_overlap=True, weight_delay=[1, 0])],
+        2,
+        None,
+        0,
         True,
     ),
     "qwen3 pp2 later, overlapped": Case(
@@ -45,8 +53,6 @@ FAST = {
         True,
     ),
     "eye alone trains": Case("text", [_unit([EYE, LLM], [9], [EYE], 4)], 1, [EYE], 1),
-}
-SLOW = {
     "painter pp2, later": Case(
         "all",
         [_unit([EYE, LLM, PAINTER], [7, 10], [EYE, PAINTER], 2, weight_delay=[0, 1])],
@@ -87,20 +93,15 @@ SLOW = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("replicated")
     write_sample_data(folder / "data")
     return Models(
-        request.param, lambda at, case: run_of(at, folder / "data", case), STEPS, folder, 1500
+        CASES, lambda at, case: run_of(at, folder / "data", case), STEPS, folder, timeout_s=1500
     )
 
 
-@pytest.mark.parametrize(("models", "name"), [(FAST, name) for name in FAST], indirect=["models"])
-def test_layout_equals_single_process(models: Models, name: str) -> None:
-    models.check(name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("models", "name"), [(SLOW, name) for name in SLOW], indirect=["models"])
-def test_further_layout_equals_single_process(models: Models, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_layout_equals_single_process(models: Models, name: str) -> None:
     models.check(name)
