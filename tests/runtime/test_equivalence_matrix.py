@@ -27,7 +27,7 @@ from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.layouts import train
 
-RANKS, STEPS, BATCH, SEED = 8, 2, 12, 36
+RANKS, STEPS, BATCH, SEED = 8, 2, 12, 50
 LAUNCHES, DRAWN, TIED = 3, 26, 8
 ENCODER, LLM, GENERATOR = EVERYTHING = ("image_encoder", "llm", "image_generator")
 REFINER = "refiner"

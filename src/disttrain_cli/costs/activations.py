@@ -18,7 +18,7 @@ from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
-from disttrain_cli.spec.profile import LayerCost, ModuleProfile, Polynomial, Profile
+from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -39,16 +39,11 @@ def worst_mix(
     if profile.inputs.llm in modules:
         return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
     worst, mean = 1.0 / dp, (slot_sequences - 1.0) / dp
-    return worst, mean, _beyond_share(profile.modules[modules[0]], worst, mean, dp)
-
-
-def _beyond_share(of: ModuleProfile, worst: Floats, mean: Floats, ranks: Floats) -> Floats:
-    """Items of the busiest of some ranks, over which these sequences' items are levelled, beyond
-    its share."""
+    of = profile.modules[modules[0]]
+    share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
     if all(_of_one_size(work) for work in (of.max_work_per_sequence, of.work_per_sequence)):
-        share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
-        return np.asarray(np.ceil(share - WHOLE) - share)
-    return (ranks > 1).astype(float)
+        return worst, mean, np.ceil(share - WHOLE) - share
+    return worst, mean, (dp > 1).astype(float)
 
 
 def _of_one_size(work: Work) -> bool:
@@ -72,14 +67,13 @@ def at_worst(
 def worst_work(
     profile: Profile, layout: Layout, unit: UnitPlan, module: str
 ) -> tuple[float, float, float]:
-    """The worst work that a replica of a unit, or the busiest of the ranks that its items are dealt
-    out over, has of a module in a slot, as `worst_mix`."""
+    """The worst work that a replica of a unit has of a module in a slot, as `worst_mix`; where its
+    items are dealt out over a TP group, the busiest rank has an item beyond its share."""
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
-    worst, mean, item = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
-    if (ranks := unit.dealt_over(module)) > 1:
-        worst, mean = worst / ranks, mean / ranks
-        item = _beyond_share(profile.modules[module], worst, mean, np.array([float(ranks)]))
-    return float(worst[0]), float(mean[0]), float(item[0])
+    mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
+    worst, mean, item = (float(part[0]) for part in mix)
+    ranks = unit.dealt_over(module)
+    return (worst / ranks, mean / ranks, 1.0) if ranks > 1 else (worst, mean, item)
 
 
 def kept_share(

@@ -176,7 +176,7 @@ def _costs(
             rows += kinds.count((name, kind, does)) * one
         if name in stage.unit.module_tp:
             back = any(does != "still" for module, _, does in kinds if module == name)
-            rows[:2] += [_sum([sent]) for sent in dealt_ms(profile, name, stage.unit, back)]
+            rows[:2] += [_sum([sent]) for sent in dealt_ms(profile, name, stage.tp, back)]
         rows[1] -= rows[2]
         yield Cost(name, *rows)
 

@@ -14,12 +14,10 @@ from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.profile import Polynomial, Profile
 
 
-def dealt_ms(
-    profile: Profile, name: str, unit: UnitPlan, back: bool
-) -> tuple[Polynomial, Polynomial]:
+def dealt_ms(profile: Profile, name: str, tp: int, back: bool) -> tuple[Polynomial, Polynomial]:
     """Times of these messages in a module's forward and in its backward (none unless gradients come
-    `back`), by the work of the busiest rank."""
-    nothing, tp, links = Polynomial(), unit.tp, profile.links
+    `back`), by the work of the busiest of `tp` ranks."""
+    nothing, links = Polynomial(), profile.links
     work = profile.modules[name].work_per_sequence
     if not work.items:
         return nothing, nothing
