@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 
 run: $(VENV)/.demo
 	$(BIN)/disttrain init demo --preset tiny --sample-data
-	cd demo && $(BIN)/disttrain profile && $(BIN)/disttrain plan && $(BIN)/disttrain train --restart && $(BIN)/disttrain analyze
+	cd demo && $(BIN)/disttrain profile && $(BIN)/disttrain plan --strategy disaggregated && $(BIN)/disttrain train --restart && $(BIN)/disttrain analyze
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow"

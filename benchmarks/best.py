@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.common import Tables, main
-from benchmarks.paper import GPUS, LLM_PP, megatron_lm, ours, profiled, shapes
+from benchmarks.paper import GPUS, LLM_PP, megatron_lm, one_unit, ours, profiled, shapes
 from disttrain_cli.data.ordering import apart, sequencing, shaping
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.best import Best
@@ -35,9 +35,7 @@ from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.ordering.sequencing import search_order
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.data.slots import Assignment
-from disttrain_cli.planning.baselines import pipelines
-from disttrain_cli.planning.layouts import layout_of
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster
 from disttrain_cli.simulation.makespan import orders_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.timeline import Pipeline
@@ -66,22 +64,13 @@ def cases(small: bool) -> Iterator[Case]:
     for preset in ("mllm-9b", "mllm-72b", "mllm-15b")[: 1 if small else None]:
         run, profile = made_up() if small else profiled(preset)
         mine, _, cluster = ours(run, profile, run.cluster.gpus if small else GPUS)
-        units = group(profile, cluster, "megatron")
-        whole, published = (
-            pipelines(units, cluster).best,
-            megatron_lm(profile, cluster, LLM_PP[preset]),
-        )
         yield Case(preset, "units", profile, mine, cluster)
-        if published is not None:
-            yield Case(preset, "Megatron-LM of the paper", profile, published[0], cluster)
-        if whole:
-            yield Case(
-                preset,
-                "one unit",
-                profile,
-                layout_of(units, cluster, whole[0], "megatron"),
-                cluster,
-            )
+        for name, other in (
+            ("Megatron-LM of the paper", megatron_lm(profile, cluster, LLM_PP[preset])),
+            ("one unit", one_unit(profile, cluster)),
+        ):
+            if other is not None:
+                yield Case(preset, name, profile, other[0], cluster)
 
 
 def made_up() -> tuple[RunFile, Profile]:

@@ -10,13 +10,15 @@
 
 Nothing is measured on a device: costs are those of the hardware catalogue (one efficiency curve for
 all models), data the distribution `laion-like`. "Megatron-LM of the paper" has TP 8 everywhere and
-the LLM's PP of 1, 2, 10; "megatron" is the best Megatron pipeline of any TP and PP. Figures of the
-paper are named in docs/paper.md.
+the LLM's PP of 1, 2, 10, and encoder and generator one stage each; "megatron" is the best pipeline
+of one unit, in which layers of several modules may share a stage. Figures of the paper are named in
+docs/paper.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import tempfile
 import time
@@ -30,20 +32,22 @@ import numpy as np
 
 from benchmarks.common import Tables, table
 from disttrain_cli.commands.init import preset_text
-from disttrain_cli.planning.baselines import megatron, pipelines
-from disttrain_cli.planning.layouts import layout_of
+from disttrain_cli.costs.memory import fits
+from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.layouts import layout_of, layout_with
+from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import predict, simulated_steps
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import cluster_of, ranking, solve
-from disttrain_cli.planning.units import Cluster, group, units_of
+from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout, Prediction
+from disttrain_cli.spec.plan import Layout, Prediction, UnitShape
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
 
 DEVICE, GPUS, BATCH = "A800", 1296, 1920
-LLM_PP = {"mllm-9b": 1, "mllm-15b": 2, "mllm-72b": 10}  # of the paper's Megatron-LM, at TP 8
+TP, LLM_PP = 8, {"mllm-9b": 1, "mllm-15b": 2, "mllm-72b": 10}  # of the paper's Megatron-LM
 SMALL_BATCHES = {"mllm-9b": 128, "mllm-15b": 64, "mllm-72b": 40}  # on 96 devices
 IMAGES = (1, 2, 4, 8, 16)
 STEPS = 5  # global batches of other sequences, for the orderings
@@ -95,9 +99,9 @@ def changed(
 
 
 def ours(run: RunFile, profile: Profile, gpus: int) -> tuple[Layout, Prediction, Cluster]:
-    """The disaggregated plan, without its baselines."""
+    """The plan, without its baselines."""
     cluster = cluster_of(run, profile, gpus)
-    layout = ranking(profile, cluster, "disaggregated")[0][0].layout
+    layout = ranking(profile, cluster, "auto")[0][0].layout
     return layout, predict(units_of(profile, cluster, layout), layout, cluster), cluster
 
 
@@ -105,15 +109,45 @@ def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Pr
     """The paper's Megatron-LM: TP 8, the LLM on `pp` stages, samples as they come, reductions
     after the step; None where it does not fit.
 
-    Images are levelled over the copies of its encoder all the same, which is more than Megatron-LM
-    does.
+    Encoder and generator are one stage each on as many devices as a stage of the LLM, divided over
+    its TP groups or copied, whichever is faster by the formula. Images are levelled over the copies
+    all the same, which is more than Megatron-LM does.
     """
     cluster = replace(cluster, ordering="none", overlaps=False)
-    units, found = megatron(profile, cluster, tp=8, pp=pp)
-    if not found.best:
+    units = groupings(profile, cluster, "disaggregated")[0]
+    found: list[tuple[float, Layout]] = []
+    for size in divisors(cluster.batch):
+        for dp, recomputes in itertools.product(divisors(size), (False, True)):
+            if TP * dp * (pp + len(units) - 1) > cluster.gpus:
+                continue
+            shapes = [
+                [UnitShape(TP, dp, pp, recomputes)]
+                if unit.holds_llm
+                else [
+                    UnitShape(tp, TP * dp // tp, 1, recomputes) for tp in (1, TP) if tp in unit.tps
+                ]
+                for unit in units
+            ]
+            for chosen in itertools.product(*shapes):
+                layout = layout_with(units, cluster, chosen, size, "megatron")
+                if layout is not None and fits(profile, layout, cluster.memory_gib):
+                    found.append((layout_time(units, layout).total_ms, layout))
+    if not found:
         return None
-    layout = layout_of(units, cluster, found.best[0], "megatron")
-    return layout, predict(units_of(profile, cluster, layout), layout, cluster)
+    layout = min(found, key=lambda one: one[0])[1]
+    return layout, predict(units, layout, cluster)
+
+
+def one_unit(profile: Profile, cluster: Cluster) -> tuple[Layout, Prediction] | None:
+    """The best pipeline with all modules in one unit, reductions after the step, if there is
+    one."""
+    cluster = replace(cluster, overlaps=False)
+    units = groupings(profile, cluster, "megatron")[0]
+    best = search(units, cluster).best
+    if not best:
+        return None
+    layout = layout_of(units, cluster, best[0], "megatron")
+    return layout, predict(units, layout, cluster)
 
 
 def gain(
@@ -172,13 +206,8 @@ def curve(small: bool) -> Tables:
             run, profile = profiled(preset, images)
             layout, predicted, cluster = ours(run, profile, GPUS)
             published = megatron_lm(profile, cluster, LLM_PP[preset])
-            units, found = megatron(profile, cluster)
-            best = layout_of(units, replace(cluster, overlaps=False), found.best[0], "megatron")
             given, used = gain((layout, predicted), published)
-            free = gain(
-                (layout, predicted),
-                (best, predict(units_of(profile, cluster, best), best, cluster)),
-            )
+            free = gain((layout, predicted), one_unit(profile, cluster))
             rows.append(
                 {
                     "model": preset,
@@ -247,14 +276,11 @@ def reordering(small: bool) -> Tables:
         gpus, batch = (96, 128) if small else (GPUS, BATCH)
         run = changed(run, gpus=gpus, batch=batch)
         mine, _, cluster = ours(run, profile, gpus)
-        units = group(profile, cluster, "megatron")
-        whole, published = (
-            pipelines(units, cluster).best,
-            megatron_lm(profile, cluster, LLM_PP[preset]),
-        )
-        layouts = {"units": mine}
-        layouts |= {"Megatron-LM of the paper": published[0]} if published else {}
-        layouts |= {"one unit": layout_of(units, cluster, whole[0], "megatron")} if whole else {}
+        others = {
+            "Megatron-LM of the paper": megatron_lm(profile, cluster, LLM_PP[preset]),
+            "one unit": one_unit(profile, cluster),
+        }
+        layouts = {"units": mine} | {name: other[0] for name, other in others.items() if other}
         rows += [
             {"model": preset, "plan": name, "layout": shapes(layout), "slots": layout.microbatches}
             | orderings(profile, layout, cluster, 1 if small else STEPS)
@@ -324,10 +350,10 @@ def overhead(small: bool) -> Tables:
         for gpus in OVERHEAD_GPUS[: 1 if small else None]:
             cluster = cluster_of(changed(original, gpus=gpus), profile, gpus)
             start = time.process_time()
-            units = group(profile, cluster, "disaggregated")
-            search(units, cluster)
+            for units in groupings(profile, cluster, "auto"):
+                search(units, cluster)
             searched = time.process_time()
-            found, _, simulated = ranking(profile, cluster, "disaggregated")
+            found, _, simulated = ranking(profile, cluster, "auto")
             rows.append(
                 {
                     "model": preset,

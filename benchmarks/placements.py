@@ -38,7 +38,7 @@ from disttrain_cli.data.slots import columns
 from disttrain_cli.planning.options import layers_per_stage
 from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.planning.splitting import with_delays
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
@@ -242,7 +242,7 @@ def _layout(case: Case, shape: Shape, knobs: Knobs, limit_gib: float) -> Layout 
     """The LLM with the best split of layers in so much memory, between an encoder and a generator
     of as many stages as the LLM is to hold slots more."""
     cluster = replace(case.cluster, memory_gib=limit_gib, checkpointing="none")
-    units = group(case.profile, cluster, "disaggregated")
+    units = groupings(case.profile, cluster, "disaggregated")[0]
     sequences = shape.dp * shape.microbatch
     slots = cluster.batch // sequences
     layers = layers_per_stage(units[1], shape.tp, shape.dp, shape.pp, sequences, slots, knobs.ahead)

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any, get_args
 
 from benchmarks.common import Tables, alternate, main, paired_ratio
-from disttrain_cli.planning.baselines import candidates
+from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.planning.units import Cluster, Unit, groupings
 from disttrain_cli.spec.plan import Strategy
 from disttrain_cli.spec.profile import Heads, Profile
 from tests.planning import synthetic
@@ -56,7 +56,7 @@ def sharing(case: Case) -> Case:
 
 def units_of(case: Case) -> list[Unit]:
     """Fresh units: they keep what was computed from them."""
-    return group(*case, "disaggregated")
+    return groupings(*case, "disaggregated")[0]
 
 
 def searched(name: str, case: Case, rounds: int) -> dict[str, Any]:
@@ -85,7 +85,11 @@ def compared(name: str, case: Case, rounds: int) -> dict[str, Any]:
     strategies: tuple[Strategy, ...] = get_args(Strategy)
     seconds = alternate(
         {
-            each: lambda each=each: candidates(*case, each, 1)  # type: ignore[misc]
+            each: lambda each=each: (  # type: ignore[misc]
+                by_rule(*case, each, 1)
+                if each in ("distmm", "paper")
+                else [search(units, case[1]) for units in groupings(*case, each)]
+            )
             for each in strategies
         },
         rounds,

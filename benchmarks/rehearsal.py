@@ -26,7 +26,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -35,16 +35,12 @@ from typing import Any
 import yaml
 
 from benchmarks.common import Tables, table
-from benchmarks.paper import LLM_PP, megatron_lm, shapes
+from benchmarks.paper import LLM_PP, megatron_lm, one_unit, shapes
 from benchmarks.strategies import disttrain
-from disttrain_cli.planning.baselines import pipelines
-from disttrain_cli.planning.layouts import layout_of
-from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.solve import cluster_of
-from disttrain_cli.planning.units import Cluster, group, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, read_plan, write_plan
-from disttrain_cli.spec.profile import Profile, read_profile
+from disttrain_cli.spec.plan import Plan, Search, read_plan, write_plan
+from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
 
 Row = dict[str, Any]
@@ -180,18 +176,6 @@ def written(folder: Path, preset: str, name: str) -> Plan:
         predicted=found[1],
         search=Search(solve_s=0.0, candidates=1, exact=False),
     )
-
-
-def one_unit(profile: Profile, cluster: Cluster) -> tuple[Layout, Prediction] | None:
-    """The best pipeline with all modules in one unit, reductions after the step, if there is
-    one."""
-    cluster = replace(cluster, overlaps=False)
-    units = group(profile, cluster, "megatron")
-    whole = pipelines(units, cluster).best
-    if not whole:
-        return None
-    layout = layout_of(units, cluster, whole[0], "megatron")
-    return layout, predict(units_of(profile, cluster, layout), layout, cluster)
 
 
 def edit(folder: Path, **sections: Row) -> None:

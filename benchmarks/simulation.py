@@ -17,7 +17,7 @@ from benchmarks.layouts import Shape, even_units
 from disttrain_cli.planning.predict import simulated_step
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import baseline, cluster_of, ranking
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -86,7 +86,7 @@ def plan(gpus: int, batch: int, rounds: int) -> dict[str, Any]:
     profile, cluster = case(gpus, batch)
     seconds = alternate(
         {
-            "search": lambda: search(group(profile, cluster, "disaggregated"), cluster),
+            "search": lambda: search(groupings(profile, cluster, "disaggregated")[0], cluster),
             "plan": lambda: ranking(profile, cluster, "disaggregated", 3),
         },
         rounds,

@@ -29,7 +29,7 @@ from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import sensitivity
 from disttrain_cli.planning.solve import cluster_of, solve
-from disttrain_cli.planning.units import group
+from disttrain_cli.planning.units import groupings
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import RunFile
@@ -51,7 +51,7 @@ def whole(preset: str, known: Costs, gpus: int) -> dict[str, Any]:
     """A plan with its what-ifs."""
     run, profile = known
     cluster, clock = cluster_of(run, profile, gpus), [time.process_time()]
-    search(group(profile, cluster, "disaggregated"), cluster)
+    search(groupings(profile, cluster, "disaggregated")[0], cluster)
     clock.append(time.process_time())
     plan = solve(run, profile, gpus=gpus, top=SHOWN)
     clock.append(time.process_time())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Tables, main
-from disttrain_cli.planning.solve import baseline, cluster_of, solve
+from disttrain_cli.planning.solve import solve
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
@@ -55,8 +55,6 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
     run, profile = costs(name)
     plan = solve(run, profile, gpus=gpus, top=0)
     predicted, megatron = plan.predicted, plan.baselines["megatron"]
-    # with delays of weights' gradients, messages behind passes and products, as the plan has them
-    all_of_it = baseline(profile, cluster_of(run, profile, gpus), "megatron", either_zero=True)
     efficiency = predicted.orchestration_efficiency * plan.plan.gpus_used / gpus
     return {
         "model": name,
@@ -71,9 +69,6 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
         "optimizer before, s": predicted.exposed_optimizer_s,
         "over the best megatron": megatron.iteration_s / predicted.iteration_s
         if megatron
-        else None,
-        "over it with all of it": all_of_it.iteration_s / predicted.iteration_s
-        if all_of_it
         else None,
         "planned in s": plan.search.solve_s,
     }

@@ -62,7 +62,7 @@ def made(tmp_path_factory):
     index_and_profile(root / "profiled")
     shutil.copytree(root / "profiled", root / "planned")
     with pytest.raises(SystemExit) as left:
-        main(["plan", str(root / "planned"), "--quiet"])
+        main(["plan", str(root / "planned"), "--strategy", "disaggregated", "--quiet"])
     assert left.value.code == 0
     return root
 

@@ -60,7 +60,7 @@ def chain(tmp_path_factory):
         text = text.replace(old, new, 1)
     (demo / "disttrain.yaml").write_text(text)
     said["profile"] = document(demo, "profile", "--device", "cpu")
-    said["plan"] = document(demo, "plan")
+    said["plan"] = document(demo, "plan", "--strategy", "disaggregated")
     said["train"] = document(demo, "train", "--steps", STEPS)
     said["resume"] = document(demo, "train", "--resume", "--steps", RESUMED_STEPS)
     said["analyze"] = document(demo, "analyze")
@@ -134,7 +134,7 @@ def test_plan_has_the_promised_keys_and_fits_its_ranks(chain):
     for stage in document["predicted"]["memory"]:
         keys(stage, "unit stage peak_gib limit_gib")
         assert 0 < stage["peak_gib"] <= stage["limit_gib"]
-    keys(document["baselines"], "megatron distmm paper")
+    keys(document["baselines"], "disaggregated megatron distmm paper")
     for baseline in document["baselines"].values():
         keys(baseline, "iteration_s sequences_per_s mfu gpus_used")
     keys(document["search"], "solve_s candidates exact")
@@ -364,7 +364,7 @@ def test_a_run_goes_on_with_one_more_source(chain, tmp_path):
     data = document(demo, "profile", "--device", "cpu")["data"]
     mixed = [(0, [2, 1]), (5, [2, 1, 0.5]), (7, [2, 0, 3])]
     assert [(one["step"], one["weights"]) for one in data["phases"]] == mixed
-    document(demo, "plan")
+    document(demo, "plan", "--strategy", "disaggregated")
     code, _, err = disttrain(demo, "train", "--restart", "--steps", 1)
     assert code == 1 and "checkpoint of step 5" in err and "--resume" in err
     code, out, err = disttrain(demo, "train", "--resume", "--steps", 9, "--json")

@@ -43,7 +43,7 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path, preset):
     disttrain(tmp_path, "init", "demo", "--preset", preset, "--sample-data")
     demo = tmp_path / "demo"
     disttrain(demo, "profile")
-    disttrain(demo, "plan")
+    disttrain(demo, "plan", "--strategy", "disaggregated")
     trained = disttrain(demo, "train")
     page = Path(demo, disttrain(demo, "analyze")["report"]).read_text()
     used_s = cpu_s() - begun

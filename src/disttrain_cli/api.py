@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.rundir import RunDir
     from disttrain_cli.spec.runfile import Run
 
-Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
+Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
 Note = Callable[[str], None]
 
 
@@ -164,7 +164,7 @@ def plan(
     *,
     profile: Path | None = None,
     gpus: int | None = None,
-    strategy: Strategy = "disaggregated",
+    strategy: Strategy = "auto",
     top: int = 3,
     out: Path | None = None,
     sensitivity: bool = True,
@@ -176,7 +176,8 @@ def plan(
     Args:
         profile: file to plan from instead of the run's own; its device may be another.
         gpus: use at most so many devices, not the whole cluster.
-        strategy: which layouts are searched: disaggregated ones, or those of a baseline.
+        strategy: which layouts are searched: auto, any grouping of modules into units, or those of
+            a baseline.
         top: how many runner-up plans to keep.
         out: file to write instead of the one in the run's folder.
         sensitivity: also ask what other clusters, data and batches would change (seconds).

@@ -118,7 +118,7 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, planned; for tests that change nothing in it."""
     folder = profiled(tmp_path_factory.mktemp("planned"))
     with pytest.raises(SystemExit) as left:
-        main(["plan", str(folder), "--quiet"])
+        main(["plan", str(folder), "--strategy", "disaggregated", "--quiet"])
     assert left.value.code == 0
     return folder
 

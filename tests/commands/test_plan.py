@@ -78,7 +78,9 @@ def test_no_runners_up_are_shown_where_none_are_wanted(run_folder, capsys):
 @pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
 def test_every_strategy_has_the_same_screen(run_folder, capsys, strategy):
     code, out, _ = call(["plan", run_folder, "--strategy", strategy, "--top", 1], capsys)
-    assert code == 0 and out.startswith(f"{strategy} plan on ") and "Beside other strategies" in out
+    assert (
+        code == 0 and out.startswith(f"Plan of {strategy} on ") and "Beside other strategies" in out
+    )
     assert ("modules" in out) == (strategy == "megatron")
 
 
@@ -222,13 +224,16 @@ def slow_llm(profile):
 
 
 def test_planning_again_says_that_the_plan_in_place_is_still_good(planned, capsys):
-    code, out, err = call(["plan", planned, "--top", 0], capsys)
+    again = ["plan", planned, "--strategy", "disaggregated", "--top", 0]
+    code, out, err = call(again, capsys)
     assert (
         code == 0
         and "The plan in place is still good: this one is the same" in out
         and "Not compared" not in err
     )
-    code, out, _ = call(["plan", planned, "--top", 0, "--json"], capsys)
+    code, out, _ = call(
+        ["plan", planned, "--strategy", "disaggregated", "--top", 0, "--json"], capsys
+    )
     changes = json.loads(out)["changes"]
     assert (
         changes["keep"] and changes["differences"] == [] and changes["gain_pct"] == pytest.approx(0)
@@ -239,7 +244,8 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, c
     first = read_plan(planned / "runs" / "tiny" / "plan.yaml").model_dump()
     edit_profile(planned, slow_llm)
     other = planned / "other.yaml"  # beside the plan in place, which stays
-    code, out, _ = call(["plan", planned, "--json", "--out", other], capsys)
+    apart = ["plan", planned, "--strategy", "disaggregated"]
+    code, out, _ = call([*apart, "--json", "--out", other], capsys)
     found = json.loads(out)
     changes = found["changes"]
     assert code == 0 and changes["old_iteration_s"] == pytest.approx(
@@ -250,7 +256,7 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, c
     assert {"unit", "what", "before", "after"} == set(changes["differences"][0]) and changes[
         "unfit"
     ] is None
-    code, out, _ = call(["plan", planned], capsys)
+    code, out, _ = call(apart, capsys)
     said = " ".join(out.split())
     assert code == 0 and "What changes against the plan in place" in out
     assert f"{changes['gain_pct']:.2g} % more sequences per second." in said
@@ -261,7 +267,7 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(planned, c
 
 
 def test_a_plan_in_place_that_fits_no_more_is_said_to(planned, capsys):
-    code, out, _ = call(["plan", planned, "--gpus", 3], capsys)
+    code, out, _ = call(["plan", planned, "--strategy", "disaggregated", "--gpus", 3], capsys)
     assert (
         code == 0
         and "The plan in place does not fit any more. It needs 6 devices (there are 3)." in out

@@ -26,7 +26,7 @@ def made() -> Made:
     # the policy best orders by costs, so that other modules' loads would move too
     run = run.model_copy(update={"train": run.train.model_copy(update={"ordering": "paper"})})
     profile = synthetic.tiny(run, kind="cuda")
-    return run, profile, solve(run, profile, top=0)
+    return run, profile, solve(run, profile, strategy="disaggregated", top=0)
 
 
 def slower(profile: Profile, name: str, factor: float) -> Profile:
@@ -65,7 +65,7 @@ def slower(profile: Profile, name: str, factor: float) -> Profile:
 def compared(
     old: Plan, run: RunFile, profile: Profile, gpus: int | None = None
 ) -> tuple[Plan, Changes]:
-    new = solve(run, profile, gpus=gpus, top=0)
+    new = solve(run, profile, gpus=gpus, strategy="disaggregated", top=0)
     assert not_comparable(old, new) is None
     return new, changes(old, new, run, profile, cluster_of(run, profile, gpus))
 

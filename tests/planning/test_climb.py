@@ -13,7 +13,7 @@ from disttrain_cli.planning.climb import climb, neighbours
 from disttrain_cli.planning.finalists import one_batch_s
 from disttrain_cli.planning.layouts import layout_with
 from disttrain_cli.planning.solve import cluster_of
-from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
+from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
 from disttrain_cli.spec.plan import Layout, UnitShape
 from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
@@ -24,7 +24,7 @@ def case() -> tuple[Profile, list[Unit], Cluster]:
     run = synthetic.run_file(batch=96, gpus=32, nodes=4, precision="bf16")
     profile = synthetic.paper_9b(run)
     cluster = cluster_of(run, profile)
-    return profile, group(profile, cluster, "disaggregated"), cluster
+    return profile, groupings(profile, cluster, "disaggregated")[0], cluster
 
 
 def built(case: tuple[Profile, list[Unit], Cluster]) -> climbing.Build:

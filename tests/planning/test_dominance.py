@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from disttrain_cli.planning.dominance import not_behind, undominated
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import scale_images
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, groupings
 from tests.planning import synthetic
 
 
@@ -48,7 +48,7 @@ def test_the_simplest_of_many_ties_are_found(factor: float, memory_gib: float, s
     profile = synthetic.tiny(run, kind="cuda", tps=(1, 2))
     profile = scale_images(synthetic.with_audio(profile) if sound else profile, factor)
     cluster = Cluster(6, 2, memory_gib, 1, 4)
-    units = group(profile, cluster, "disaggregated")
+    units = groupings(profile, cluster, "disaggregated")[0]
     every = search(units, cluster, top=10**9).best
     assert len(every) > 50 and len({one.total_ms for one in every}) < 0.9 * len(every)
     for top in (1, 7, 40):
@@ -59,7 +59,7 @@ def test_text_alone_takes_little_memory_on_thousands_of_gpus() -> None:
     """Encoder and generator have nothing to do, so that all their shapes are equally fast."""
     run = synthetic.run_file(batch=1920, gpus=4096, nodes=512, precision="bf16")
     cluster = Cluster(4096, 8, 80.0, 1, 1920, checkpointing="auto")
-    units = group(scale_images(synthetic.paper_9b(run), 0.0), cluster, "disaggregated")
+    units = groupings(scale_images(synthetic.paper_9b(run), 0.0), cluster, "disaggregated")[0]
     tracemalloc.start()
     found = search(units, cluster, top=16)
     most = tracemalloc.get_traced_memory()[1]

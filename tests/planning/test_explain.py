@@ -8,7 +8,7 @@ import pytest
 from disttrain_cli.planning.explain import Explanation, differences, explain, layers, time_parts
 from disttrain_cli.planning.predict import simulated_step
 from disttrain_cli.planning.solve import cluster_of, solve
-from disttrain_cli.planning.units import group
+from disttrain_cli.planning.units import units_of
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -18,9 +18,9 @@ Made = tuple[RunFile, Profile, Plan, Explanation]
 
 
 def explained(run: RunFile, profile: Profile, **wanted: object) -> tuple[Plan, Explanation]:
-    plan = solve(run, profile, **wanted)  # type: ignore[arg-type]
+    plan = solve(run, profile, **{"strategy": "disaggregated"} | wanted)  # type: ignore[arg-type]
     cluster = cluster_of(run, profile)
-    units = group(profile, cluster, plan.plan.strategy)
+    units = units_of(profile, cluster, plan.plan)
     return plan, explain(plan, units, simulated_step(profile, plan.plan, cluster))
 
 

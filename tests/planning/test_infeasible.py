@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.infeasible import infeasible, layout_that_fits
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.profile import Profile
 from tests.planning import synthetic
 from tests.planning.test_search import small_profiles
@@ -21,7 +21,7 @@ from tests.planning.test_search import small_profiles
 @given(small_profiles())
 def test_something_fits_where_the_search_finds_something(case: tuple[Profile, Cluster]) -> None:
     profile, cluster = case
-    found = search(group(profile, cluster, "disaggregated"), cluster).best
+    found = search(groupings(profile, cluster, "disaggregated")[0], cluster).best
     layout = layout_that_fits(profile, cluster, "disaggregated")
     assert (layout is None) == (not found)
     if layout is not None:
@@ -43,7 +43,7 @@ def test_each_remedy_is_true_and_about_the_smallest() -> None:
 
     def fits(**changes: object) -> bool:
         changed = replace(cluster, **changes)
-        return bool(search(group(profile, changed, "disaggregated"), changed).best)
+        return bool(search(groupings(profile, changed, "disaggregated")[0], changed).best)
 
     assert fits(memory_gib=memory_gib * 1.01) and not fits(memory_gib=memory_gib * 0.97)
     assert fits(gpus=gpus) and not fits(gpus=gpus - 8)

@@ -16,7 +16,7 @@ from disttrain_cli.planning.objective import (
     planned_stages_ms,
 )
 from disttrain_cli.planning.options import layer_gib
-from disttrain_cli.planning.units import Cluster, Unit, group, replicating, units_of
+from disttrain_cli.planning.units import Cluster, Unit, groupings, replicating, units_of
 from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
 from disttrain_cli.spec.profile import Polynomial
 from tests.planning import synthetic
@@ -93,7 +93,7 @@ def test_without_bases_the_objective_is_the_papers() -> None:
             costs[kind] = cost.model_copy(update={"tp": {"1": time}})
         modules[name] = module.model_copy(update={"costs": costs})
     profile = profile.model_copy(update={"links": free, "modules": modules})
-    units = group(profile, Cluster(6, 6, 4.0, 1, 24), "disaggregated")
+    units = groupings(profile, Cluster(6, 6, 4.0, 1, 24), "disaggregated")[0]
     per_sample = [unit.layer_ms(1)[1].sum() for unit in units]  # C of one sequence
     plans = [
         UnitPlan(name=u.name, modules=list(u.modules), dp=dp, gpus=dp, layers_per_stage=[u.layers])

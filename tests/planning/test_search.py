@@ -20,7 +20,7 @@ from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.objective import combine, layout_time, planned_stages_ms, unit_stages_ms
 from disttrain_cli.planning.options import Options
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
+from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Heads, LayerCost, ModuleProfile, Profile
 from disttrain_cli.spec.stage_graph import stage_graph
@@ -190,19 +190,22 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
 
 
 @settings(max_examples=40, deadline=None)
-@given(small_profiles())
-def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
-    check_against_brute_force(*case)
+@given(small_profiles(), st.integers(0, 5))
+def test_search_of_any_grouping_equals_brute_force(
+    case: tuple[Profile, Cluster], place: int
+) -> None:
+    groups = groupings(*case, "auto")
+    check_against_brute_force(groups[place % len(groups)])
 
 
 @settings(max_examples=15, deadline=None)
 @given(small_profiles(long=True))
 def test_search_of_few_long_sequences_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
-    check_against_brute_force(*case)
+    check_against_brute_force(groupings(*case, "disaggregated")[0])
 
 
-def check_against_brute_force(profile: Profile, cluster: Cluster) -> None:
-    units = group(profile, cluster, "disaggregated")
+def check_against_brute_force(units: list[Unit]) -> None:
+    profile, cluster = units[0].profile, units[0].cluster
     expected = brute_force(units, cluster)
     found = search(units, cluster, top=3).best
     if not found:
@@ -288,7 +291,7 @@ def by_milp(units: list[Unit], cluster: Cluster) -> float:
 def test_search_equals_an_integer_programme(tps: tuple[int, ...], gpus: int, batch: int) -> None:
     profile = synthetic.tiny(synthetic.run_file(batch=batch, gpus=gpus), tps=tps, memory_gib=1e6)
     cluster = Cluster(gpus, gpus, 1e6, 1, batch)
-    units = group(profile, cluster, "disaggregated")
+    units = groupings(profile, cluster, "disaggregated")[0]
     assert search(units, cluster).best[0].total_ms == pytest.approx(
         by_milp(units, cluster), rel=1e-6
     )
@@ -303,7 +306,7 @@ def test_two_encoders_equal_an_integer_programme(gpus: int, batch: int, share: f
         synthetic.tiny(synthetic.run_file(batch=batch, gpus=gpus), memory_gib=1e6), share=share
     )
     cluster = Cluster(gpus, gpus, 1e6, 1, batch)
-    units = group(profile, cluster, "disaggregated")
+    units = groupings(profile, cluster, "disaggregated")[0]
     found = search(units, cluster).best[0]
     assert len(found.shapes) == 4
     assert found.total_ms == pytest.approx(by_milp(units, cluster), rel=1e-6)
@@ -317,7 +320,7 @@ def test_looking_near_the_bound_first_finds_the_same_layouts(
         synthetic.tiny(synthetic.run_file(batch=batch, gpus=40), memory_gib=1e6)
     )
     cluster = Cluster(40, 40, 1e6, 1, batch)
-    at_once = search(group(profile, cluster, "disaggregated"), cluster, top=8).best
+    at_once = search(groupings(profile, cluster, "disaggregated")[0], cluster, top=8).best
     limits: list[float] = []
 
     def seen(space: Space, limit: float) -> tuple[list[Options] | None, float]:
@@ -326,7 +329,7 @@ def test_looking_near_the_bound_first_finds_the_same_layouts(
 
     monkeypatch.setattr(searching, "MANY", 0)
     monkeypatch.setattr(searching, "narrowed", seen)
-    assert search(group(profile, cluster, "disaggregated"), cluster, top=8).best == at_once
+    assert search(groupings(profile, cluster, "disaggregated")[0], cluster, top=8).best == at_once
     assert any(after < before for before, after in itertools.pairwise(limits))
 
 
@@ -353,16 +356,16 @@ def test_units_side_by_side_share_gpus_exactly(times: list[list[float]]) -> None
 def test_a_batch_that_no_dp_divides_leaves_gpus_idle() -> None:
     run = synthetic.run_file(batch=7, gpus=12)
     cluster = Cluster(12, 12, 4.0, 1, 7)
-    found = search(group(synthetic.tiny(run), cluster, "disaggregated"), cluster).best[0]
+    found = search(groupings(synthetic.tiny(run), cluster, "disaggregated")[0], cluster).best[0]
     assert found.shapes[1][1] in (1, 7) and found.gpus <= 12
 
 
 def test_tp_may_be_limited() -> None:
     run = synthetic.run_file(batch=240, gpus=96, nodes=12, precision="bf16")
     profile, cluster = synthetic.paper_9b(run), Cluster(96, 8, 30.0, 1, 240)
-    free = search(group(profile, cluster, "disaggregated"), cluster).best[0]
+    free = search(groupings(profile, cluster, "disaggregated")[0], cluster).best[0]
     one = Cluster(96, 8, 30.0, 1, 240, most_tp=1)
-    limited = search(group(profile, one, "disaggregated"), one).best[0]
+    limited = search(groupings(profile, one, "disaggregated")[0], one).best[0]
     assert (
         max(shape[0] for shape in free.shapes) > 1
         and max(shape[0] for shape in limited.shapes) == 1
@@ -377,7 +380,7 @@ def test_recomputing_is_chosen_where_memory_binds_only() -> None:
         times = {}
         for choice in ("none", "full", "auto"):
             cluster = Cluster(96, 8, limit, 1, 240, checkpointing=choice)  # type: ignore[arg-type]
-            best = search(group(profile, cluster, "disaggregated"), cluster).best
+            best = search(groupings(profile, cluster, "disaggregated")[0], cluster).best
             times[choice] = best[0].total_ms if best else np.inf
         assert any(best[0].checkpointing) == recomputes
         assert times["auto"] <= min(times["none"], times["full"])
@@ -389,7 +392,7 @@ def test_memory_makes_the_llm_deeper() -> None:
     depth = {}
     for limit in (40.0, 400.0):
         cluster = Cluster(96, 8, limit, 1, 240)
-        found = search(group(profile, cluster, "disaggregated"), cluster).best[0]
+        found = search(groupings(profile, cluster, "disaggregated")[0], cluster).best[0]
         tp, _, pp = found.shapes[1]
         depth[limit] = tp * pp
     assert depth[40.0] > depth[400.0]

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import Sensitivity, scale_images, sensitivity
-from disttrain_cli.planning.solve import candidates, cluster_of
-from disttrain_cli.planning.units import Cluster
+from disttrain_cli.planning.solve import cluster_of
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
@@ -28,6 +29,7 @@ def plan_of(cluster: Cluster, llm_replicas: int = 1 << 15) -> Layout:
         for name in synthetic.MODULES
     ]
     return Layout(
+        strategy="disaggregated",
         global_batch_size=cluster.batch,
         microbatch_size=1,
         microbatches=1,
@@ -47,7 +49,10 @@ def given(gpus: int = 6, batch: int = 24, **profile: object) -> tuple[Profile, C
 
 
 def best_ms(profile: Profile, cluster: Cluster) -> float:
-    return candidates(profile, cluster, "disaggregated", 1)[1].best[0].total_ms
+    return min(
+        search(units, cluster).best[0].total_ms
+        for units in groupings(profile, cluster, "disaggregated")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +206,7 @@ def test_what_no_longer_fits_is_said() -> None:
     profile, cluster = given()
     profile = scale_images(profile, 20.0)  # the encoder's activations take most memory
     tight = cluster
-    while candidates(profile, tight, "disaggregated", 1)[1].best:
+    while any(search(units, tight).best for units in groupings(profile, tight, "disaggregated")):
         fitting, tight = tight, dataclasses.replace(tight, memory_gib=tight.memory_gib * 0.8)
     answer = sensitivity(profile, fitting, plan_of(cluster), silent)
     assert answer is not None

@@ -8,16 +8,15 @@ import pytest
 
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning import predict
-from disttrain_cli.planning.baselines import pipelines
 from disttrain_cli.planning.climb import neighbours
 from disttrain_cli.planning.finalists import CP_GAIN, Ranked, chosen_first
 from disttrain_cli.planning.infeasible import infeasible
-from disttrain_cli.planning.layouts import apart, layout_of
+from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.sensitivity import sensitivity
 from disttrain_cli.planning.sharing import sharing_sentence
 from disttrain_cli.planning.solve import solve_for
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout, UnitShape
 from disttrain_cli.spec.profile import Heads, Profile
 from disttrain_cli.spec.progress import silent
@@ -41,7 +40,7 @@ def heavy(profile: Profile) -> Profile:
 
 def test_degrees_divide_heads_tokens_and_nodes() -> None:
     def widths(profile: Profile, cluster: Cluster = ONE, strategy: str = "disaggregated") -> object:
-        return [unit.widths for unit in group(profile, cluster, strategy)]
+        return [unit.widths for unit in groupings(profile, cluster, strategy)[0]]
 
     alone = [(1, 1), (2, 1)]
     shared = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4)]
@@ -57,13 +56,15 @@ def test_groups_on_several_nodes_are_whole_nodes() -> None:
     nodes = replace(ONE, gpus=16, gpus_per_node=4)
     known = synthetic.on_nodes(profile_of(), 4)
     inside = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
-    assert group(known, nodes, "disaggregated")[1].widths == sorted([*inside, (1, 8), (2, 4)])
+    assert groupings(known, nodes, "disaggregated")[0][1].widths == sorted(
+        [*inside, (1, 8), (2, 4)]
+    )
     for profile, cluster in (
         (profile_of(), nodes),  # does not know the size of a node
         (known, replace(nodes, over_nodes=False)),
         (known, replace(nodes, gpus=4)),
     ):
-        assert group(profile, cluster, "disaggregated")[1].widths == inside
+        assert groupings(profile, cluster, "disaggregated")[0][1].widths == inside
 
 
 @pytest.mark.parametrize(("speed", "over"), [(0.5, True), (1e-3, False)])
@@ -83,12 +84,12 @@ def test_a_plan_shares_over_nodes_where_that_is_faster(
 
 def test_one_sequence_is_shared() -> None:
     profile = profile_of()
-    units = group(profile, ONE, "disaggregated")
+    units = groupings(profile, ONE, "disaggregated")[0]
     best = search(units, ONE).best[0]
     assert best.cps[1] > 1 and best.cps[0] == best.cps[2] == 1
     assert best.gpus == sum(unit.gpus for unit in best.units) <= 8
     alone = replace(ONE, most_cp=1)
-    other = search(group(profile, alone, "disaggregated"), alone).best[0]
+    other = search(groupings(profile, alone, "disaggregated")[0], alone).best[0]
     assert set(other.cps) == {1} and other.total_ms > 1.1 * best.total_ms
     layout = layout_of(units, ONE, best, "disaggregated")
     assert [unit.cp for unit in layout.units] == list(best.cps)
@@ -97,45 +98,30 @@ def test_one_sequence_is_shared() -> None:
 def test_what_fits_only_shared_is_found_and_what_cannot_be_is_named() -> None:
     tight = replace(ONE, gpus=16, memory_gib=0.04)
     profile = heavy(profile_of())
-    best = search(group(profile, tight, "disaggregated"), tight).best[0]
+    best = search(groupings(profile, tight, "disaggregated")[0], tight).best[0]
     assert best.cps[1] > 1
-    layout = layout_of(group(profile, tight, "disaggregated"), tight, best, "disaggregated")
+    layout = layout_of(groupings(profile, tight, "disaggregated")[0], tight, best, "disaggregated")
     assert all(s.peak_gib <= s.limit_gib for s in layout_memory(profile, layout, 0.04))
     alone = replace(tight, most_cp=1)
-    assert not search(group(profile, alone, "disaggregated"), alone).best
+    assert not search(groupings(profile, alone, "disaggregated")[0], alone).best
     old = heavy(profile_of(None, length=32_768))
     why = infeasible(old, tight, "disaggregated").why
     assert "cannot be shared (CP): the profile, made before llm could" in why
     assert "CP" not in infeasible(heavy(profile_of(None)), tight, "disaggregated").why
 
 
-def test_megatron_may_share_too_and_comes_apart() -> None:
-    cluster = replace(ONE, gpus=12, most_tp=1)
-    units = group(profile_of(), cluster, "disaggregated")
-    best = pipelines(units, cluster).best[0]
-    encoder, llm, generator = best.units
-    assert llm.cp > 1
-    for unit in (encoder, generator):
-        assert unit.cp == unit.pp == 1 and unit.gpus == llm.width * llm.dp
-    layout = layout_of(units, cluster, best, "megatron")
-    others = apart(layout, units)
-    assert others is not None and [unit.shape for unit in others.units] == best.units
-    alone = group(profile_of(), replace(cluster, most_cp=1), "disaggregated")
-    assert pipelines(alone, cluster).best[0].total_ms > best.total_ms
-
-
 def test_degrees_that_heads_forbid_are_searched_where_keys_are_gathered() -> None:
     """Three heads: rows cannot be exchanged for them, but two ranks may gather keys and values."""
     long = profile_of(Heads(3, 1, 16), length=4096)
-    llm = group(long, ONE, "disaggregated")[1]
+    llm = groupings(long, ONE, "disaggregated")[0][1]
     assert llm.ways(1, 2) == [True] and (1, 2) in llm.widths
-    without = group(long, replace(ONE, gathers=False), "disaggregated")[1]
+    without = groupings(long, replace(ONE, gathers=False), "disaggregated")[0][1]
     assert without.ways(1, 2) == [] and without.widths == [(tp, 1) for tp in without.tps]
-    assert group(long, ONE, "disaggregated")[0].gathers is False
+    assert groupings(long, ONE, "disaggregated")[0][0].gathers is False
 
 
 def test_neighbours_share_more_or_fewer() -> None:
-    units = group(profile_of(), ONE, "disaggregated")
+    units = groupings(profile_of(), ONE, "disaggregated")[0]
     start = [UnitShape(1, 1, 1), UnitShape(1, 1, 2, cp=2), UnitShape(1, 1, 1)]
     found = {
         (shapes[1].tp, shapes[1].cp, shapes[1].pp) for shapes in neighbours(units, ONE, start, 1)
@@ -145,7 +131,7 @@ def test_neighbours_share_more_or_fewer() -> None:
 
 
 def layout_with(cp: int) -> Layout:
-    units = group(profile_of(), replace(ONE, most_cp=cp), "disaggregated")
+    units = groupings(profile_of(), replace(ONE, most_cp=cp), "disaggregated")[0]
     best = search(units, ONE).best[0]
     return layout_of(units, ONE, best, "disaggregated")
 
@@ -156,10 +142,10 @@ def test_tokens_are_shared_where_that_gains_more_than_prices_are_worth(
 ) -> None:
     shared, alone = Ranked(layout_with(8), 1.0), Ranked(layout_with(1), 1.0 / (1.0 - gain))
     slow = Ranked(layout_with(2), 2.0)
-    ranked = chosen_first([shared, alone, slow])
+    ranked = chosen_first([shared, alone, slow], 8)
     assert ranked[0] is (shared if first == "shared" else alone)
     assert {id(one) for one in ranked} == {id(shared), id(alone), id(slow)}
-    assert chosen_first([shared, slow]) == [shared, slow]
+    assert chosen_first([shared, slow], 1) == [shared, slow]
 
 
 def test_a_plan_says_what_sharing_gains(monkeypatch: pytest.MonkeyPatch) -> None:

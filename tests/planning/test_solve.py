@@ -14,7 +14,7 @@ from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.solve import check_profile, cluster_of, solve, with_own_prediction
-from disttrain_cli.planning.units import group, units_of
+from disttrain_cli.planning.units import groupings, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
@@ -27,28 +27,29 @@ from tests.planning import synthetic
 def made() -> tuple[RunFile, Profile, Plan]:
     run = synthetic.run_file(batch=24, gpus=6)
     profile = synthetic.tiny(run)
-    return run, profile, solve(run, profile, top=3)
+    return run, profile, solve(run, profile, strategy="disaggregated", top=3)
 
 
 def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: Path) -> None:
     run, profile, plan = made
     check(plan, run, profile)
     assert [unit.modules for unit in plan.plan.units] == [[name] for name in profile.modules]
+    fastest = solve(run, profile, top=0)
     assert all(
-        plan.predicted.iteration_s <= other.iteration_s
-        for other in plan.baselines.values()
+        fastest.predicted.iteration_s <= other.iteration_s
+        for other in fastest.baselines.values()
         if other
     )
     assert plan.fingerprints.profile == fingerprint(profile)
     assert plan.search.exact and plan.search.candidates > 100
     assert len(plan.alternatives) == 3
-    alone = solve(run, synthetic.tiny(run, kind="cuda"), top=3)
+    alone = solve(run, synthetic.tiny(run, kind="cuda"), strategy="disaggregated", top=3)
     assert len(alone.alternatives) == 3 and all(
         other.slower_pct >= 0 for other in alone.alternatives
     )
     assert plan.predicted.sequences_per_s == pytest.approx(24 / plan.predicted.iteration_s)
     assert 0 < plan.predicted.mfu < 1
-    assert set(plan.baselines) == {"megatron", "distmm", "paper"}
+    assert set(plan.baselines) == {"disaggregated", "megatron", "distmm", "paper"}
     assert read_plan(write_plan(tmp_path / "plan.yaml", plan)) == plan
 
 
@@ -58,7 +59,9 @@ def test_a_plan_says_which_ordering_it_was_predicted_with(
     run, profile, plan = made
     assert plan.predicted.ordering == "paper"
     train = run.train.model_copy(update={"ordering": "best"})
-    searched = solve(run.model_copy(update={"train": train}), profile, top=3)
+    searched = solve(
+        run.model_copy(update={"train": train}), profile, strategy="disaggregated", top=3
+    )
     assert searched.predicted.ordering == "best" and searched.plan == plan.plan
     assert searched.predicted.iteration_s < plan.predicted.iteration_s
     for one, other in zip(searched.alternatives, plan.alternatives, strict=True):
@@ -108,16 +111,16 @@ def test_part_of_a_node_has_the_tp_degrees_of_the_whole() -> None:
     run = synthetic.run_file(batch=64, gpus=8)
     profile = synthetic.paper_9b(run)
     for gpus in (5, 7, 8):
-        units = group(profile, cluster_of(run, profile, gpus), "disaggregated")
+        units = groupings(profile, cluster_of(run, profile, gpus), "disaggregated")[0]
         assert [unit.tps for unit in units] == [[1, 2, 4, 8]] * 3
 
 
 def test_tp_groups_of_nodes_of_six_stay_inside_nodes() -> None:
     run = synthetic.run_file(batch=12, gpus=12, nodes=2)
     profile = synthetic.tiny(run, kind="cuda", tps=(1, 2, 3, 6))
-    units = group(profile, cluster_of(run, profile), "disaggregated")
+    units = groupings(profile, cluster_of(run, profile), "disaggregated")[0]
     assert [unit.tps for unit in units] == [[1, 2, 6]] * 3
-    plan = solve(run, profile)
+    plan = solve(run, profile, strategy="disaggregated")
     check(plan, run, profile)
     encoder, llm, generator = plan.plan.units
     straddling = [
@@ -156,7 +159,7 @@ def test_text_only_data_costs_the_other_units_nothing() -> None:
             "data": profile.data.model_copy(update={"sample": text}),
         }
     )
-    plan = solve(run, profile)
+    plan = solve(run, profile, strategy="disaggregated")
     assert plan.predicted.units[2].forward_ms == 0.0
     assert plan.plan.units[2].gpus == 1
 

@@ -47,6 +47,7 @@ Exit code 3 means that no layout fits; the message names the limit in the way.
 class Strategy(StrEnum):
     """Which layouts are searched."""
 
+    auto = "auto"
     disaggregated = "disaggregated"
     megatron = "megatron"
     distmm = "distmm"
@@ -69,9 +70,10 @@ def run(
         Strategy,
         typer.Option(
             metavar="NAME",
-            help="Layouts to search: disaggregated, or a baseline: megatron, distmm, paper.",
+            help="Layouts to search: auto, modules grouped into units as is fastest; disaggregated,"
+            " each a unit of its own; megatron, all in one; or by a rule: distmm, paper.",
         ),
-    ] = Strategy.disaggregated,
+    ] = Strategy.auto,
     top: Annotated[
         int, typer.Option(min=0, metavar="K", help="How many runner-up plans to show.")
     ] = 3,

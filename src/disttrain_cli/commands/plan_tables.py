@@ -28,8 +28,9 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         if layout.gpus_used == given
         else f"{layout.gpus_used:,} of {given:,}"
     )
+    title = "Plan" if layout.strategy == "auto" else f"Plan of {layout.strategy}"
     console.say(
-        f"{layout.strategy} plan on {used} devices: {_seconds(predicted.iteration_s)} per step, "
+        f"{title} on {used} devices: {_seconds(predicted.iteration_s)} per step, "
         f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}"
         + (
             f" of all given, {percent(predicted.mfu_used)} of those used"

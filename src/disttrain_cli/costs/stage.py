@@ -134,7 +134,8 @@ def overlap_helps(
         unit_times(profile, modules, tp, trained, checkpointing, overlap, cp)
         for overlap in (False, True)
     )
-    return sum(map(np.sum, vars(overlapped).values())) < sum(map(np.sum, vars(plain).values()))
+    whole_ms = [sum(map(np.sum, vars(times).values())) for times in (plain, overlapped)]
+    return bool(whole_ms[1] < whole_ms[0])
 
 
 def forward_parts(shard: LayerShard, overlap: bool = False) -> list[Polynomial]:

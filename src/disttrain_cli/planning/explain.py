@@ -99,7 +99,7 @@ def explain(plan: Plan, units: list[Unit], step: Step, sharing: str | None = Non
     """Explain a plan.
 
     Args:
-        units: the units of its strategy (`units.group`), for the formula's times of its stages.
+        units: the layout's units, for the formula's times of its stages.
         step: a simulated step of it.
         sharing: a sentence about CP (`sharing`).
     """

@@ -5,9 +5,10 @@ sees skewed data, every transfer, the reduction of gradients and the optimizer. 
 rounds: the formula's best, then its best with at most half as many ranks with the same weights of
 the LLM as the last round's best has, and so on, because many replicas of few stages have the most
 to reduce. No more rounds once the formula alone takes longer than the best simulated time, or than
-it says of the layout that was fastest. Then come the layouts of other strategies that the search
-could have found, the formula's best on a few devices less, as the best for fewer is a layout for
-more, and last other shapes of the LLM near the best one's.
+it says of the layout that was fastest. Every grouping of modules into units has its own rounds, the
+fastest by the formula first, after the layouts of other strategies. Then come, of the best one's
+grouping, the formula's best on a few devices less, as the best for fewer is a layout for more, and
+last other shapes of the LLM near the best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all
 `predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
@@ -18,18 +19,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from disttrain_cli.costs.layout import optimizer_s, stages_of
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning.draws import Draws
+from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult
 from disttrain_cli.planning.splitting import timed, whole
-from disttrain_cli.planning.units import Cluster, Unit, holder_of
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_of
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
 ROUNDS = 6
@@ -72,7 +74,8 @@ def rounds(
     profile: Profile,
     cluster: Cluster,
     draws: Draws,
-    find: Callable[[Limits, int], tuple[list[Unit], SearchResult]],
+    groups: list[list[Unit]],
+    find: Callable[[list[Unit], Limits, int], SearchResult],
     layout_of: Callable[[list[Unit], Candidate], Layout],
     wanted: int,
     pool: int,
@@ -82,15 +85,19 @@ def rounds(
     """Finalists with their times over one global batch.
 
     Args:
-        find: units and so many of the formula's best layouts within limits.
+        groups: units that layouts may have (`units.groupings`).
+        find: so many of the formula's best layouts of some units within limits.
         wanted: finalists of the first round, `EACH` at least.
         pool: of the formula's best, from which the different ones of a round are taken.
         near: finalists after the last round with another TP or CP or other replicas, up to twice
             or half as many ranks with the same weights, than those before.
-        others: finalists whatever the formula says.
+        others: finalists whatever the formula says, with whole backwards.
     """
     finalists: list[Ranked] = []
     formula_ms: list[float] = []
+
+    def best() -> Ranked:
+        return min(finalists, key=lambda one: one.iteration_s)
 
     def within_ms() -> float:
         """Time by the formula beyond which no finalist is wanted.
@@ -99,13 +106,20 @@ def rounds(
         """
         if not finalists:
             return math.inf
-        best = min(range(len(finalists)), key=lambda index: finalists[index].iteration_s)
-        return max(1e3 * finalists[best].iteration_s, AHEAD * formula_ms[best])
+        fastest = best()
+        return max(
+            1e3 * fastest.iteration_s,
+            AHEAD * formula_ms[next(i for i, one in enumerate(finalists) if one is fastest)],
+        )
 
-    def add(limits: Limits, count: int, pool: int) -> int:
+    def fastest_ms(units: list[Unit]) -> float:
+        best = find(units, Limits(math.inf), 1).best
+        return best[0].total_ms if best else math.inf
+
+    def add(units: list[Unit], limits: Limits, count: int, pool: int) -> int:
         """Ranks with the same weights in the LLM's unit of the formula's best layout within the
         limits; 0 where it is too slow."""
-        units, result = find(limits, pool)
+        result = find(units, limits, pool)
         if not result.best or result.best[0].total_ms >= limits.within_ms:
             return 0
         holder = holder_of(units)
@@ -115,36 +129,52 @@ def rounds(
         }
         for candidate in diverse(result.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
+            if layout in others:
+                continue
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
             formula_ms.append(candidate.total_ms)
         return result.best[0].units[holder].holders
 
-    most: int | None = None
-    for number in range(ROUNDS):
-        holders = add(Limits(within_ms(), most), EACH if number else max(EACH, wanted), pool)
-        most = holders // 2
-        if not most:
-            break
     for layout in others:
-        if layout not in (whole(one.layout) for one in finalists):
-            finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
-            formula_ms.append(0.0)
-    for share in FEWER if near else ():
-        fewer = int(cluster.gpus * share)
-        if finalists and fewer:
-            add(Limits(within_ms(), fewer=fewer), EACH, pool)
-    for _ in range(near if finalists else 0):
-        llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
-        best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
+        finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
+        formula_ms.append(layout_time(units_of(profile, cluster, layout), layout).total_ms)
+    for units in sorted(groups, key=fastest_ms) if len(groups) > 1 else groups:
+        most: int | None = None
+        for number in range(ROUNDS):
+            count = EACH if number else max(EACH, wanted)
+            holders = add(units, Limits(within_ms(), most), count, pool)
+            most = holders // 2
+            if not most:
+                break
+    if not finalists:
+        return []
+    same = [one for one in groups if grouping(one) == grouping(best().layout.units)]
+    if not same or not near:
+        return finalists
+    units = same[0]
+    for share in FEWER:
+        if fewer := int(cluster.gpus * share):
+            add(units, Limits(within_ms(), fewer=fewer), EACH, pool)
+    for _ in range(near):
+        alike = [one for one in finalists if grouping(one.layout.units) == grouping(units)]
+        llms = [one.layout.unit_of(profile.inputs.llm) for one in alike]
+        holders = min(zip(alike, llms, strict=True), key=lambda pair: pair[0].iteration_s)[
+            1
+        ].holders
         limits = Limits(
             within_ms(),
-            2 * best.holders,
-            -(-best.holders // 2),
+            2 * holders,
+            -(-holders // 2),
             frozenset((llm.tp, llm.cp, llm.dp) for llm in llms),
         )
-        if not add(limits, 1, 1):
+        if not add(units, limits, 1, 1):
             break
     return finalists
+
+
+def grouping(units: Iterable[Unit | UnitPlan]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """The modules of every unit, and those of them that its TP does not divide."""
+    return tuple((tuple(unit.modules), unit.replicated) for unit in units)
 
 
 def one_batch_s(
@@ -186,7 +216,7 @@ def rank(
 
     def kind(one: Ranked) -> Hashable:
         llm = one.layout.unit_of(profile.inputs.llm)
-        return one.layout.microbatches, llm.tp, llm.cp, llm.dp, llm.pp
+        return grouping([llm]), one.layout.microbatches, llm.tp, llm.cp, llm.dp, llm.pp
 
     ordered = sorted(finalists, key=_order)
     best = diverse(ordered, kind, max(wanted, SURE))
@@ -198,16 +228,18 @@ def rank(
         thorough = len(numbers) > 1 and one.iteration_s <= CLOSE * best[0].iteration_s
         return Ranked(*timed(profile, cluster, whole(one.layout), numbers, draws, thorough))
 
-    return chosen_first(sorted(map(again, best), key=_order))
+    return chosen_first(sorted(map(again, best), key=_order), cluster.gpus_per_node)
 
 
-def chosen_first(ranked: Sequence[Ranked]) -> list[Ranked]:
+def chosen_first(ranked: Sequence[Ranked], gpus_per_node: int) -> list[Ranked]:
     """Layouts, given best first, with the chosen one before the others: the best, or the best
-    without CP where that takes hardly longer (`CP_GAIN`)."""
-    alone = next((one for one in ranked if not shares(one.layout)), None)
-    if alone is None or alone.iteration_s * (1 - CP_GAIN) > ranked[0].iteration_s:
-        return list(ranked)
-    return [alone, *(one for one in ranked if one is not alone)]
+    without CP, or with CP groups inside nodes only, where that takes hardly longer (`CP_GAIN`)."""
+    for width in (1, gpus_per_node):
+        for one in ranked:
+            simple = all(unit.cp == 1 or unit.width <= width for unit in one.layout.units)
+            if simple and one.iteration_s * (1 - CP_GAIN) <= ranked[0].iteration_s:
+                return [one, *(other for other in ranked if other is not one)]
+    return list(ranked)
 
 
 def shares(layout: Layout) -> bool:

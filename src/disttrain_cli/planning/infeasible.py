@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.planning.baselines import candidates
+from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_of, layout_with
 from disttrain_cli.planning.options import layer_gib
 from disttrain_cli.planning.partition import fewest_stages
-from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
+from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
 from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
 
@@ -118,21 +118,22 @@ def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy) -> int 
 def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> Layout | None:
     """Some layout of a strategy, of few GPUs; None where none was found."""
     if strategy in ("distmm", "paper"):  # their rules fix the GPUs of every unit
-        units, result = candidates(profile, cluster, strategy, 1)
-        return layout_of(units, units[0].cluster, result.best[0], strategy) if result.best else None
-    units = group(profile, cluster, strategy)
-    fits: list[tuple[int, int, Fit]] = []
-    for size in divisors(cluster.batch):
-        partial, llm = [Fit(0, 0, ())], holder_of(units)
-        for number in reversed(range(len(units))):
-            partial = _before(
-                units[number], partial, size, cluster.gpus - number, beside=number < llm
-            )
-        fits += [(fit.gpus, size, fit) for fit in partial]
+        units, result = by_rule(profile, cluster, strategy, 1)
+        return layout_of(units, cluster, result.best[0], strategy) if result.best else None
+    fits: list[tuple[int, int, int, Fit]] = []
+    groups = groupings(profile, cluster, strategy)
+    for place, units in enumerate(groups):
+        for size in divisors(cluster.batch):
+            partial, llm = [Fit(0, 0, ())], holder_of(units)
+            for number in reversed(range(len(units))):
+                partial = _before(
+                    units[number], partial, size, cluster.gpus - number, beside=number < llm
+                )
+            fits += [(fit.gpus, place, size, fit) for fit in partial]
     if not fits:
         return None
-    _, size, fit = min(fits)
-    return layout_with(units, units[0].cluster, fit.shapes, size, strategy)
+    _, place, size, fit = min(fits)
+    return layout_with(groups[place], cluster, fit.shapes, size, strategy)
 
 
 def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) -> list[Fit]:

@@ -1,4 +1,4 @@
-"""Layouts made from shapes: of a search's candidate, of any shapes, of another layout's stages."""
+"""Layouts made from shapes: of a search's candidate, of any shapes, of a baseline's layout."""
 
 from __future__ import annotations
 
@@ -68,38 +68,11 @@ def layout_of(
     return layout
 
 
-def apart(layout: Layout, units: list[Unit]) -> Layout | None:
-    """The layout with its stages shared out to these units, in pipeline order, run as their cluster
-    can; None where a stage holds several."""
-    left = [(plan, layers) for plan in layout.units for layers in plan.layers_per_stage]
-    plans: list[UnitPlan] = []
-    for unit in units:
-        stages, missing = [], unit.layers
-        while missing > 0 and left:
-            stages.append(left.pop(0))
-            missing -= stages[-1][1]
-        if missing or any(plan is not stages[0][0] for plan, _ in stages):
-            return None
-        plan = stages[0][0]
-        plans.append(
-            UnitPlan(
-                name=unit.name,
-                modules=list(unit.modules),
-                tp=plan.tp,
-                cp=plan.cp,
-                cp_comm_type=plan.cp_comm_type,
-                dp=plan.dp,
-                pp=len(stages),
-                gpus=plan.width * plan.dp * len(stages),
-                layers_per_stage=[layers for _, layers in stages],
-                checkpointing=plan.checkpointing,
-                tp_overlap=unit.overlaps(plan.tp, plan.checkpointing, plan.cp),
-            )
-        )
-    return layout.model_copy(
-        update={
-            "strategy": "disaggregated",
-            "overlap": units[0].cluster.overlaps,
-            "units": plans,
-        }
-    )
+def as_found(layout: Layout, units: list[Unit]) -> Layout:
+    """A baseline's layout, of these units, run as their cluster can."""
+    plans = [
+        plan.model_copy(update={"tp_overlap": unit.overlaps(plan.tp, plan.checkpointing, plan.cp)})
+        for unit, plan in zip(units, layout.units, strict=True)
+    ]
+    overlap = units[0].cluster.overlaps
+    return layout.model_copy(update={"strategy": "auto", "overlap": overlap, "units": plans})

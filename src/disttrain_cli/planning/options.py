@@ -61,14 +61,11 @@ class Rows:
     checkpointing: Flags
     stage_gpus: Ints  # TP · CP · DP
     unit_ms: Floats  # the whole unit for one slot on its busiest replica
-    least_stages: Ints  # PP is at least this: fenced modules, and memory spread evenly
+    least_stages: Ints  # PP is at least this, with memory spread evenly
     state_gib: Floats  # static memory of the whole unit, and memory per slot in flight
     active_gib: Floats
     most_room_gib: Floats  # what a device has for them, on the stage that sends least
-    fixed_ms: Floats  # longest of the stages that are given (fenced modules)
-    fixed_stages: Ints  # how many these are
-    free_ms: Floats  # the layers that PP divides: their whole time,
-    layer_ms: Floats  # the longest,
+    layer_ms: Floats  # the longest layer,
     bulk_ms: Floats  # and `bulk` layers of which each takes at least this long
     bulk: Ints
     layers: Ints  # PP is at most this
@@ -90,23 +87,20 @@ class Rows:
         No split beats the even one, nor the longest layer; of equal layers some stage has at least
         count / PP, rounded up.
         """
-        free = np.maximum(pp - self.fixed_stages, 1)
-        bound = np.maximum(
-            np.maximum(self.free_ms / free, self.layer_ms), -(-self.bulk // free) * self.bulk_ms
-        )
-        return np.maximum(bound, self.fixed_ms) * SAFE
+        longest = np.maximum(self.unit_ms / pp, self.layer_ms)
+        return np.maximum(longest, -(-self.bulk // pp) * self.bulk_ms) * SAFE
 
     def stages(self, slowest_ms: float) -> Ints:
         """[B] lower bound of PP for a slowest stage; `NEVER` where no split is so fast."""
         within = slowest_ms / SAFE
-        even = np.ceil(self.free_ms / max(within, 1e-300) * SAFE)
+        even = np.ceil(self.unit_ms / max(within, 1e-300) * SAFE)
         with np.errstate(divide="ignore", invalid="ignore"):
             each = np.minimum(
                 np.floor(np.where(self.bulk_ms > 0, within / self.bulk_ms, self.bulk)), self.bulk
             )
             full = np.ceil(self.bulk / each)
-        possible = (self.layer_ms <= within) & (self.fixed_ms <= within) & (each >= 1)
-        count = self.fixed_stages + np.maximum(np.maximum(even, full), 1.0)
+        possible = (self.layer_ms <= within) & (each >= 1)
+        count = np.maximum(np.maximum(even, full), 1.0)
         return np.maximum(
             np.where(possible, np.minimum(count, NEVER), NEVER), self.least_stages
         ).astype(np.int64)
@@ -171,14 +165,7 @@ def list_rows(
     states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
     most_room = most_room_gib(unit, variant, dp, slot_sequences)
     flight = min(slots, later_units + 1)
-    fixed_ms, free = np.zeros(len(dp)), np.ones(unit.layers, dtype=bool)
-    for fence in unit.fences:
-        fixed_ms = np.maximum(
-            fixed_ms, times @ np.bincount(kinds.of[fence], minlength=len(kinds.count))
-        )
-        free[fence] = False
-    count, fixed = np.bincount(kinds.of[free], minlength=len(kinds.count)), len(unit.fences)
-    bulk, bulk_ms = _bulk(times, count)
+    bulk, bulk_ms = _bulk(times, kinds.count)
     none = np.zeros_like(dp)
     rows = Rows(
         kinds.tp[variant],
@@ -188,14 +175,11 @@ def list_rows(
         kinds.checkpointing[variant],
         kinds.width[variant] * dp,
         times @ kinds.count,
-        none + max(1, fixed + bool(free.any())),
+        none + 1,
         states @ kinds.count - _shared_gib(unit, states),
         activations @ kinds.count,
         most_room,
-        fixed_ms,
-        none + fixed,
-        times @ count,
-        times[:, count > 0].max(axis=1, initial=0.0),
+        times.max(axis=1, initial=0.0),
         bulk_ms,
         none + bulk,
         none + unit.layers,
@@ -337,8 +321,8 @@ def price(
 
 def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) -> Options:
     """Options of one stage: how many slots in flight fit."""
-    if not len(options) or (unit.allowed is not None and not unit.allowed[0, -1]):
-        return take(options, np.zeros(len(options), dtype=bool))
+    if not len(options):
+        return options
     kinds = unit.kinds
     known = unit, _variants(unit, options), options.dp, slot_sequences
     states, activations, working = kind_gib(*known)

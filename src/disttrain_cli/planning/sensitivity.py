@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from disttrain_cli.costs.stage import tp_degrees
-from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import candidates, fewer_replicas
-from disttrain_cli.planning.units import Cluster, group, holder_of
+from disttrain_cli.planning.baselines import by_rule
+from disttrain_cli.planning.search import Candidate, search
+from disttrain_cli.planning.solve import fewer_replicas
+from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
@@ -27,6 +28,7 @@ from disttrain_cli.spec.progress import Progress
 _PICTURES = ("image", "target")
 SAME = 1e-9  # relative difference of two times that are one
 EXACT: tuple[Strategy, ...] = (
+    "auto",
     "disaggregated",
     "megatron",
 )  # whose best time never gets worse with more GPUs
@@ -225,15 +227,20 @@ def _best(
 ) -> _Best | None:
     """The formula's best layout, with at most `most` replicas of the LLM; none that takes longer
     than `within_ms` is wanted."""
-    if most is None and strategy != "disaggregated":
-        units, result = candidates(profile, cluster, strategy, 1)
+    found: tuple[list[Unit], Candidate] | None = None
+    if strategy in ("distmm", "paper"):
+        units, result = by_rule(profile, cluster, strategy, 1)
+        found = (units, result.best[0]) if result.best else None
     else:
-        units = group(profile, cluster, strategy)
-        keep = None if most is None else fewer_replicas(units, most)
-        result = search(units, cluster, 1, keep=keep, within_ms=within_ms)
-    if not result.best:
+        for units in groupings(profile, cluster, strategy):
+            keep = None if most is None else fewer_replicas(units, most)
+            limit = within_ms if found is None else found[1].total_ms
+            result = search(units, cluster, 1, keep=keep, within_ms=limit)
+            if result.best and (found is None or result.best[0].total_ms < found[1].total_ms):
+                found = units, result.best[0]
+    if found is None:
         return None
-    best = result.best[0]
+    units, best = found
     replicas = best.units[holder_of(units)].holders
     return _Best(
         best.total_ms,

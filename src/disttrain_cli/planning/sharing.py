@@ -20,11 +20,11 @@ from disttrain_cli.planning.infeasible import LONG
 from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import batches
-from disttrain_cli.planning.search import Candidate, search
+from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import ranked_as, solve_for
 from disttrain_cli.planning.splitting import timed
-from disttrain_cli.planning.units import Cluster, Unit, group
-from disttrain_cli.spec.plan import Plan
+from disttrain_cli.planning.units import Cluster, Unit, groupings
+from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 
 TRIED = 6  # of the formula's best layouts, simulated
@@ -52,36 +52,33 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
         except InfeasibleError:
             other_s = None
         return f"Context   sequences are shared (CP), {shared}: {_without(plan, other_s)}."
-    if length < LONG or strategy != "disaggregated" or cluster.most_cp == 1:
+    if length < LONG or strategy not in ("auto", "disaggregated") or cluster.most_cp == 1:
         return None
-    units = group(profile, cluster, strategy)
-    if all(cp == 1 for unit in units for _, cp in unit.widths):
+    groups = groupings(profile, cluster, strategy)
+    if all(cp == 1 for units in groups for unit in units for _, cp in unit.widths):
         why = (
             misfit(profile, [profile.inputs.llm], 1, 2, cluster.gathers)
             or "no group fits evenly into a node"
         )
         return f"Context   sequences of {length:,} tokens are not shared (CP): {why}."
-    found = search(units, cluster, TRIED, keep=_shared(units)).best
+    found = [
+        layout_of(units, cluster, one, strategy)
+        for units in groups
+        for one in search(units, cluster, TRIED, keep=_shared(units)).best
+    ]
     ranked_s = [
         other.iteration_s
         for other in (*plan.alternatives, *plan.baselines.values())
         if other and other.plan and other.plan.unit_of(profile.inputs.llm).cp > 1
     ]
-    other_s = min(ranked_s + _times_s(profile, cluster, units, found, plan), default=None)
+    other_s = min(ranked_s + _times_s(profile, cluster, found), default=None)
     return f"Context   sequences of {length:,} tokens are not shared (CP): {_with(plan, other_s)}."
 
 
-def _times_s(
-    profile: Profile,
-    cluster: Cluster,
-    units: list[Unit],
-    found: Sequence[Candidate],
-    plan: Plan,
-) -> list[float]:
+def _times_s(profile: Profile, cluster: Cluster, layouts: Sequence[Layout]) -> list[float]:
     """Simulated times of some layouts."""
     ranked = ranked_as(cluster)
     draws = Draws(profile, ranked)
-    layouts = [layout_of(units, cluster, one, plan.plan.strategy) for one in found]
     numbers = batches(ranked)
     return [timed(profile, ranked, layout, numbers, draws)[1] for layout in layouts]
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,30 +14,30 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.freezing import owners
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.costs.memory import fits
-from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
-from disttrain_cli.planning.baselines import candidates, megatron
+from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.climb import climb
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import (
-    CP_GAIN,
     EACH,
     Limits,
     Ranked,
     chosen_first,
     diverse,
     faster_zero,
+    grouping,
     one_batch_s,
     rank,
     rounds,
 )
 from disttrain_cli.planning.infeasible import infeasible
-from disttrain_cli.planning.layouts import apart, layout_of, layout_with
+from disttrain_cli.planning.layouts import as_found, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, SearchResult, search
-from disttrain_cli.planning.splitting import timed
-from disttrain_cli.planning.units import Cluster, Unit, group, units_of
+from disttrain_cli.planning.splitting import timed, whole
+from disttrain_cli.planning.units import Cluster, Unit, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
     Alternative,
@@ -51,7 +52,7 @@ from disttrain_cli.spec.plan import (
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
+BASELINES: tuple[Strategy, ...] = ("disaggregated", "megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
@@ -119,20 +120,21 @@ def solve(
     profile: Profile,
     *,
     gpus: int | None = None,
-    strategy: Strategy = "disaggregated",
+    strategy: Strategy = "auto",
     top: int = 5,
 ) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
-    Only `disaggregated` hides waiting: backwards in two parts (`splitting`), reductions and gathers
-    behind passes (`costs.overlap`), a TP group's messages behind products (`Unit.overlaps`).
+    Strategies differ in the units that they may have (`units.groupings`) and in what they hide:
+    `auto` and `disaggregated` have backwards in two parts (`splitting`), reductions and gathers
+    behind passes (`costs.overlap`) and a TP group's messages behind products (`Unit.overlaps`),
+    `megatron` the last two, `distmm` and `paper` none.
 
-    The formula's best layouts are simulated, and for `disaggregated` the other strategies' own
-    choices with them, as far as its units may have their shapes (`apart`): a plan is never slower
-    than a baseline that it could have chosen.
+    The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
+    them: a plan is never slower than a baseline.
 
-    CP groups lie on several nodes where the best plan without such groups takes longer, by
-    `CP_GAIN` at least.
+    Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without takes
+    longer, by `CP_GAIN` at least.
 
     Raises:
         MismatchError: the profile belongs to another model or cluster.
@@ -147,7 +149,7 @@ def solve(
 def solve_for(
     profile: Profile,
     cluster: Cluster,
-    strategy: Strategy = "disaggregated",
+    strategy: Strategy = "auto",
     top: int = 0,
     either_zero: bool = False,
 ) -> Plan:
@@ -156,17 +158,15 @@ def solve_for(
     Args:
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
     """
-    plain = replace(cluster, splits=False, overlaps=False, hides=False)
-    if strategy != "disaggregated":
-        cluster = plain
+    everything, cluster = cluster, run_by(cluster, strategy)
     started = time.perf_counter()
     draws = Draws(profile, ranked_as(cluster))
     baselines = {
-        name: baseline(profile, plain, name, either_zero, draws)
+        name: baseline(profile, everything, name, either_zero, draws)
         for name in BASELINES
         if name != strategy
     }
-    rivals = _rivals(profile, cluster, baselines) if strategy == "disaggregated" else []
+    rivals = _rivals(profile, cluster, baselines) if strategy == "auto" else []
     ranked, combinations, simulated = ranking(
         profile, cluster, strategy, top, either_zero, [layout for layout, _ in rivals], draws
     )
@@ -201,7 +201,7 @@ def solve_for(
         if ranked_as(cluster) != cluster
         else 1.0
     )
-    plan = Plan(
+    return Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
         provenance=profile.provenance,
         plan=best.layout,
@@ -221,15 +221,6 @@ def solve_for(
             solve_s=solve_s, candidates=combinations, exact=strategy != "paper", simulated=simulated
         ),
     )
-    if not any(unit.width > cluster.gpus_per_node for unit in best.layout.units):
-        return plan
-    try:
-        inside = replace(cluster, over_nodes=False)
-        other = solve_for(profile, inside, strategy, top, either_zero)
-    except InfeasibleError:
-        return plan
-    gains = other.predicted.iteration_s * (1 - CP_GAIN) > predicted.iteration_s
-    return plan if gains else other
 
 
 def ranking(
@@ -243,16 +234,17 @@ def ranking(
 ) -> tuple[list[Ranked], int, int]:
     """Layouts of a strategy, best first, and how many were candidates and simulated.
 
-    `distmm` and `paper` keep the order of their own rules. Where training orders by the policy
-    `best`, layouts are ranked by `paper`, which takes milliseconds for each.
+    `distmm` and `paper` keep the order of their own rules. Where the best layout shares tokens
+    (CP), the best without it are ranked, too. Where training orders by the policy `best`, layouts
+    are ranked by `paper`, which takes milliseconds for each.
 
     Args:
         top: runners-up wanted beside the best layout.
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
-        others: layouts that are simulated with those of the strategy (`disaggregated`).
+        others: layouts that are simulated with those of the strategy (`auto`).
         draws: the batches that all are tried on; None = drawn anew.
     """
-    combinations = 0
+    combinations = simulated = 0
     cluster = ranked_as(cluster)
     draws = draws or Draws(profile, cluster)
 
@@ -260,52 +252,66 @@ def ranking(
         layout = layout_of(units, cluster, candidate, strategy)
         return faster_zero(profile, cluster, layout) if either_zero else layout
 
-    def find(limits: Limits, best: int) -> tuple[list[Unit], SearchResult]:
-        nonlocal combinations
-        if strategy == "megatron":
-            found, result = megatron(profile, cluster, best, most_dp=limits.most)
-        else:
-            found, result = units, best_by_formula(units, cluster, best, limits)
-        combinations += result.combinations
-        return found, result
+    def ranked_within(cluster: Cluster) -> list[Ranked]:
+        nonlocal simulated
+
+        def find(units: list[Unit], limits: Limits, best: int) -> SearchResult:
+            nonlocal combinations
+            result = best_by_formula(units, cluster, best, limits)
+            combinations += result.combinations
+            return result
+
+        groups, ours = groupings(profile, cluster, strategy), strategy in ("auto", "disaggregated")
+        finalists = rounds(
+            profile,
+            cluster,
+            draws,
+            groups,
+            find,
+            as_layout,
+            top + 1,
+            POOL if ours else max(EACH, top + 1),
+            NEAR if ours else 0,
+            [whole(layout) for layout in others],
+        )
+        if cluster.climbs:
+            finalists += _climbed(groups, cluster, draws, strategy, either_zero, finalists)
+        simulated += len(finalists)
+        return rank(profile, cluster, draws, finalists, top + 1)
 
     if strategy in ("distmm", "paper"):
-        units, result = candidates(profile, cluster, strategy, top + 1)
+        units, result = by_rule(profile, cluster, strategy, top + 1)
         layouts = [as_layout(units, candidate) for candidate in result.best]
         ranked = [
             Ranked(layout, simulated_s(profile, layout, cluster, shared=False, draws=draws))
             for layout in layouts
         ]
         return ranked, result.combinations, len(ranked)
-    units, ours = group(profile, cluster, strategy), strategy == "disaggregated"
-    finalists = rounds(
-        profile,
-        cluster,
-        draws,
-        find,
-        as_layout,
-        top + 1,
-        POOL if ours else max(EACH, top + 1),
-        NEAR if ours else 0,
-        others,
-    )
-    if cluster.climbs:
-        finalists += _climbed(units, cluster, draws, strategy, either_zero, finalists)
-    return rank(profile, cluster, draws, finalists, top + 1), combinations, len(finalists)
+    ranked = ranked_within(cluster)
+    for width, simpler in (
+        (cluster.gpus_per_node, replace(cluster, over_nodes=False)),
+        (1, replace(cluster, most_cp=1)),
+    ):
+        if ranked and any(unit.cp > 1 and unit.width > width for unit in ranked[0].layout.units):
+            known = [one.layout for one in ranked]
+            more = [one for one in ranked_within(simpler) if one.layout not in known]
+            every = sorted([*ranked, *more], key=lambda one: one.iteration_s)
+            ranked = chosen_first(every, cluster.gpus_per_node)
+    return ranked, combinations, simulated
 
 
 def _climbed(
-    units: list[Unit],
+    groups: list[list[Unit]],
     cluster: Cluster,
     draws: Draws,
     strategy: Strategy,
     either_zero: bool,
     finalists: list[Ranked],
 ) -> list[Ranked]:
-    """Better neighbours of the best finalists that differ in the LLM's shape."""
-    profile = units[0].profile
+    """Better neighbours of the best finalists that differ in grouping or the LLM's shape."""
+    profile = groups[0][0].profile
 
-    def build(shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
+    def build(units: list[Unit], shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
         layout = layout_with(units, cluster, shapes, slot_sequences, strategy)
         return faster_zero(profile, cluster, layout) if either_zero and layout else layout
 
@@ -319,16 +325,29 @@ def _climbed(
         return timed(profile, cluster, layout, draws=draws)
 
     seen: set[str] = set()
+    by_grouping = {grouping(units): units for units in groups}
     best = sorted(finalists, key=lambda one: one.iteration_s)
-    starts = diverse(best, lambda one: one.layout.unit_of(profile.inputs.llm).shape, CLIMBED)
-    return [
-        Ranked(*one)
-        for start in starts
-        if len(start.layout.units) == len(units)
-        for one in climb(
-            units, cluster, start.layout, start.iteration_s, build, has_room, seconds, as_run, seen
+    starts = diverse(
+        best,
+        lambda one: (grouping(one.layout.units), one.layout.unit_of(profile.inputs.llm).shape),
+        CLIMBED,
+    )
+    found = []
+    for start in starts:
+        units = by_grouping[grouping(start.layout.units)]
+        way = climb(
+            units,
+            cluster,
+            start.layout,
+            start.iteration_s,
+            partial(build, units),
+            has_room,
+            seconds,
+            as_run,
+            seen,
         )
-    ]
+        found += [Ranked(*one) for one in way]
+    return found
 
 
 def _as_trained(
@@ -356,7 +375,8 @@ def _as_trained(
         *(Ranked(one.layout, time_s) for one, time_s in zip(ranked[:count], times_s, strict=True)),
         *(Ranked(one.layout, scale * one.iteration_s) for one in ranked[count:]),
     ]
-    best = chosen_first(sorted(shown[:count], key=lambda one: one.iteration_s))[0]
+    fastest = sorted(shown[:count], key=lambda one: one.iteration_s)
+    best = chosen_first(fastest, cluster.gpus_per_node)[0]
     others = sorted((one for one in shown if one is not best), key=lambda one: one.iteration_s)
     return [best, *others], predictions[shown.index(best)]
 
@@ -364,17 +384,13 @@ def _as_trained(
 def _rivals(
     profile: Profile, cluster: Cluster, baselines: dict[Strategy, Baseline | None]
 ) -> list[tuple[Layout, Baseline]]:
-    """The baselines' layouts as units of the strategy `disaggregated`, where it has such, and the
-    baselines."""
-    units = group(profile, cluster, "disaggregated")
+    """The baselines' layouts as those of the strategy `auto`, and the baselines."""
     rivals = [
-        (apart(other.plan, units), other) for other in baselines.values() if other and other.plan
+        (as_found(other.plan, units_of(profile, cluster, other.plan)), other)
+        for other in baselines.values()
+        if other and other.plan
     ]
-    return [
-        (layout, other)
-        for layout, other in rivals
-        if layout is not None and fits(profile, layout, cluster.memory_gib)
-    ]
+    return [pair for pair in rivals if fits(profile, pair[0], cluster.memory_gib)]
 
 
 def _predicted(profile: Profile, cluster: Cluster, layout: Layout) -> Prediction:
@@ -387,6 +403,14 @@ def with_own_prediction(plan: Plan, run: RunFile, profile: Profile) -> Plan:
         return plan
     predicted = _predicted(profile, cluster_of(run, profile), plan.plan)
     return plan.model_copy(update={"predicted": predicted})
+
+
+def run_by(cluster: Cluster, strategy: Strategy) -> Cluster:
+    """The cluster with what a strategy's layouts do there to be faster."""
+    if strategy in ("auto", "disaggregated"):
+        return cluster
+    theirs = replace(cluster, splits=False)
+    return theirs if strategy == "megatron" else replace(theirs, overlaps=False, hides=False)
 
 
 def ranked_as(cluster: Cluster) -> Cluster:
@@ -444,6 +468,7 @@ def baseline(
     draws: Draws | None = None,
 ) -> Baseline | None:
     """The layout of another strategy in the same simulator; None where none fits."""
+    cluster = run_by(cluster, strategy)
     ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero, draws=draws)
     if not ranked:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Literal, TypeVar, cast
@@ -17,9 +18,9 @@ from disttrain_cli.costs.memory import GIB, state_bytes
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.spec.plan import Layout, UnitShape
+from disttrain_cli.spec.plan import Layout, Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile.model import MONOLITH
+from disttrain_cli.spec.runfile.model import unit_name
 from disttrain_cli.spec.runfile.train import Ordering
 from disttrain_cli.spec.stage_graph import in_line, neighbours
 
@@ -99,7 +100,6 @@ class Unit:
     modules: tuple[str, ...]
     profile: Profile
     cluster: Cluster
-    fenced: bool = False  # encoder and generator are exactly one stage each (PP ≥ modules)
     #: modules that TP does not divide: their items are dealt out (`UnitPlan.module_tp`)
     replicated: tuple[str, ...] = ()
 
@@ -353,28 +353,11 @@ class Unit:
         return np.vstack([*states, *shares])
 
     @cached_property
-    def fences(self) -> list[slice]:
-        """Layers that are one stage whatever PP is."""
-        if not self.fenced:
-            return []
-        ends = np.cumsum([len(self.profile.modules[name].layers) for name in self.modules])
-        return [
-            slice(int(end) - len(self.profile.modules[name].layers), int(end))
-            for name, end in zip(self.modules, ends, strict=True)
-            if name != self.profile.inputs.llm
-        ]
-
-    @cached_property
     def allowed(self) -> NDArray[np.bool_] | None:
         """[L+1, L+1] which layer ranges may form a stage; None = any."""
-        if not self.fences and not self.replicated:
+        if not self.replicated:
             return None
         mask = np.ones((self.layers + 1, self.layers + 1), dtype=bool)
-        for fence in self.fences:
-            mask[:, fence.start + 1 : fence.stop] = False
-            mask[fence.start + 1 : fence.stop, :] = False
-            mask[: fence.start + 1, fence.stop :] = False
-            mask[fence.start, fence.stop] = True
         stop = 0
         for name in self.modules:
             start, stop = stop, stop + len(self.profile.modules[name].layers)
@@ -400,41 +383,55 @@ def remembered(function: Function) -> Function:
     return cast(Function, answer)
 
 
-def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
-    """Units of a strategy in pipeline order.
+def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[list[Unit]]:
+    """The units that a strategy's layouts may have, in pipeline order; the most units first.
 
-    `megatron` puts every module into one unit, as `disaggregated` must where there are fewer GPUs
-    than modules. In a Megatron pipeline encoder and generator are one stage each; with fewer GPUs
-    than that takes, stages may hold several modules. DistMM and the paper's method know no CP.
+    `auto`: the LLM's unit holds any run of encoders directly before the LLM and of generators
+    directly behind it, which its TP divides or which are whole on every rank (`replicating`); every
+    other module is a unit of its own. `megatron` puts every module into
+    one unit, the others each into its own, as far as there are GPUs for it; `distmm` and `paper`
+    know no CP.
 
     Raises:
-        InfeasibleError: a unit has no TP degree that fits a node.
+        InfeasibleError: in every grouping a unit has no TP degree that fits a node.
     """
     names = list(profile.modules)
-    few = cluster.gpus < len(names)
+    llm = names.index(profile.inputs.llm)
     if strategy in ("distmm", "paper"):
         cluster = replace(cluster, most_cp=1)
-    if strategy == "megatron" or few:
-        units = [
-            Unit(
-                MONOLITH if len(names) > 1 else names[0],
-                tuple(names),
-                profile,
-                cluster,
-                fenced=not few,
-            )
+    known: dict[tuple[str, ...], Unit] = {}
+
+    def unit(modules: Sequence[str]) -> Unit:
+        key = tuple(modules)
+        if key not in known:
+            known[key] = Unit(unit_name(key, len(names)), key, profile, cluster)
+        return known[key]
+
+    groups = [
+        [*map(unit, zip(names[:first])), unit(names[first:stop]), *map(unit, zip(names[stop:]))]
+        for first, stop in itertools.product(range(llm, -1, -1), range(llm + 1, len(names) + 1))
+        if first + 1 + len(names) - stop <= cluster.gpus
+    ]
+    groups.sort(key=len, reverse=True)
+    if strategy == "auto":
+        groups += [
+            [whole if unit.holds_llm else unit for unit in units]
+            for units in groups
+            for whole in map(replicating, units)
+            if whole is not None
         ]
     else:
-        units = [Unit(name, (name,), profile, cluster) for name in names]
-    for unit in units:
-        if not unit.tps:
-            raise InfeasibleError(
-                f"No TP degree of unit {unit.name} fits a node",
-                f"profiled: TP {tp_degrees(profile, unit.modules)}; cluster.gpus_per_node:"
-                f" {cluster.gpus_per_node}",
-                "Profile again: disttrain profile",
-            )
-    return units
+        groups = groups[-1:] if strategy == "megatron" else groups[:1]
+    possible = [units for units in groups if all(one.tps for one in units)]
+    if not possible:
+        lacking = next(one for one in groups[0] if not one.tps)
+        raise InfeasibleError(
+            f"No TP degree of unit {lacking.name} fits a node",
+            f"profiled: TP {tp_degrees(profile, lacking.modules)}; cluster.gpus_per_node:"
+            f" {cluster.gpus_per_node}",
+            "Profile again: disttrain profile",
+        )
+    return possible
 
 
 def holder_of(units: list[Unit]) -> int:
@@ -456,7 +453,7 @@ def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
             tuple(plan.modules),
             profile,
             cluster,
-            replicated=tuple(name for name in plan.modules if name in plan.module_tp),
+            replicated=plan.replicated,
         )
         for plan in layout.units
     ]
@@ -466,7 +463,7 @@ def replicating(unit: Unit) -> Unit | None:
     """The unit with encoders and generators beside the LLM whole on every rank of its TP groups;
     None where there are none, or TP has one degree."""
     others = tuple(name for name in unit.modules if name != unit.profile.inputs.llm)
-    if unit.fenced or not unit.holds_llm or not others:
+    if not unit.holds_llm or not others:
         return None
     made = replace(unit, replicated=others)
     return made if made.tps else None

@@ -18,7 +18,7 @@ from disttrain_cli.spec.whole import keep_before, write_whole
 
 #: Names as in Megatron-LM.
 CpCommType = Literal["a2a", "all_gather"]
-Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
+Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
 
 
 class UnitShape(NamedTuple):
@@ -178,6 +178,11 @@ class UnitPlan(Strict):
         return self.tp // self.tp_of(module)
 
     @property
+    def replicated(self) -> tuple[str, ...]:
+        """Modules that are whole on every rank of a TP group."""
+        return tuple(name for name in self.modules if name in self.module_tp)
+
+    @property
     def parts(self) -> list[tuple[list[str], UnitShape]]:
         """Consecutive modules that the unit's shape divides alike, and each that has a TP of its
         own, with these shapes."""
@@ -223,7 +228,7 @@ class UnitPlan(Strict):
 class Layout(Strict):
     """The part of a plan that decides what runs where."""
 
-    strategy: Strategy = "disaggregated"
+    strategy: Strategy = "auto"
     global_batch_size: int = Field(
         ge=1, le=MOST_SEQUENCES, description="Packed sequences per step."
     )

@@ -3,6 +3,7 @@ unit per field."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.runfile.data import DataSpec
-from disttrain_cli.spec.runfile.model import MONOLITH, PROJECTORS, ModelSpec
+from disttrain_cli.spec.runfile.model import MONOLITH, PROJECTORS, ModelSpec, unit_name
 from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
 from disttrain_cli.spec.runfile.published import fetched, with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
@@ -55,7 +56,11 @@ class RunFile(Strict):
 
     @model_validator(mode="after")
     def _known_units(self) -> RunFile:
-        allowed = [*self.model.modules, MONOLITH]
+        names = list(self.model.modules)
+        groups = itertools.combinations(range(len(names) + 1), 2)
+        allowed = dict.fromkeys(
+            [*names, *(unit_name(names[first:stop], len(names)) for first, stop in groups)]
+        )
         unknown = [
             fault.unit
             for fault in self.rehearse.faults
@@ -63,8 +68,9 @@ class RunFile(Strict):
         ]
         if unknown:
             raise ValueError(
-                f"rehearse.faults: no plan has such a unit: {', '.join(unknown)}; allowed: "
-                f"{', '.join(allowed)}, which holds every module"
+                f"rehearse.faults: no plan has such a unit: {', '.join(unknown)}; units are named"
+                f" after their modules ({', '.join(names)}), several joined by +, and {MONOLITH}"
+                " holds every module"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,10 +15,18 @@ Kind = Literal["encoder", "llm", "generator"]
 #: How an encoder's rows become the LLM's; `models/projectors.py` says what each is.
 Projector = Literal["mlp", "norm_mlp", "linear", "none"]
 PROJECTORS = "projectors"
-UNIT_NAME = r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$"
+MOST_NAME = 64  # characters of a unit's name
+UNIT_NAME = rf"^[A-Za-z0-9][A-Za-z0-9_+-]{{0,{MOST_NAME - 1}}}$"
 BucketSide = Annotated[int, Field(ge=8, le=4096)]
 MONOLITH = "model"  # the unit that holds every module
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
+
+
+def unit_name(modules: Sequence[str], count: int) -> str:
+    """Name of the unit of some of a model's `count` modules."""
+    joined = "+".join(modules)
+    several = len(modules) > 1
+    return MONOLITH if several and (len(modules) == count or len(joined) > MOST_NAME) else joined
 
 
 class NoiseSpec(Strict):

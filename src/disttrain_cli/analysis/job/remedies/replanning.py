@@ -57,7 +57,7 @@ def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned
     from disttrain_cli.planning.search import search
     from disttrain_cli.planning.solve import fewer_replicas, layout_of, ranked_as
     from disttrain_cli.planning.splitting import timed
-    from disttrain_cli.planning.units import group
+    from disttrain_cli.planning.units import groupings
 
     profile, cluster = corrected(record, why), ranked_as(cluster_of(job))
     present_s = one_batch_s(profile, job.layout, cluster)
@@ -65,16 +65,17 @@ def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned
         cluster = replace(cluster, gpus=gpus, gpus_per_node=min(cluster.gpus_per_node, gpus))
     llm = job.layout.unit_of(profile.inputs.llm)
     try:
-        units = group(profile, cluster, "disaggregated")
+        groups = groupings(profile, cluster, "auto")
     except InfeasibleError:
         return None
-    plans = [
-        candidate
-        for keep in (None, fewer_replicas(units, llm.dp))
-        for candidate in search(units, cluster, TRIED, keep=keep).best
-    ]
     layouts = [
-        layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(plans)
+        layout_of(units, cluster, candidate, "auto")
+        for units in groups
+        for candidate in dict.fromkeys(
+            candidate
+            for keep in (None, fewer_replicas(units, llm.dp))
+            for candidate in search(units, cluster, TRIED, keep=keep).best
+        )
     ]
     found = [timed(profile, cluster, layout) for layout in layouts]
     found += [(job.layout, present_s)] if job.layout.gpus_used <= cluster.gpus else []

@@ -1,0 +1,82 @@
+"""Modules grouped into units: plans of published vision-language models on frozen costs, beside
+those before groupings were searched (every module a unit of its own).
+
+`benchmarks/costs/MODEL-DEVICE.json.gz` holds run file and profile of each preset as `disttrain init
+--preset` and `disttrain profile --device analytic:DEVICE` wrote them on 2026-11-26, and
+`before_s.json` the steps in seconds that the planner of that day gave on them. They stay as they
+are. Simulated; nothing here was measured on a GPU. Deterministic but for the seconds of planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.common import Tables, table
+from benchmarks.waiting import COSTS
+from disttrain_cli.errors import InfeasibleError
+from disttrain_cli.planning.solve import solve
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+
+MODELS = ("qwen2.5-vl-7b", "internvl3-8b", "qwen3-vl-8b", "qwen3-vl-32b")
+DEVICES = ("H100", "A800")
+GPUS = (4, 8, 16, 32, 64, 128, 256, 512)
+Row = dict[str, Any]
+
+
+def frozen(model: str, device: str) -> tuple[RunFile, Profile]:
+    """Run file and profile of a model, as they were frozen."""
+    both = json.loads(gzip.decompress((COSTS / f"{model}-{device}.json.gz").read_bytes()))
+    return RunFile.model_validate(both["run"]), Profile.model_validate(both["profile"])
+
+
+def cases(small: bool) -> Iterator[tuple[str, str, list[int]]]:
+    """Models, devices and sizes of clusters."""
+    for device in DEVICES[: 1 if small else None]:
+        for model in MODELS[: 1 if small else None]:
+            yield model, device, [8] if small else [*GPUS]
+
+
+def planned(model: str, device: str, sizes: list[int]) -> Iterator[Row]:
+    """A plan for each size beside the one of before."""
+    run, profile = frozen(model, device)
+    before_s = json.loads((COSTS / "before_s.json").read_text())
+    for gpus in sizes:
+        begin, then_s = time.process_time(), before_s[f"{model} {device} {gpus}"]
+        row: Row = {"model": model, "device": device, "devices": gpus, "before, s": then_s}
+        try:
+            plan = solve(run, profile, gpus=gpus, top=0)
+        except InfeasibleError:
+            yield row | {"s per step": None}
+            continue
+        seconds, other = plan.predicted.iteration_s, plan.baselines["megatron"]
+        yield row | {
+            "s per step": seconds,
+            "more sequences/s, %": then_s and 100 * (then_s / seconds - 1),
+            "over megatron": other and other.iteration_s / seconds,
+            "layout": f"{plan.plan.describe()} M {plan.plan.microbatch_size}",
+            "CPU s": time.process_time() - begin,
+        }
+
+
+def measure(small: bool = False) -> Tables:
+    """One table."""
+    rows = [row for case in cases(small) for row in planned(*case)]
+    return {"Grouped units over a unit for each module": rows}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="smallest form: shows that it runs, measures little"
+    )
+    options = parser.parse_args()
+    tables = measure(options.small)
+    print("\n\n".join(table(title, rows) for title, rows in tables.items()))
