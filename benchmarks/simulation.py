@@ -16,7 +16,7 @@ from benchmarks.common import Tables, alternate, main, paired_ratio
 from benchmarks.layouts import Shape, even_units
 from disttrain_cli.planning.predict import simulated_step
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import baseline, cluster_of, ranking
+from disttrain_cli.planning.solve import baseline_of, cluster_of, ranking, run_by
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.plan import Layout
@@ -92,7 +92,8 @@ def plan(gpus: int, batch: int, rounds: int) -> dict[str, Any]:
         rounds,
     )
     ranked, _, simulated = ranking(profile, cluster, "disaggregated", 3)
-    published = baseline(profile, cluster, "paper")
+    plain = run_by(cluster, "paper")
+    published = baseline_of(profile, plain, ranking(profile, plain, "paper")[0])
     return {
         "GPUs": gpus,
         "batch": batch,

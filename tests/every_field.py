@@ -114,6 +114,7 @@ RANGES: dict[str, Any] = {
     "cluster.gpus_per_node": [2],
     "cluster.device": ["cpu"],
     "cluster.memory_gib": [4.0, None],
+    "cluster.memory_margin_gib": lambda draw, file: 0.25,
     "cluster.peak_tflops": [0.05, None],
     "cluster.node_cores": [64, None],
     "cluster.cpu_node_cores": [4, 64],

@@ -12,9 +12,12 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         if "--json" in sys.argv:
-            print('{"error": {"what": "Interrupted", "why": "", "next": "", "exit_code": 130}}')
+            print(
+                '{"error": {"what": "Interrupted", "why": "Ctrl-C (SIGINT)", "next": "", '
+                '"exit_code": 130}}'
+            )
         else:
-            print("Error: Interrupted", file=sys.stderr)
+            print("Error: Interrupted\n  Ctrl-C (SIGINT)", file=sys.stderr)
         sys.exit(130)
 
 

@@ -200,7 +200,7 @@ def _run(words: list[str], console: Console) -> int:
         _traceback_if_wanted()
         return _bug(error, console)
     if code == 130:
-        console.error("Interrupted", exit_code=130)
+        console.error("Interrupted", "Ctrl-C (SIGINT)", exit_code=130)
     return code if isinstance(code, int) else 0
 
 

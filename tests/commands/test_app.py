@@ -130,6 +130,8 @@ def test_interrupt_is_130(capsys, monkeypatch):
     raise_in_plan(monkeypatch, KeyboardInterrupt())
     code, _, err = call(["plan"], capsys)
     assert code == 130 and "Interrupted" in err and "Traceback" not in err
+    error = json.loads(call(["plan", "--json"], capsys)[1])["error"]
+    assert error["exit_code"] == 130 and error["why"] == "Ctrl-C (SIGINT)"
 
 
 def test_a_full_disk_is_not_a_bug(capsys, monkeypatch):

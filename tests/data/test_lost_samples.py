@@ -306,6 +306,21 @@ def test_a_damaged_header_in_the_middle_of_a_tar_counts_by_bytes(tmp_path: Path)
     assert len(index) == 10 and EACH <= 10 + samples_lost(index.skipped) <= EACH + PADDING
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_bytes_of_a_long_extended_header_are_no_samples(tmp_path: Path, shards: int) -> None:
+    path = write(tmp_path, "tar", shards=shards)
+    with tarfile.open(path) as opened:
+        place = opened.getmembers()[10].offset
+    header, content = tarfile.TarInfo("././@LongLink"), path.read_bytes()
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 300 << 20
+    with path.open("wb") as file:
+        file.write(content[:place] + header.tobuf(tarfile.GNU_FORMAT))
+        file.seek(header.size, os.SEEK_CUR)
+        file.write(content[place:])
+    index = build_index(make_run(tmp_path, [{"path": "own"}], max_bad_fraction=1), INPUTS)
+    assert [one.samples for one in index.skipped] == [EACH - 10 if shards > 1 else None]
+
+
 def test_two_tars_in_one_file_are_no_whole_tar(tmp_path: Path) -> None:
     path = write(tmp_path, "tar", shards=1)
     path.write_bytes(path.read_bytes() * 2)

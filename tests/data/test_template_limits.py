@@ -10,6 +10,15 @@ from disttrain_cli.errors import SpecError
 
 MESSAGES = [{"role": "user", "content": "Hi {}"}, {"role": "assistant", "content": "Yes"}]
 
+TWICE = (
+    "{{% set n = namespace(x=(1,), y=(1,)) %}}{{% for a in range(99) %}}"
+    "{{% set n.x = {} %}}{{% set n.y = {} %}}{{% endfor %}}"
+)
+LOOPED = (
+    "{{% set t = {1} * 999999 %}}{{% set u = {1} * 999999 %}}"
+    "{{% for a in range(99999) %}}{0}{{% endfor %}}"
+)
+
 ENDLESS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
@@ -58,6 +67,25 @@ ENDLESS = {
     "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
     "lists of lists joined": "{% set n = namespace(x=[1]) %}{% for a in range(99) %}"
     "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x ~ 'x' }}",
+    "lists of lists in a test": TWICE.format("[n.x, n.x]", "[n.y, n.y]") + "{{ n.x is eq n.y }}",
+    "lists of lists compared": TWICE.format("[n.x, n.x]", "[n.y, n.y]") + "{{ n.x == n.y }}",
+    "tuples of tuples as keys": TWICE.format("(n.x, n.x)", "1") + "{{ {n.x: 1} | length }}",
+    "dicts of dicts": TWICE.format("dict(a=n.x, b=n.x)", "1") + "{{ n.x }}",
+    "a long list searched": LOOPED.format("{% if 1 in t %}{% endif %}", "[0]"),
+    "a long list searched by a method": LOOPED.format("{% set u = t.count(1) %}", "[0]"),
+    "a long list searched by a test": LOOPED.format("{% set u = 1 is in t %}", "[0]"),
+    "a long list cut": LOOPED.format("{% set u = t[1:] %}", "[0]"),
+    "a long text searched": LOOPED.format("{% set u = t.find('b') %}", "'a'"),
+    "long texts compared": LOOPED.format("{% if t == u %}{% endif %}", "'a'"),
+    "characters to strip": "{{ ('a' * 9999).strip('b' * 9999) }}",
+    "characters to trim": "{{ ('a' * 9999) | trim('b' * 9999) }}",
+    "tabs": "{{ ('\\t' * 9999).expandtabs(9999) }}",
+    "many long fields": "{{ ('{0}' * 9999).format('x' * 99999) | length }}",
+    "many long conversions": "{{ (('%(a)s' * 9999) % {'a': 'x' * 99999}) | length }}",
+    "many long texts in a list": "{{ ['x' * 99999] * 9999 }}",
+    "replaced by name": "{{ ('a' * 99999) | replace(old='a', new='x' * 99999) | length }}",
+    "a wide field in a text": "{{ '{:{}}'.format(1, '99999999999') | length }}",
+    "a wide field in two parts": "{{ '{:{}99999999999}'.format(1, 1) | length }}",
     "a precise number": "{{ 1 | round(1000000000, 'ceil') }}",
     "a large batch": "{{ [1] | batch(10 ** 11, 0) | list | length }}",
 }
@@ -117,6 +145,14 @@ def test_a_template_that_never_ends_stops_the_command() -> None:
             "{{ '%d' % 1234567 }}{{ '{} 1234567'.format(7654321) }}{{ 123456 | round | int }}",
             "12345677654321 1234567123456",
         ),
+        ("{% set n = namespace(m=namespace(a=1)) %}{{ n.m.a }}{{ n.x is defined }}", "1False"),
+        (
+            "{{ 'Hi' in messages[0].content }}{{ messages[1:] == [messages[1]] }}"
+            "{{ (1, 2) == (1, messages | length) }}{{ {'a': messages[0].role}['a'] }}"
+            "{{ messages[0].role is in ['user', 'system'] }}{{ dict(a=1)['a'] }}",
+            "TrueTrueTrueuserTrue1",
+        ),
+        ("{{ 'a**%s**' % 'b' }}{{ '{{x}} {}'.format('{:99999}') }}", "a**b**{x} {:99999}"),
         ("{{ 'a</think>b'.split('</think>')[-1].lstrip('\\n') }}", "b"),
     ],
 )

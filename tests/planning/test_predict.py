@@ -13,11 +13,12 @@ from disttrain_cli.planning.finalists import Limits, diverse, faster_zero, one_b
 from disttrain_cli.planning.predict import predict, simulated_s, simulated_step
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import (
-    baseline,
+    baseline_of,
     best_by_formula,
     cluster_of,
     layout_of,
     ranking,
+    run_by,
     solve,
 )
 from disttrain_cli.planning.traffic import preprocess_need
@@ -527,7 +528,8 @@ def test_never_slower_than_the_papers_plan_in_the_same_simulator(gpus: int, spre
         update={"data": profile.data.model_copy(update={"sample": skewed})}
     )
     plan = solve(run, profile, top=2)
-    published = baseline(profile, cluster_of(run, profile), "paper")
+    plain = run_by(cluster_of(run, profile), "paper")
+    published = baseline_of(profile, plain, ranking(profile, plain, "paper")[0])
     assert published is not None and plan.predicted.iteration_s <= published.iteration_s * (
         1 + 1e-9
     )

@@ -124,7 +124,7 @@ def test_neighbours_share_more_or_fewer() -> None:
     units = groupings(profile_of(), ONE, "disaggregated")[0]
     start = [UnitShape(1, 1, 1), UnitShape(1, 1, 2, cp=2), UnitShape(1, 1, 1)]
     found = {
-        (shapes[1].tp, shapes[1].cp, shapes[1].pp) for shapes in neighbours(units, ONE, start, 1)
+        (shapes[1].tp, shapes[1].cp, shapes[1].pp) for shapes, _ in neighbours(units, ONE, start, 1)
     }
     assert {(1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (2, 2, 1)} <= found
     assert all((tp, cp) in units[1].widths for tp, cp, _ in found)

@@ -297,8 +297,13 @@ def _show_dry_run(console: Console, asked: Asked, chosen: Chosen) -> None:
     show_ranks(console, run, plan, chosen.profile, asked.emit, begin())
     if asked.rehearse:
         _show_rehearsal(console, chosen, run.file)
-    for reason in not_run(plan, run.file, chosen.profile):
+    reasons = not_run(plan, run.file, chosen.profile)
+    for reason in reasons:
         console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
+    if reasons and not asked.rehearse:
+        rehearsed = {"plan": asked.plan, "steps": asked.steps, "rehearse": True}
+        console.hint(next_command("train", asked.run_file, **rehearsed))
+        return
     elsewhere = run.file.cluster.nodes > 1 and asked.emit is None and not asked.rehearse
     console.hint(begin(emit="slurm" if elsewhere else asked.emit))
 

@@ -1,8 +1,9 @@
 """A jinja2 sandbox in which no rendering is endless, whatever the template.
 
-Every item of a loop, call, concatenation and operator is charged to a budget of work, long results
-by their length; what would build a huge value in one operation is refused before it is built. The
-budget counts operations and not seconds, so that every rank and worker decides alike.
+Every item of a loop, call, concatenation and operator is charged to a budget of work, long operands
+and results by their length, lists and dicts that a template builds by all that they hold; what
+would build a huge value in one operation is refused before it is built. The budget counts
+operations and not seconds, so that every rank and worker decides alike.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 #: Items of loops, or as much, in one rendering: about ten seconds; 1,000 turns are a thousandth.
 MOST_WORK = 10_000_000
 CALL = 16  # a call or filter takes as long as so many items
 ELEMENTS = 16  # characters or elements of a result that count as one
-MOST_BITS = 65_536  # of a power or product
+MOST_BITS = 1_024  # of a power or product
 MOST_WIDTH = 10_000  # of a field, an indentation, a batch
 #: Methods and filters that take such widths as arguments.
 WIDE = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "indent", "batch")) | {
@@ -29,10 +33,19 @@ WIDE = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "indent", "
     "tojson",
     "round",
 }
-LONG = (str, list, tuple, bytes)  # values that an operation can make longer
-FORMAT_WIDTH = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^}]*\d{5,}")  # such a width in a format
-WIDTH_BY_ARGUMENT = re.compile(r"\*|:[^{}]*\{")
-ITEMS, CONCAT = "charged items", "charged concatenation"  # filters that no template can name
+NESTS = (list, tuple, dict)
+NOTHING: dict[str, Any] = {}
+VIEWS = (type(NOTHING.keys()), type(NOTHING.values()), type(NOTHING.items()))
+#: Values that take as long as they are.
+LONG: tuple[type[Any], ...] = (str, bytes, range, *NESTS, *VIEWS)
+QUADRATIC = ("striptags", "urlize")  # filters that take the square of a text's length
+AT_ONCE = ("length", "count", "first", "last", "default", "d")  # however long the value is
+STRIPS = ("strip", "lstrip", "rstrip", "trim")  # of each character, among those of the argument
+PERCENT_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")  # a huge one, or one by argument
+HUGE = re.compile(r"\d{5,}|\{")  # the same in the part of a field behind its colon
+# Filters that no template can name.
+ITEMS, CONCAT = "charged items", "charged concatenation"
+CONTENTS, LENGTH = "charged contents", "charged length"
 
 
 class TooMuchWorkError(TemplateError):
@@ -53,8 +66,18 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.finalize = self._weighed
         self.concat = self._concat  # type: ignore[method-assign]
         del self.globals["lipsum"]
+        self.globals |= {"dict": self._dict, "namespace": _Namespace}
+        for name in QUADRATIC:
+            del self.filters[name]
         self.filters |= {name: self.charged(name, one) for name, one in self.filters.items()}
         self.filters |= {ITEMS: self._items, CONCAT: self._concat}
+        self.filters |= {CONTENTS: self._weighed, LENGTH: self.charge}
+        tests: dict[str, Any] = self.tests
+        self.tests |= {
+            name: self.charged(name, one)
+            for name, one in tests.items()
+            if one.__module__ == "_operator" or name in ("in", "lower", "upper")
+        }
 
     def begin(self) -> None:
         """Start the budget."""
@@ -83,16 +106,23 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**" and _bits(left) * right > MOST_BITS:
             raise TooMuchWorkError
         elif operator == "%" and isinstance(left, str):
-            _check_format(left, right if isinstance(right, tuple) else (right,))
+            _check_percent(left)
+            self._formatted(left.count("%"), [right])
         return self.charge(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        text = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # format is wrapped
-        if isinstance(text, str):
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # format is wrapped
+        if isinstance(owner, LONG):
             name = __obj.__name__
+            for one in (owner, *args):
+                __self.charge(one)
             if name == "join" and args:
-                args = (__self._joined(args[0], text), *args[1:])
-            __self._check(name, text, *args, **kwargs)
+                args = (__self._joined(args[0], owner), *args[1:])
+            if name in ("format", "format_map"):
+                _check_braces(str(owner))
+                __self._formatted(str(owner).count("{"), (*args, *kwargs.values()))
+            else:
+                __self._check(name, owner, *args, **kwargs)
         __self.charge(work=CALL)
         return __self.charge(super().call(__context, __obj, *args, **kwargs))
 
@@ -101,7 +131,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def charged(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter, charged."""
+        """The filter or test, charged."""
         passed = int(hasattr(apply, "jinja_pass_arg"))  # a context or environment comes first
 
         @functools.wraps(apply)
@@ -109,7 +139,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             before, (value, *rest) = args[:passed], args[passed:]
             if name == "join":
                 value = self._joined(value, rest[0] if rest else kwargs.get("d", ""))
-            self._check(name, self._weighed(value), *rest, **kwargs)
+            for one in rest:
+                self.charge(one)
+            if name == "format":
+                _check_percent(str(value))
+                self._formatted(str(value).count("%"), (*rest, *kwargs.values()))
+            if name not in AT_ONCE:
+                self._check(name, self._weighed(value), *rest, **kwargs)
             return self.charge(apply(*before, value, *rest, **kwargs), work=CALL)
 
         return charged
@@ -117,21 +153,39 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _check(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Charge or refuse arguments of a filter or method by which it makes a huge text."""
         if name in WIDE:
-            _check_widths((*args, *kwargs.values()))
-        elif name in ("format", "format_map"):
-            _check_format(str(value), (*args, *kwargs.values()))
-        elif name == "replace" and isinstance(value, str) and len(args) > 1:
-            self.charge(elements=value.count(str(args[0])) * len(str(args[1])))
+            widths = (abs(one) for one in (*args, *kwargs.values()) if isinstance(one, int))
+            if (width := max(widths, default=0)) > MOST_WIDTH:
+                raise TooMuchWorkError
+            self.charge(elements=width * len(value) if isinstance(value, LONG) else 0)
+        elif name in STRIPS and isinstance(value, str):
+            self.charge(
+                elements=len(value) * sum(len(str(one)) for one in (*args, *kwargs.values()))
+            )
+        elif name == "replace":
+            named = (kwargs[key] for key in ("old", "new") if key in kwargs)
+            old, new, *_ = map(str, (*args, *named, "", ""))
+            self.charge(elements=str(value).count(old) * len(new))
 
     def _weighed(self, value: Any) -> Any:
         """The value, charged with all that it holds: lists of lists may be short and endless."""
-        inside = [value] if isinstance(value, list | tuple | dict) else []
+        inside = [value] if isinstance(value, LONG) else []
         while inside:
             one = inside.pop()
             self.charge(one)
-            held = one.values() if isinstance(one, dict) else one
-            inside += [each for each in held if isinstance(each, list | tuple | dict)]
+            if isinstance(one, NESTS):
+                keys = (key for key in one if isinstance(key, tuple))
+                held = (*keys, *one.values()) if isinstance(one, dict) else one
+                inside += [each for each in held if isinstance(each, LONG)]
         return value
+
+    def _formatted(self, fields: int, values: Iterable[Any]) -> None:
+        """Charge a format, of which each field may write all values."""
+        before = self._left
+        self._weighed([*values])
+        self.charge(work=fields * (before - self._left))
+
+    def _dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._weighed(dict(*args, **kwargs))
 
     def _items(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -141,16 +195,23 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _joined(self, items: Iterable[Any], separator: Any) -> Iterator[Any]:
         """Items of a join, each charged with its text and the separator."""
         for item in items:
-            length = len(item) if isinstance(self._weighed(item), str) else 0
-            self.charge(elements=length + len(str(separator)))
+            self._weighed(item)
+            self.charge(elements=len(str(separator)))
             yield item
 
     def _concat(self, pieces: Iterable[Any]) -> str:
         return "".join(map(str, self._joined(pieces, "")))
 
 
+class _Namespace(Namespace):
+    """One whose text leaves out what it holds: namespaces may hold each other."""
+
+    __repr__ = object.__repr__
+
+
 class _Charging(NodeTransformer):
-    """Puts loops and concatenations through the filters that charge them."""
+    """Puts loops, concatenations, comparisons, slices and built lists through the filters that
+    charge them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -160,6 +221,40 @@ class _Charging(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), CONCAT, node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        for operand in node.ops:  # takes no longer than the shorter one is
+            if operand.op in ("in", "notin") or not _is_constant(node.expr):
+                operand.expr = _charged(operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filtered(node, LENGTH, node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Expr:
+        self.generic_visit(node)
+        return _charged(node)
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        self.generic_visit(node)
+        return _charged(node) if node.ctx == "load" else node
+
+
+def _is_constant(node: nodes.Node) -> bool:
+    """True for a value that the template spells out: it is as long as the template's text."""
+    if isinstance(node, nodes.Const | nodes.TemplateData):
+        return True
+    return isinstance(node, nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair) and all(
+        map(_is_constant, node.iter_child_nodes())
+    )
+
+
+def _charged(node: nodes.Expr) -> nodes.Expr:
+    return node if _is_constant(node) else _filtered(node, CONTENTS, node)
 
 
 def _filtered(value: nodes.Node, name: str, place: nodes.Node) -> nodes.Filter:
@@ -173,15 +268,15 @@ def _bits(number: Any) -> int:
     return number.bit_length() if isinstance(number, int) else 0
 
 
-def _check_widths(arguments: Iterable[Any]) -> None:
-    """Raise TooMuchWorkError where an argument is a huge width."""
-    if any(isinstance(one, int) and abs(one) > MOST_WIDTH for one in arguments):
+def _check_percent(form: str) -> None:
+    """Raise TooMuchWorkError where a format of `%` has a huge width, or one by argument."""
+    if PERCENT_WIDTH.search(form):
         raise TooMuchWorkError
 
 
-def _check_format(form: str, arguments: Iterable[Any]) -> None:
-    """Raise TooMuchWorkError where a format has a huge width, or takes one from its arguments."""
-    if FORMAT_WIDTH.search(form):
-        raise TooMuchWorkError
-    if WIDTH_BY_ARGUMENT.search(form):
-        _check_widths(arguments)
+def _check_braces(form: str) -> None:
+    """Raise TooMuchWorkError where a format of fields has a huge width, or one by argument."""
+    with suppress(ValueError):  # formatting it raises the same
+        for _, _, width, _ in Formatter().parse(form):
+            if width and HUGE.search(width):
+                raise TooMuchWorkError

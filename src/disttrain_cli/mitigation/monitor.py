@@ -96,7 +96,7 @@ class _Monitor:
         with self._lock:
             self._ended.set()
         if self._process is not None:
-            self._process.terminate()
+            self._process.kill()  # one that is stopped, too
             self._process.wait()
 
     @property

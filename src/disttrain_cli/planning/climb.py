@@ -3,7 +3,8 @@
 The formula by which the search finds layouts knows neither reductions, nor messages in detail, nor
 skewed data, nor where a stage begins inside a node. So from the best finalists on, one unit at a
 time takes a few devices, a TP or CP size or a stage more or less, another one takes what devices
-are left, and the fastest simulated neighbour is the next one to start from, as long as it gains.
+are left, one recomputes or not, slots are halved or doubled, and the fastest simulated neighbour is
+the next one to start from, as long as it gains.
 """
 
 from __future__ import annotations
@@ -72,23 +73,37 @@ def _name(layout: Layout) -> str:
 
 def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:
     shapes = [unit.shape for unit in layout.units]
-    for other in dict.fromkeys(neighbours(units, cluster, shapes, layout.microbatch_size)):
-        made = build(other, layout.microbatch_size * other[holder_of(units)].dp)
-        if made is not None:
+    near = neighbours(units, cluster, shapes, layout.microbatch_size)
+    for other, microbatch in dict.fromkeys(near):
+        size = microbatch * other[holder_of(units)].dp
+        if cluster.batch % size == 0 and (made := build(other, size)) is not None:
             yield made
 
 
 def neighbours(
     units: list[Unit], cluster: Cluster, shapes: Sequence[UnitShape], microbatch: int
-) -> Iterator[tuple[UnitShape, ...]]:
-    """Layouts with one unit changed by a step, and another one without the LLM as wide as the
-    devices that are left allow."""
-    llm = holder_of(units)
+) -> Iterator[tuple[tuple[UnitShape, ...], int]]:
+    """Layouts, as shapes and microbatch, with one unit changed by a step, and another one without
+    the LLM as wide as the devices that are left allow; or with half or twice the microbatch, where
+    a unit may change whether it recomputes."""
+    llm, chosen = holder_of(units), tuple(shapes)
+    flipped = [
+        (
+            *chosen[:number],
+            shape._replace(checkpointing=not shape.checkpointing),
+            *chosen[number + 1 :],
+        )
+        for number, shape in enumerate(chosen)
+        if cluster.checkpointing == "auto"
+    ]
+    yield from ((other, microbatch) for other in flipped)
+    for size in {2 * microbatch, microbatch // 2} - {0}:
+        yield from ((other, size) for other in (chosen, *flipped))
     for number, unit in enumerate(units):
         for changed in _steps(unit, cluster, shapes[number], microbatch):
             moved = [*shapes[:number], changed, *shapes[number + 1 :]]
             if sum(shape.gpus for shape in moved) <= cluster.gpus:
-                yield tuple(moved)
+                yield tuple(moved), microbatch
             for other in range(len(units)):
                 if other not in (number, llm):
                     left = cluster.gpus - sum(
@@ -96,11 +111,8 @@ def neighbours(
                     )
                     dp = left // (moved[other].width * moved[other].pp)
                     if dp > 0:
-                        yield (
-                            *moved[:other],
-                            moved[other]._replace(dp=dp),
-                            *moved[other + 1 :],
-                        )
+                        wider = moved[other]._replace(dp=dp)
+                        yield (*moved[:other], wider, *moved[other + 1 :]), microbatch
 
 
 def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> Iterator[UnitShape]:

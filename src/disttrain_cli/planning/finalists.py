@@ -136,6 +136,8 @@ def rounds(
         return result.best[0].units[holder].holders
 
     for layout in others:
+        if layout in (whole(one.layout) for one in finalists):
+            continue
         finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
         formula_ms.append(layout_time(units_of(profile, cluster, layout), layout).total_ms)
     for units in sorted(groups, key=fastest_ms) if len(groups) > 1 else groups:

@@ -43,17 +43,21 @@ class Fit(NamedTuple):
 def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> InfeasibleError:
     """The stage that needs most in the least demanding layout, and what would help."""
     limit = _least_memory(profile, cluster, strategy)
+    named = "" if strategy == "auto" else f" {strategy}"
     if limit is None:
         return InfeasibleError(
-            f"No {strategy} layout exists on {cluster.gpus} GPUs",
+            f"No{named} layout exists on {cluster.gpus} GPUs",
             f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
-            "Use another strategy: disttrain plan --strategy disaggregated",
+            "Use another strategy: disttrain plan --strategy auto",
         )
     memory_gib, binding = limit
-    helps = [f"Devices with {memory_gib:.3g} GiB (cluster.memory_gib)"]
+    device_gib = cluster.memory_gib + cluster.margin_gib
+    helps = [f"Devices with {memory_gib + cluster.margin_gib:.3g} GiB (cluster.memory_gib)"]
+    if memory_gib <= device_gib:
+        helps.append("a smaller cluster.memory_margin_gib")
     gpus = _fewest_gpus(profile, cluster, strategy)
     if gpus is not None:
-        helps.append(f"{gpus} GPUs of {cluster.memory_gib:.3g} GiB")
+        helps.append(f"{gpus} GPUs of {device_gib:.3g} GiB")
     recomputing = replace(cluster, checkpointing="auto")
     if (
         cluster.checkpointing == "none"
@@ -62,9 +66,10 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
     ):
         helps.append("activations recomputed (train.activation_checkpointing: auto)")
     return InfeasibleError(
-        f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
+        f"No{named} layout fits into the memory of {cluster.gpus} GPUs",
         f"memory is short: stage {binding.stage} of unit {binding.unit} needs"
-        f" {binding.peak_gib:.3g} GiB at least, a device has {cluster.memory_gib:.3g} GiB"
+        f" {binding.peak_gib:.3g} GiB at least, a device has {device_gib:.3g} GiB"
+        + (f" less cluster.memory_margin_gib: {cluster.margin_gib:g}" if cluster.margin_gib else "")
         + _cannot_share(profile, cluster),
         f"{', or '.join(helps)} would do.",
     )

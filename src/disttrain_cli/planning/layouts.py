@@ -68,11 +68,11 @@ def layout_of(
     return layout
 
 
-def as_found(layout: Layout, units: list[Unit]) -> Layout:
-    """A baseline's layout, of these units, run as their cluster can."""
+def as_found(layout: Layout, units: list[Unit], strategy: Strategy) -> Layout:
+    """A baseline's layout, of these units, run as their cluster can, for another strategy."""
     plans = [
         plan.model_copy(update={"tp_overlap": unit.overlaps(plan.tp, plan.checkpointing, plan.cp)})
         for unit, plan in zip(units, layout.units, strict=True)
     ]
     overlap = units[0].cluster.overlaps
-    return layout.model_copy(update={"strategy": "auto", "overlap": overlap, "units": plans})
+    return layout.model_copy(update={"strategy": strategy, "overlap": overlap, "units": plans})

@@ -35,6 +35,7 @@ from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.layouts import as_found, layout_of, layout_with
 from disttrain_cli.planning.options import Rows
 from disttrain_cli.planning.predict import predict, simulated_s
+from disttrain_cli.planning.ranges import TIE, compared
 from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.splitting import timed, whole
 from disttrain_cli.planning.units import Cluster, Unit, groupings, units_of
@@ -52,7 +53,9 @@ from disttrain_cli.spec.plan import (
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-BASELINES: tuple[Strategy, ...] = ("disaggregated", "megatron", "distmm", "paper")
+#: In the order in which they are found: the first two rules' layouts are tried by the others.
+BASELINES: tuple[Strategy, ...] = ("distmm", "paper", "disaggregated", "megatron")
+SHOWN: tuple[Strategy, ...] = ("disaggregated", "megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
@@ -73,7 +76,8 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
     return Cluster(
         gpus=count,
         gpus_per_node=run.cluster.gpus_per_node,
-        memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
+        memory_gib=run.cluster.usable_gib(profile.device.memory_gib),
+        margin_gib=run.cluster.memory_margin_gib,
         zero_stage=0 if run.train.zero_stage == 0 else 1,
         batch=run.train.global_batch_size,
         trained=None if run.model.trained is None else tuple(run.model.trained),
@@ -131,10 +135,11 @@ def solve(
     `megatron` the last two, `distmm` and `paper` none.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
-    them: a plan is never slower than a baseline.
+    them: a plan is no slower than a baseline, ties apart.
 
-    Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without takes
-    longer, by `CP_GAIN` at least.
+    Of layouts that tie with the fastest, as far as costs are known, the one of fewest units is
+    taken. Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without
+    takes longer, by `CP_GAIN` at least.
 
     Raises:
         MismatchError: the profile belongs to another model or cluster.
@@ -161,23 +166,31 @@ def solve_for(
     everything, cluster = cluster, run_by(cluster, strategy)
     started = time.perf_counter()
     draws = Draws(profile, ranked_as(cluster))
-    baselines = {
-        name: baseline(profile, everything, name, either_zero, draws)
-        for name in BASELINES
-        if name != strategy
-    }
-    rivals = _rivals(profile, cluster, baselines) if strategy == "auto" else []
-    ranked, combinations, simulated = ranking(
-        profile, cluster, strategy, top, either_zero, [layout for layout, _ in rivals], draws
-    )
+    baselines: dict[Strategy, Baseline | None] = {}
+    others: list[Layout] = []
+    combinations = simulated = 0
+    for name in BASELINES:
+        if name == strategy:
+            continue
+        theirs, apart = run_by(everything, name), name == "disaggregated"
+        found, looked_at, tried = ranking(
+            profile, theirs, name, top * apart, either_zero, others if apart else [], draws
+        )
+        baselines[name] = baseline_of(profile, theirs, found)
+        if apart:
+            combinations, simulated = looked_at, tried
+        if strategy == "auto" or (strategy == "disaggregated" and name != "megatron"):
+            layouts = [one.layout for one in found[: None if apart else 1]]
+            others += _as_ours(profile, cluster, strategy, layouts)
+    ranked, looked_at, tried = ranking(profile, cluster, strategy, top, either_zero, others, draws)
+    combinations, simulated = combinations + looked_at, simulated + tried
     if not ranked:
         raise infeasible(profile, cluster, strategy)
     ranked, predicted = _as_trained(profile, cluster, ranked)
-    for (
-        layout,
-        shown,
-    ) in rivals:  # where training differs from what ranks layouts: shared cores, another ordering
-        if shown.iteration_s < predicted.iteration_s:
+    # where training differs from what ranks layouts: shared cores, another ordering
+    limit_s = min([one.iteration_s for one in baselines.values() if one], default=math.inf)
+    if limit_s < predicted.iteration_s:
+        for layout in others:
             prediction = _predicted(profile, cluster, layout)
             if prediction.iteration_s < predicted.iteration_s:
                 predicted = prediction
@@ -190,6 +203,10 @@ def solve_for(
                     Ranked(layout, alone_s),
                     *(one for one in ranked if one.layout != layout),
                 ]
+    simplest = _simplest(profile, cluster, draws, ranked)
+    if simplest is not ranked[0]:
+        predicted = _predicted(profile, cluster, simplest.layout)
+        ranked = [simplest, *(one for one in ranked if one is not simplest)]
     best = ranked[0]
     solve_s = time.perf_counter() - started
     if strategy in BASELINES:
@@ -206,7 +223,7 @@ def solve_for(
         provenance=profile.provenance,
         plan=best.layout,
         predicted=predicted,
-        baselines={name: baselines[name] for name in BASELINES},
+        baselines={name: baselines[name] for name in SHOWN},
         alternatives=[
             Alternative(
                 layout=_described(other.layout),
@@ -241,7 +258,8 @@ def ranking(
     Args:
         top: runners-up wanted beside the best layout.
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
-        others: layouts that are simulated with those of the strategy (`auto`).
+        others: layouts that are simulated with those of the strategy; of `auto` the best of
+            `disaggregated` among them, whose units are not searched again.
         draws: the batches that all are tried on; None = drawn anew.
     """
     combinations = simulated = 0
@@ -262,6 +280,8 @@ def ranking(
             return result
 
         groups, ours = groupings(profile, cluster, strategy), strategy in ("auto", "disaggregated")
+        if strategy == "auto" and others and len(groups) > 1:
+            groups = groups[1:]
         finalists = rounds(
             profile,
             cluster,
@@ -272,7 +292,7 @@ def ranking(
             top + 1,
             POOL if ours else max(EACH, top + 1),
             NEAR if ours else 0,
-            [whole(layout) for layout in others],
+            [whole(layout).model_copy(update={"strategy": strategy}) for layout in others],
         )
         if cluster.climbs:
             finalists += _climbed(groups, cluster, draws, strategy, either_zero, finalists)
@@ -326,7 +346,10 @@ def _climbed(
 
     seen: set[str] = set()
     by_grouping = {grouping(units): units for units in groups}
-    best = sorted(finalists, key=lambda one: one.iteration_s)
+    best = sorted(
+        (one for one in finalists if grouping(one.layout.units) in by_grouping),
+        key=lambda one: one.iteration_s,
+    )
     starts = diverse(
         best,
         lambda one: (grouping(one.layout.units), one.layout.unit_of(profile.inputs.llm).shape),
@@ -381,16 +404,27 @@ def _as_trained(
     return [best, *others], predictions[shown.index(best)]
 
 
-def _rivals(
-    profile: Profile, cluster: Cluster, baselines: dict[Strategy, Baseline | None]
-) -> list[tuple[Layout, Baseline]]:
-    """The baselines' layouts as those of the strategy `auto`, and the baselines."""
-    rivals = [
-        (as_found(other.plan, units_of(profile, cluster, other.plan)), other)
-        for other in baselines.values()
-        if other and other.plan
-    ]
-    return [pair for pair in rivals if fits(profile, pair[0], cluster.memory_gib)]
+def _simplest(profile: Profile, cluster: Cluster, draws: Draws, ranked: list[Ranked]) -> Ranked:
+    """The first of some layouts, or of those with fewer units that tie with it, as far as costs are
+    known (`ranges.compared`), the one with the fewest."""
+    best = ranked[0]
+    if profile.device.kind == "cpu":
+        return best
+    for other in sorted(ranked[1:], key=lambda one: len(one.layout.units)):
+        fewer = len(other.layout.units) < len(best.layout.units)
+        if fewer and other.iteration_s < best.iteration_s * (1 + TIE):
+            order = compared(profile, ranked_as(cluster), draws, best.layout, other.layout)
+            if order.verdict in ("tie", "second"):
+                return other
+    return best
+
+
+def _as_ours(
+    profile: Profile, cluster: Cluster, strategy: Strategy, layouts: list[Layout]
+) -> list[Layout]:
+    """Layouts of other strategies as this one runs them, as far as they fit."""
+    ours = [as_found(layout, units_of(profile, cluster, layout), strategy) for layout in layouts]
+    return [layout for layout in ours if fits(profile, layout, cluster.memory_gib)]
 
 
 def _predicted(profile: Profile, cluster: Cluster, layout: Layout) -> Prediction:
@@ -460,16 +494,8 @@ def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
     return simulated_s(profile, other.layout, ranked_as(cluster))
 
 
-def baseline(
-    profile: Profile,
-    cluster: Cluster,
-    strategy: Strategy,
-    either_zero: bool = False,
-    draws: Draws | None = None,
-) -> Baseline | None:
-    """The layout of another strategy in the same simulator; None where none fits."""
-    cluster = run_by(cluster, strategy)
-    ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero, draws=draws)
+def baseline_of(profile: Profile, cluster: Cluster, ranked: list[Ranked]) -> Baseline | None:
+    """The best of another strategy's layouts in the same simulator; None where none fits."""
     if not ranked:
         return None
     return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout))

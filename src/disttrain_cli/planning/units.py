@@ -37,13 +37,14 @@ class Cluster:
 
     gpus: int
     gpus_per_node: int
-    memory_gib: float  # of one device
+    memory_gib: float  # of one device, that a layout may use
     zero_stage: Literal[0, 1]
     batch: int  # packed sequences per step
     trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
     # policy under which global batches are simulated
     ordering: Ordering = "paper"
     cpu_node_cores: int = 64  # of one preprocessing node
+    margin_gib: float = 0.0  # of a device's memory, that layouts leave free beyond that
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
@@ -388,9 +389,8 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
 
     `auto`: the LLM's unit holds any run of encoders directly before the LLM and of generators
     directly behind it, which its TP divides or which are whole on every rank (`replicating`); every
-    other module is a unit of its own. `megatron` puts every module into
-    one unit, the others each into its own, as far as there are GPUs for it; `distmm` and `paper`
-    know no CP.
+    other module is a unit of its own. `megatron` puts every module into one unit, the others each
+    into its own, as far as there are GPUs for it; `distmm` and `paper` know no CP.
 
     Raises:
         InfeasibleError: in every grouping a unit has no TP degree that fits a node.
@@ -448,13 +448,7 @@ def units_after(units: list[Unit]) -> list[int]:
 def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
     """The units of a layout, for its times by the formula."""
     return [
-        Unit(
-            plan.name,
-            tuple(plan.modules),
-            profile,
-            cluster,
-            replicated=plan.replicated,
-        )
+        Unit(plan.name, tuple(plan.modules), profile, cluster, plan.replicated)
         for plan in layout.units
     ]
 

@@ -230,6 +230,10 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
+class _LongHeaderError(tarfile.ReadError):
+    """An extended header of more than `MOST_HEADER_BYTES`."""
+
+
 class _Info(tarfile.TarInfo):
     """A header of a tar whose extended header (PAX, GNU long name) is read only up to
     `MOST_HEADER_BYTES`; tarfile would read any size into memory."""
@@ -238,7 +242,7 @@ class _Info(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         info = super().frombuf(buf, encoding, errors)
         if info.type in EXTENDED and info.size > MOST_HEADER_BYTES:
-            raise tarfile.ReadError(
+            raise _LongHeaderError(
                 f"an extended header of {info.size} bytes, at most {MOST_HEADER_BYTES} are read"
             )
         return info
@@ -275,6 +279,9 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
             stream.seek(end)
             padded = _padded(end + 2 * tarfile.BLOCKSIZE, file.size)
             rest = stream.read(padded - end)
+    except _LongHeaderError as error:  # bytes behind `at` may be its own: they tell no number
+        yield Skipped(label, "", f"not a whole tar: {error}", None)
+        return
     except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
         yield _damaged(file, label, f"not a whole tar: {error}", at)
         return

@@ -84,7 +84,7 @@ class StopRequest:
         """The signals' handler: the first one asks, a second one ends this process, and with it the
         ranks, at once."""
         if self.signal is not None:
-            raise SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         self.signal = signal.Signals(number)
 
     def pass_on(self, logs: Path, progress: Progress) -> None:
