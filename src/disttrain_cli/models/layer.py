@@ -31,7 +31,6 @@ from disttrain_cli.spec.runfile.model import PROJECTORS
 
 if TYPE_CHECKING:
     from disttrain_cli.models.group import Group
-    from disttrain_cli.models.replicated import Share
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,16 @@ class Batch:
         return [
             value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
         ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A TP rank's share of the items that its replica brings to a module in a slot
+    (`replicated`)."""
+
+    batch: Batch  # of the rank's own items
+    owner: NDArray[np.int64]  # [N] TP rank of each of the replica's items, in the replica's order
+    counts: Callable[[TensorSpec], NDArray[np.int64]]  # [N] rows of each item in a state tensor
 
 
 NOTHING = Items([])

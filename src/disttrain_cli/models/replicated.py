@@ -10,9 +10,7 @@ partial sums, as those of undivided weights are (`tensor_parallel.join`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -20,12 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from disttrain_cli.models.context_parallel import bounds_of, regrouped
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.host import to_device
+from disttrain_cli.models.layer import PipelineLayer, Share, TensorSpec
 from disttrain_cli.models.parallel import all_reduced
-
-if TYPE_CHECKING:
-    from disttrain_cli.models.group import Group
-    from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 
 Ints = NDArray[np.int64]
 
@@ -35,15 +31,6 @@ def replicate(layer: PipelineLayer) -> None:
     items only."""
     for parameter in layer.parameters():
         parameter.__dict__["partial_gradient"] = True
-
-
-@dataclass(frozen=True)
-class Share:
-    """A TP rank's share of the items that its replica brings to a module in a slot."""
-
-    batch: Batch  # of the rank's own items
-    owner: Ints  # [N] TP rank of each of the replica's items, in the replica's order
-    counts: Callable[[TensorSpec], Ints]  # [N] rows of each item in a state tensor
 
 
 class Exchange:

@@ -30,9 +30,8 @@ from disttrain_cli.data.slots import (
 from disttrain_cli.models.division import Place
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.host import constant, to_device
-from disttrain_cli.models.layer import Batch, Items, Shared, TensorSpec
+from disttrain_cli.models.layer import Batch, Items, Share, Shared, TensorSpec
 from disttrain_cli.models.levelling import Run, runs_of
-from disttrain_cli.models.replicated import Share
 from disttrain_cli.spec.heads import Affine, Head, Item
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.places import Places
