@@ -1,12 +1,14 @@
 """Stages whose backwards have two parts cost what whole ones cost."""
 
 import numpy as np
+import pytest
 
-from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.costs.layout import after_s, amount, partial_bytes, stages_of
+from disttrain_cli.costs.links import all_reduce_s
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.spec.plan import Layout
-from tests.costs.test_memory import layout
+from tests.costs.test_memory import layout, replicated
 from tests.planning import synthetic
 
 PROFILE = synthetic.tiny(synthetic.run_file())
@@ -18,6 +20,35 @@ def split(given: Layout, delays: dict[str, list[int | None]], **changes: object)
         unit.model_copy(update={"weight_delay": delays.get(unit.name)}) for unit in given.units
     ]
     return given.model_copy(update={"units": units, **changes})
+
+
+def test_the_busiest_rank_of_a_module_that_is_dealt_out_counts() -> None:
+    """Times of whole layers and one exchange at each rank's own work; FLOPs of all work, once; the
+    gradients of all layers summed over the TP group."""
+    profile = synthetic.tiny(synthetic.run_file(), tps=(1, 2))
+    given, alone = replicated(), replicated(tp=1, module_tp={})
+    loads = synthetic.loads_of(profile, given, synthetic.paper_policy(profile, given), 0)
+    of_replicas = synthetic.loads_of(profile, alone, synthetic.paper_policy(profile, alone), 0)
+    assert loads["image_encoder"].shape == (4, 4, 3) and loads["llm"].shape == (4, 2, 3)
+    by_replica = loads["image_encoder"].reshape(4, 2, 2, 3)
+    np.testing.assert_allclose(by_replica.sum(axis=2), of_replicas["image_encoder"])
+    (eye, llm), (whole, _) = (stages_of(profile, one)[0].costs for one in (given, alone))
+    latency, per_patch = (eye.forward_ms - whole.forward_ms)[[0, 2]]
+    links, row_bytes = profile.links, 30_000 / 120
+    assert latency == pytest.approx(links.all_gather_us / 1e3)
+    assert per_patch == pytest.approx(row_bytes / 2 / (links.all_gather_gbps * 1.25e8) * 1e3)
+    np.testing.assert_allclose(
+        eye.backward_ms - whole.backward_ms, eye.forward_ms - whole.forward_ms
+    )
+    np.testing.assert_allclose(eye.flops, whole.flops)
+    step = pipeline_of(profile, given, stages_of(profile, given), loads, 8)
+    busiest = amount(eye.forward_ms, loads["image_encoder"]).reshape(4, 2, 2).max(axis=2)
+    of_llm = amount(llm.forward_ms, loads["llm"])
+    np.testing.assert_allclose(step.forward_s[:, 0, :2], (busiest + of_llm) / 1e3)
+    partial = (10_000 + 2 * 50_000 + 20_000) * 4 / 2  # the share of one of two replicas
+    assert partial_bytes(given, stages_of(profile, given)[0]) == partial
+    sums = after_s(profile, given, stages_of(profile, given)[0], 8)
+    assert sums == pytest.approx(all_reduce_s(links, partial, 2))
 
 
 def test_the_two_parts_add_up() -> None:

@@ -18,6 +18,40 @@ def test_bytes_per_parameter(precision: str, zero: int, dp: int, expected: float
     assert kept + shared / dp == expected
 
 
+def replicated(replicating: bool = True, tp: int = 2, **changes: object) -> Layout:
+    """Encoder and LLM in one unit of TP 2 × DP 2, whose encoder is whole on every rank."""
+    unit = UnitPlan(
+        name="some",
+        modules=["image_encoder", "llm"],
+        tp=tp,
+        dp=2,
+        gpus=2 * tp,
+        layers_per_stage=[10],
+    )
+    other = UnitPlan(name="g", modules=["image_generator"], gpus=1, layers_per_stage=[4])
+    whole = {"image_encoder": 1} if replicating else {}
+    return Layout(
+        global_batch_size=16,
+        microbatch_size=2,
+        microbatches=4,
+        gpus_used=2 * tp + 1,
+        units=[unit.model_copy(update={"module_tp": whole, **changes}), other],
+    )
+
+
+def test_a_module_that_tp_does_not_divide_by_hand() -> None:
+    profile = synthetic.tiny(synthetic.run_file(), tps=(1, 2))
+    (divided, _), (whole, _) = (
+        layout_memory(profile, replicated(one), 4.0) for one in (False, True)
+    )
+    encoder = 10_000 + 2 * 50_000 + 20_000
+    assert (whole.weights_gib - divided.weights_gib) * GIB == pytest.approx(encoder / 2 * 4)
+    # half the images of two worst sequences, as divided, and one mean image more on the busiest
+    # rank; of two slots in flight
+    more = 2 * (120 / 3) * (500 + 2 * 4e3 + 1e3)
+    assert (whole.activations_gib - divided.activations_gib) * GIB == pytest.approx(more)
+
+
 def layout(microbatches: int) -> Layout:
     units = [
         UnitPlan(name="e", modules=["image_encoder"], dp=3, gpus=3, layers_per_stage=[4]),

@@ -287,6 +287,37 @@ def test_a_wrong_cp_is_refused_by_name(
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("modules", "layers", "replicated", "named"),
+    [
+        (["image_encoder", "llm"], [10], ["image_encoder"], []),
+        (["llm", "image_generator"], [6, 4], ["image_generator"], []),
+        (["image_encoder", "llm"], [3, 7], ["image_encoder"], ["layers 0 to 3", "3, 7"]),
+        (["image_encoder", "llm"], [10], ["llm"], ["llm is the LLM"]),
+        (["image_encoder"], [4], ["image_encoder"], ["does not hold llm", "dp 4"]),
+    ],
+)
+def test_only_whole_modules_beside_the_llm_are_dealt_out(
+    made: Made, modules: list[str], layers: list[int], replicated: list[str], named: list[str]
+) -> None:
+    plan, run, _ = made
+    profile = synthetic.tiny(run, tps=(1, 2))
+    shape = {"tp": 2, "pp": len(layers), "layers_per_stage": layers}
+    one = UnitPlan(name="some", modules=modules, gpus=2 * len(layers), **shape)
+    if "llm" not in modules:
+        one = one.model_copy(update={"dp": 2})
+    plan = with_layout(
+        plan, units=[one.model_copy(update={"module_tp": dict.fromkeys(replicated, 1)})]
+    )
+    if not named:
+        _check_ranks(plan, run, profile)
+        return
+    with pytest.raises(SpecError) as caught:
+        _check_ranks(plan, run, profile)
+    for words in named:
+        assert words in str(caught.value)
+
+
 def test_cp_needs_a_profile_that_knows_of_heads(made: Made) -> None:
     plan, run, _ = with_cp(made, "llm", cp=2)
     fingerprints = plan.fingerprints.model_copy(update={"profile": fingerprint(made[2])})

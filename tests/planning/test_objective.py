@@ -5,9 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.planning.objective import Time, busiest_load, combine, layout_time
-from disttrain_cli.planning.units import Cluster, groupings
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.replicated import undealt
+from disttrain_cli.planning.layouts import layout_with
+from disttrain_cli.planning.objective import (
+    Time,
+    busiest_load,
+    combine,
+    layout_time,
+    planned_stages_ms,
+)
+from disttrain_cli.planning.options import layer_gib
+from disttrain_cli.planning.units import Cluster, Unit, groupings, replicating, units_of
+from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
 from disttrain_cli.spec.profile import Polynomial
 from tests.planning import synthetic
 
@@ -22,6 +32,42 @@ def test_busiest_replica_has_whole_images() -> None:
     # a quarter of an image, on one replica
     assert busiest_load(False, 1, 0.25, dp).tolist() == [1.0] * 5
     assert busiest_load(True, 12, 1.0, np.array([3.0])).tolist() == [4.0]
+
+
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 1), (4, 1, 1), (2, 1, 2)])
+def test_whole_modules_of_a_unit_are_priced_as_its_layout(tp: int, dp: int, pp: int) -> None:
+    """By the formula and by memory; no stage ends inside of them."""
+    run = synthetic.run_file(batch=24, gpus=8)
+    profile = synthetic.tiny(run, tps=(1, 2, 4))
+    cluster = Cluster(8, 8, 4.0, 1, 24)
+    divided = Unit("all", tuple(profile.modules), profile, cluster)
+    unit = replicating(divided)
+    assert unit is not None and unit.tps == [2, 4] and unit.widths == [(2, 1), (4, 1)]
+    assert replicating(Unit("llm", ("llm",), profile, cluster)) is None
+    layout = layout_with([unit], cluster, [UnitShape(tp, dp, pp)], dp, "disaggregated")
+    assert layout is not None and set(layout.units[0].module_tp) == {*profile.modules} - {"llm"}
+    assert undealt(profile, layout.units[0]) is None
+    assert unit.allowed is not None and not unit.allowed[0, 2] and unit.allowed[0, 4]
+    variant = unit.kinds.variant(tp, False)
+    _, kept, _, _ = layer_gib(unit, np.array([variant]), np.array([dp]), dp)
+    if pp == 1:
+        (memory,) = layout_memory(profile, layout, 4.0)
+        assert memory.activations_gib == pytest.approx(kept.sum())
+    encoder, mean = profile.modules["image_encoder"], 120 / 3
+    per_patch = sum(  # forward, and backward that takes twice as long
+        3 * encoder.costs[kind].tp["1"].forward_ms.per_token for kind in encoder.layers
+    )
+    base = sum(3 * encoder.costs[kind].tp["1"].forward_ms.base for kind in encoder.layers)
+    row_bytes, rate = 30_000 / 120, profile.links.all_gather_gbps * 1.25e5
+    exchanged = 2 * row_bytes * (tp - 1) / tp / rate
+    patches = 120 / tp + mean * (tp - 1) / (2 * tp)
+    of_encoder = np.array(unit.layer_ms(tp)).sum(axis=0)[:4].sum()
+    latency = 2 * profile.links.all_gather_us / 1e3
+    expected = base + latency + patches * (per_patch + exchanged)
+    assert of_encoder == pytest.approx(expected)
+    planned = planned_stages_ms(unit, layout.units[0], dp)
+    assert sum(planned) == pytest.approx(np.array(unit.layer_ms(tp)).sum())
+    assert planned_stages_ms(units_of(profile, cluster, layout)[0], layout.units[0], dp) == planned
 
 
 def test_of_encoders_side_by_side_the_slowest_counts() -> None:

@@ -13,6 +13,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.replicated import undealt
 from disttrain_cli.planning import search as searching
 from disttrain_cli.planning import units as units_
 from disttrain_cli.planning.bounds import Space, divisors, narrowed, side_by_side
@@ -45,10 +46,11 @@ def fits_nodes(unit: Unit, tp: int, cp: int, gathers: bool) -> bool:
 
 def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
     choices = {"none": [False], "full": [True], "auto": [False, True]}[unit.cluster.checkpointing]
-    return [
+    plans = [
         UnitPlan(
             name=unit.name,
             modules=list(unit.modules),
+            module_tp=dict.fromkeys(unit.replicated, 1),
             tp=tp,
             cp=cp,
             cp_comm_type="all_gather" if gathers else "a2a",
@@ -60,7 +62,7 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             tp_overlap=unit.overlaps(tp, checkpointing, cp),
         )
         for tp in unit.tps
-        for cp in range(1, gpus // tp + 1)
+        for cp in (range(1, gpus // tp + 1) if not unit.replicated else [1])
         for gathers in ([False, True] if cp > 1 and unit.holds_llm else [False])
         if fits_nodes(unit, tp, cp, gathers)
         for dp in range(1, gpus + 1)
@@ -69,6 +71,7 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
         for layers in cuts(unit.layers, pp)
         for checkpointing in choices
     ]
+    return [plan for plan in plans if undealt(unit.profile, plan) is None]
 
 
 def brute_force(units: list[Unit], cluster: Cluster) -> float:
@@ -190,7 +193,7 @@ def small_profiles(draw: st.DrawFn, long: bool = False) -> tuple[Profile, Cluste
 
 
 @settings(max_examples=40, deadline=None)
-@given(small_profiles(), st.integers(0, 5))
+@given(small_profiles(), st.integers(0, 11))
 def test_search_of_any_grouping_equals_brute_force(
     case: tuple[Profile, Cluster], place: int
 ) -> None:

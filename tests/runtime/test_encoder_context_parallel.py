@@ -158,7 +158,7 @@ CASES = {
 }
 
 
-def _run(folder: Path, data: Path, case: Case) -> Run:
+def run_of(folder: Path, data: Path, case: Case) -> Run:
     model = case.model
     if model in families.FAMILIES or model in families.WHOLE:
         run = families._run(folder, data, case)
@@ -184,7 +184,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("shared")
     write_sample_data(folder / "data")
     return Models(
-        CASES, lambda at, case: _run(at, folder / "data", case), STEPS, folder, timeout_s=1500
+        CASES, lambda at, case: run_of(at, folder / "data", case), STEPS, folder, timeout_s=1500
     )
 
 

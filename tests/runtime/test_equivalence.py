@@ -91,7 +91,21 @@ def _layouts(run: Run) -> dict[str, tuple[list[UnitPlan], int]]:
             1,
         ),
         "monolithic-pp3dp2": ([unit("all", everything, [e + 1, m + 1, g - 2], 2)], 1),
+        "dealt-tp2dp3": ([_dealt(unit("all", everything, [e + m + g], 3, tp=2))], 1),
+        "dealt-tp2pp3": (
+            [
+                _dealt(unit("all", everything, [e + 1, m - 2, g + 1], tp=2)).model_copy(
+                    update={"tp_overlap": True, "weight_delay": [1, 0, 1]}
+                )
+            ],
+            2,
+        ),
     }
+
+
+def _dealt(one: UnitPlan) -> UnitPlan:
+    """The unit with encoder and generator whole on every rank, which works on other images."""
+    return one.model_copy(update={"module_tp": {ENCODER: 1, GENERATOR: 1}})
 
 
 def _later(one: UnitPlan) -> UnitPlan:
@@ -218,7 +232,7 @@ def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[s
     return json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
 
 
-ZERO = ("1-tp2dp2-1", "monolithic-pp3dp2")
+ZERO = ("1-tp2dp2-1", "monolithic-pp3dp2", "dealt-tp2dp3")
 BF16 = ("1-tp2dp2-1",)
 LATER = ("zero1-monolithic-pp3dp2", "3-2-1", "bf16-1-tp2dp2-1")
 DELAYS = {ENCODER: [5], LLM: [1], GENERATOR: [0], "all": [1, 0, 2]}  # of three slots
@@ -229,6 +243,8 @@ FP32 = [
     "1-tp2dp2-1",
     "monolithic-pp3dp2",
     "monolithic-tp2pp3",
+    "dealt-tp2dp3",
+    "dealt-tp2pp3",
     *(f"zero1-{name}" for name in ZERO),
     *(f"{policy}-3-2-1" for policy in POLICIES),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.runtime.equivalence_worker import check_equals, reference
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.layouts import train
 
-RANKS, STEPS, BATCH, SEED = 8, 2, 12, 36
+RANKS, STEPS, BATCH, SEED = 8, 2, 12, 50
 LAUNCHES, DRAWN, TIED = 3, 26, 8
 ENCODER, LLM, GENERATOR = EVERYTHING = ("image_encoder", "llm", "image_generator")
 REFINER = "refiner"
@@ -57,6 +58,7 @@ class Case:
             f"{''.join(short[m] for m in u.modules)}.tp{u.tp}.dp{u.dp}."
             f"{'+'.join(map(str, u.layers_per_stage))}{'.recomputed' if u.checkpointing else ''}"
             f"{'.overlapped' if u.tp_overlap else ''}"
+            f"{''.join(f'.whole{short[m]}' for m in u.module_tp)}"
             f"{'' if u.weight_delay is None else '.later' + '+'.join(map(str, u.weight_delay))}"
             for u in self.units
         )
@@ -96,7 +98,7 @@ def draw(generator: random.Random) -> Case:
     trained = generator.choice([None] * 5 + [(LLM, "projectors"), ("projectors",)])
     overlap = random.Random(repr(units)).random() < 0.6
     return Case(
-        tuple(map(_overlapping, units)),
+        tuple(map(_dealt, map(_overlapping, units))),
         microbatch,
         modules,
         trained,
@@ -138,6 +140,19 @@ def _overlapping(one: UnitPlan) -> UnitPlan:
         return one
     delays = [generator.choice([0, 0, 1, 2, 5]) for _ in range(one.pp)]
     return one.model_copy(update={"weight_delay": delays})
+
+
+def _dealt(one: UnitPlan) -> UnitPlan:
+    """The unit with modules whole on every rank of a TP group: half of those that lie beside the
+    LLM, on one stage."""
+    generator, stop, whole = random.Random(repr(one)), 0, list[str]()
+    ends = set(accumulate(one.layers_per_stage))
+    for name in one.modules:
+        start, stop = stop, stop + COUNTS[name]
+        if name != LLM and not ends & set(range(start + 1, stop)) and generator.random() < 0.5:
+            whole.append(name)
+    divides = one.tp > 1 and LLM in one.modules
+    return one.model_copy(update={"module_tp": dict.fromkeys(whole, 1) if divides else {}})
 
 
 def _three(
@@ -269,6 +284,9 @@ def test_the_draws_cover_what_a_plan_may_choose() -> None:
     overlapped = [u for u in units if u.tp_overlap]
     assert {u.tp for u in overlapped} == {2, 4} and any(u.checkpointing for u in overlapped)
     assert any(u in overlapped for u in split) and any(u.tp > 1 for u in units if not u.tp_overlap)
+    dealt = [u for u in units if u.module_tp]
+    assert {name for u in dealt for name in u.module_tp} >= {ENCODER, GENERATOR}
+    assert any(u.dp > 1 for u in dealt) and any(u.pp > 1 for u in dealt)
     assert {case.zero_stage for case in drawn} == {0, 1}
     overlapping = [case for case in drawn if case.overlap]
     assert 8 <= len(overlapping) < len(drawn) - 5

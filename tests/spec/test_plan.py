@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,33 @@ def test_delays_are_given_for_every_stage(delays: list[int | None], refused: str
     else:
         with pytest.raises(ValueError, match=refused):
             UnitPlan(**known, weight_delay=delays)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, ""),
+        ({"module_tp": {"ear": 1}}, "module_tp names ear, .* modules: eye, llm"),
+        ({"module_tp": {"eye": 2}}, "module_tp of eye must be 1.*given: 2"),
+        ({"module_tp": {"eye": True}}, "integer"),
+        ({"tp": 1, "dp": 2}, "needs a TP group"),
+        ({"cp": 2, "gpus": 4}, "module_tp and cp exclude each other"),
+    ],
+)
+def test_a_module_may_be_whole_on_every_rank_of_a_tp_group(
+    changes: dict[str, Any], refused: str
+) -> None:
+    known = {"name": "both", "modules": ["eye", "llm"], "layers_per_stage": [7], "tp": 2, "gpus": 2}
+    given = known | {"module_tp": {"eye": 1}} | changes
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            UnitPlan.model_validate(given)
+        return
+    unit = UnitPlan.model_validate(given)
+    assert unit.degrees == "TP 2 (eye 1) DP 1 PP 1"
+    assert [(names, shape.tp) for names, shape in unit.parts] == [(["eye"], 1), (["llm"], 2)]
+    assert (unit.dealt_over("eye"), unit.dealt_over("llm")) == (2, 1)
+    assert "module_tp" not in UnitPlan.model_validate(known).model_dump()
 
 
 def test_messages_of_one_rank_do_not_travel_behind_products() -> None:

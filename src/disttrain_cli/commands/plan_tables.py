@@ -57,7 +57,9 @@ def show_layout(
             [
                 unit.name,
                 *([" + ".join(unit.modules)] if several else []),
-                f"{unit.tp} {'hidden' if unit.tp_overlap else ''}".strip() if hides else unit.tp,
+                f"{unit.tp_degree} {'hidden' if unit.tp_overlap else ''}".strip()
+                if hides
+                else unit.tp_degree,
                 *([unit.cp_degree] if shares else []),
                 unit.dp,
                 unit.pp,
@@ -344,7 +346,8 @@ def needs(plan: Plan) -> list[str]:
 def shape(layout: Layout) -> str:
     """TP×DP×PP of every unit in pipeline order (×CP behind a TP where there is one), and M."""
     units = (
-        f"{u.tp}{f'×CP {u.cp_degree}' if u.cp > 1 else ''}×{u.dp}×{u.pp}" for u in layout.units
+        f"{u.tp_degree}{f'×CP {u.cp_degree}' if u.cp > 1 else ''}×{u.dp}×{u.pp}"
+        for u in layout.units
     )
     return f"{' → '.join(units)}, M {layout.microbatch_size}"
 

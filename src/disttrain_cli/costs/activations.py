@@ -38,8 +38,8 @@ def worst_mix(
     """
     if profile.inputs.llm in modules:
         return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
-    of = profile.modules[modules[0]]
     worst, mean = 1.0 / dp, (slot_sequences - 1.0) / dp
+    of = profile.modules[modules[0]]
     share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
     if all(_of_one_size(work) for work in (of.max_work_per_sequence, of.work_per_sequence)):
         return worst, mean, np.ceil(share - WHOLE) - share
@@ -51,20 +51,29 @@ def _of_one_size(work: Work) -> bool:
     return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
 
 
-def own_mix(profile: Profile, layout: Layout, unit: UnitPlan) -> Floats:
-    """[4] the worst work of a replica in a slot, by the terms of `activation_terms`."""
-    slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
-    mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
-    return np.array([1.0, *(part[0] for part in mix)])
-
-
 def at_worst(
     share: Callable[..., Floats], profile: Profile, layout: Layout, unit: UnitPlan, *more: bool
 ) -> Floats:
-    """[L] of every layer of a unit, one of the shares below at the worst work of a replica."""
-    known = (profile, unit.modules, unit.shape, layout.trained)
-    worst: Floats = own_mix(profile, layout, unit) @ share(*known, *more)
-    return worst
+    """[L] of every layer of a unit, one of the shares below at the worst work of a rank."""
+    return np.concatenate(
+        [
+            np.array([1.0, *worst_work(profile, layout, unit, modules[0])])
+            @ share(profile, modules, shape, layout.trained, *more)
+            for modules, shape in unit.parts
+        ]
+    )
+
+
+def worst_work(
+    profile: Profile, layout: Layout, unit: UnitPlan, module: str
+) -> tuple[float, float, float]:
+    """The worst work that a replica of a unit has of a module in a slot, as `worst_mix`; where its
+    items are dealt out over a TP group, the busiest rank has an item beyond its share."""
+    slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
+    mix = worst_mix(profile, unit.modules, slot, np.array([float(unit.dp)]))
+    worst, mean, item = (float(part[0]) for part in mix)
+    ranks = unit.dealt_over(module)
+    return (worst / ranks, mean / ranks, 1.0) if ranks > 1 else (worst, mean, item)
 
 
 def kept_share(

@@ -18,6 +18,7 @@ from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
 from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
+from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
@@ -93,7 +94,9 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         if alike not in known:
             known[alike] = list(_costs(profile, stage, kinds))
         numbers = [
-            shard_of(profile.modules[name], kind, unit.tp).trainable if what == "trained" else 0
+            shard_of(profile.modules[name], kind, unit.tp_of(name)).trainable
+            if what == "trained"
+            else 0
             for name, kind, what in kinds
         ]
         shared = _shared(profile, unit, does)
@@ -120,7 +123,7 @@ def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backwa
     for name in unit.modules:
         module = profile.modules[name]
         if module.tied and does[name][module.tied[0]] == "trained":
-            return shard_of(module, module.layers[module.tied[0]], unit.tp).trainable
+            return shard_of(module, module.layers[module.tied[0]], unit.tp_of(name)).trainable
     return 0
 
 
@@ -149,11 +152,12 @@ def _costs(
     profile: Profile, stage: Stage, kinds: Sequence[tuple[str, str, Backward]]
 ) -> Iterator[Cost]:
     """Costs of each module on a stage, from (module, kind of layer, what its backward does) of
-    every layer; times are those of a rank, by the work of its whole replica."""
+    every layer; times are those of a rank, by the work of its whole replica, or by its own where
+    items are dealt out over the TP group."""
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
-            shard = shard_of(profile.modules[name], kind, stage.tp)
+            shard = shard_of(profile.modules[name], kind, stage.unit.tp_of(name))
             layer = profile.modules[name].costs[kind]
             counted = flops_parts(layer, does)
             later = does == "trained" and stage.weight_delay is not None
@@ -170,6 +174,9 @@ def _costs(
             for row, exchanged in enumerate(exchanged_ms(profile, name, layer, stage.unit, does)):
                 one[row] += _sum([exchanged])
             rows += kinds.count((name, kind, does)) * one
+        if name in stage.unit.module_tp:
+            back = any(does != "still" for module, _, does in kinds if module == name)
+            rows[:2] += [_sum([sent]) for sent in dealt_ms(profile, name, stage.tp, back)]
         rows[1] -= rows[2]
         yield Cost(name, *rows)
 
@@ -190,6 +197,13 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
         0.0, base + per_item * items + per_token * tokens + per_length_sq * length_sq
     )
     return np.where((items != 0) | (tokens != 0) | (length_sq != 0), value, 0.0)
+
+
+def replica_ms(coefficients: Floats, loads: Floats, replicas: int) -> Floats:
+    """[n, DP] `amount` of a time at the work [n, DP, 3] of every replica, or of the busiest rank of
+    each where `loads` has several ranks of a replica [n, DP · TP, 3]."""
+    each = amount(coefficients, loads)
+    return each if each.shape[1] == replicas else each.reshape(len(each), replicas, -1).max(axis=2)
 
 
 def crossings(stages: list[CostedStage]) -> list[tuple[CostedStage, CostedStage]]:
@@ -262,7 +276,26 @@ def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
     with its other copy."""
     link = replicas_link(profile, stage, gpus_per_node)
     replicas_s = reduction_s(layout, link, stage.unit.holders, stage.trained)
-    return replicas_s + copies_s(profile, layout, stage, gpus_per_node)
+    return replicas_s + after_s(profile, layout, stage, gpus_per_node)
+
+
+def after_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
+    """Sums of gradients that follow their reduction over replicas, behind nothing: of a tied
+    weight's copies, and over a TP group of modules that it does not divide."""
+    partial = partial_bytes(layout, stage)
+    partial_s = all_reduce_s(profile.links, partial, stage.tp) if partial else 0.0
+    return copies_s(profile, layout, stage, gpus_per_node) + partial_s
+
+
+def partial_bytes(layout: Layout, stage: CostedStage) -> float:
+    """Bytes of a rank's gradients that are summed over its TP group, as each of its ranks has those
+    of its own items; under ZeRO-1 of a replica's share of them."""
+    whole = sum(
+        number
+        for (module, *_), number in zip(stage.held, stage.numbers, strict=True)
+        if module in stage.unit.module_tp
+    )
+    return whole * GRADIENT_BYTES / (stage.unit.holders if layout.zero_stage == 1 else 1)
 
 
 def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.activations import deferred_share, kept_share, own_mix, working_share
+from disttrain_cli.costs.activations import at_worst, deferred_share, kept_share, working_share
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.remembering import remembered
-from disttrain_cli.spec.plan import Layout, StageMemory
+from disttrain_cli.spec.plan import Layout, StageMemory, UnitPlan
 from disttrain_cli.spec.profile import LayerShard, Profile
 from disttrain_cli.spec.stage_graph import Stage, neighbours, stage_graph
 
@@ -173,17 +173,18 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     stages = stage_graph(layout, profile.inputs.llm).stages
     for unit in layout.units:
         dp = np.array([float(unit.dp)])
-        weights, trained = own_mix(profile, layout, unit), layout.trained
-        kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, trained)
-        known = (profile, unit.modules, unit.shape, trained)
-        activations = weights @ kept_share(*known)
+        known = (profile, layout, unit)
+        kept, shared = _states(*known, layout.zero_stage)
+        activations = at_worst(kept_share, *known)
         whole, split = (
-            np.maximum(activations, weights @ working_share(*known, later, unit.tp_overlap))
+            np.maximum(activations, at_worst(working_share, *known, later, unit.tp_overlap))
             for later in (False, True)
         )
-        deferred = weights @ deferred_share(*known)
-        weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
-        unsharded = state_bytes(profile, unit.modules, unit.tp, 1, trained)[0]
+        deferred = at_worst(deferred_share, *known)
+        weight = WEIGHT_BYTES[profile.precision] * np.concatenate(
+            [parameters(profile, modules, shape.tp) for modules, shape in unit.parts]
+        )
+        unsharded = _states(*known, 1)[0]
         mine = share_of_states(profile.precision, dp * unit.cp)
         states = (weight, unsharded - weight, kept + shared * mine - unsharded)
         reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp, unit.cp)[0])
@@ -241,6 +242,20 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 )
             )
     return result
+
+
+def _states(
+    profile: Profile, layout: Layout, unit: UnitPlan, zero_stage: int
+) -> tuple[Floats, Floats]:
+    """`state_bytes` of every layer of a unit [L]."""
+    kept, shared = zip(
+        *(
+            state_bytes(profile, modules, shape.tp, zero_stage, layout.trained)
+            for modules, shape in unit.parts
+        ),
+        strict=True,
+    )
+    return np.concatenate(kept), np.concatenate(shared)
 
 
 def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:

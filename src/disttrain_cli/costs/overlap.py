@@ -27,7 +27,7 @@ from disttrain_cli.costs.buckets import buckets
 from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.layout import (
     CostedStage,
-    copies_s,
+    after_s,
     gather_s,
     reduction_s,
     replicas_link,
@@ -125,11 +125,11 @@ def _of_stage(
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
     reduced = [reduction_s(layout, link, holders, count) for count in held]
-    after_s = copies_s(profile, layout, stage, gpus_per_node)
+    behind_nothing_s = after_s(profile, layout, stage, gpus_per_node)
     gathered = [gather_s(profile, layout, link, holders, count) for count in held]
     last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
-        (list(accumulate(reduced, initial=after_s))[1:], _before(found, last_ms), last_s),
+        (list(accumulate(reduced, initial=behind_nothing_s))[1:], _before(found, last_ms), last_s),
         (
             list(accumulate(gathered, initial=update_s(profile, layout, stage)))[1:],
             _before(found, forward_ms),
@@ -153,7 +153,9 @@ def _layers(
     rows: dict[tuple[str, str, str], tuple[float, float]] = {}
     for name, kind, does in dict.fromkeys(stage.held):
         module = profile.modules[name]
-        shard, work = shard_of(module, kind, stage.tp), module.work_per_sequence.scaled(sequences)
+        shard = shard_of(module, kind, stage.unit.tp_of(name))
+        shared = sequences / stage.unit.dealt_over(name)
+        work = module.work_per_sequence.scaled(shared)
         exchanged = exchanged_ms(profile, name, module.costs[kind], stage.unit, does)
         forward = forward_parts(shard, stage.unit.tp_overlap)
         if stage.weight_delay is None:

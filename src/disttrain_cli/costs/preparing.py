@@ -46,10 +46,12 @@ def prepare_s(
         loads: by module of the stage [n, DP, 3] work (`spec.work.Work`); or of some of the
         replicas.
     """
-    slots, replicas, _ = loads[stage.costs[0].module].shape
-    seconds = np.zeros((slots, replicas))
+    some = stage.costs[0].module
+    slots, ranks, _ = loads[some].shape
+    seconds = np.zeros((slots, ranks // stage.unit.dealt_over(some)))
     for module in stage.begins:
-        seconds += loads[module][..., 0] * item_s(profile, module) / workers
+        items = loads[module][..., 0].reshape(*seconds.shape, -1).sum(axis=2)
+        seconds += items * item_s(profile, module) / workers
     return seconds
 
 

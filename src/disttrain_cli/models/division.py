@@ -97,6 +97,8 @@ class Place:
     cp: int = 1
     cp_rank: int = 0
     gathers: bool = False  # keys and values: tokens are levelled then (`levelling`)
+    # modules whole on every TP rank, each of which works on items of its own (`replicated`)
+    replicated: frozenset[str] = frozenset()
 
     def own_rows(self, rows: int) -> tuple[int, int]:
         """(start, stop) of the rows of a split state tensor that the rank holds: those of its TP

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -109,18 +110,23 @@ def build_layers(
     dtype: torch.dtype = torch.float32,
     tp: int = 1,
     tp_rank: int | None = None,
+    module_tp: Mapping[str, int] = MappingProxyType({}),
 ) -> list[PipelineLayer]:
     """Layers `start` to `stop` (exclusive) of the model with their initial weights, and no others.
 
     A layer's initial weights depend on `train.seed` and its name only: they are the same on every
     layout. With `tp_rank` each is that rank's part of them, cut from one whole layer after the
     other. With `tp` alone it is of a part's shapes, compute only, and the whole layer is never in
-    memory.
+    memory. Layers of modules in `module_tp` have the TP named there.
     """
     makers = _makers[_remember_makers(run)]
     assert 0 <= start <= stop <= len(makers)
+    tps = [tp] * (stop - start)
+    if module_tp:
+        tps = [module_tp.get(info.module, tp) for info in layer_table(run)[start:stop]]
     return [
-        maker.build(run.file.train.seed, device, dtype, tp, tp_rank) for maker in makers[start:stop]
+        maker.build(run.file.train.seed, device, dtype, own_tp, tp_rank)
+        for maker, own_tp in zip(makers[start:stop], tps, strict=True)
     ]
 
 

@@ -102,6 +102,9 @@ class Batch:
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
+    #: by module whose items are dealt out over a TP group (`replicated`), this rank's share; what
+    #: the module reads is there alone
+    shares: Mapping[str, Share] = field(default_factory=dict)
     # what the layers of a stage made of the batch, once for all
     cache: dict[str, Any] = field(default_factory=dict)
 
@@ -114,10 +117,21 @@ class Batch:
         made = [
             value.tensors() for value in self.cache.values() if isinstance(value, (Segments, Batch))
         ]
+        made += [share.batch.tensors() for share in self.shares.values()]
         items = [vars(fields) for fields in self.items.values()]
         return [
             value for value in tree_leaves([vars(self), made, items]) if isinstance(value, Tensor)
         ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A TP rank's share of the items that its replica brings to a module in a slot
+    (`replicated`)."""
+
+    batch: Batch  # of the rank's own items
+    owner: NDArray[np.int64]  # [N] TP rank of each of the replica's items, in the replica's order
+    counts: Callable[[TensorSpec], NDArray[np.int64]]  # [N] rows of each item in a state tensor
 
 
 NOTHING = Items([])

@@ -119,6 +119,12 @@ def differences(old: Layout, new: Layout) -> list[Difference]:
             differing += [
                 (mine.name, "devices", mine.gpus, theirs.gpus),
                 (mine.name, "TP", mine.tp, theirs.tp),
+                (
+                    mine.name,
+                    "whole modules",
+                    ", ".join(mine.module_tp),
+                    ", ".join(theirs.module_tp),
+                ),
                 (mine.name, "CP", mine.cp, theirs.cp),
                 (mine.name, "CP messages", mine.cp_comm_type, theirs.cp_comm_type),
                 (mine.name, "DP", mine.dp, theirs.dp),

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from disttrain_cli.costs.context import fits_nodes, misfit
 from disttrain_cli.costs.freezing import owners
+from disttrain_cli.costs.replicated import undealt
+from disttrain_cli.costs.stage import tp_degrees
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, UnitPlan
@@ -244,19 +246,17 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
             EDIT,
         )
     for unit in layout.units:
-        degrees = set.intersection(
-            *(
-                set(cost.tp)
-                for name in unit.modules
-                for cost in profile.modules[name].costs.values()
-            )
-        )
-        if str(unit.tp) not in degrees:
-            raise SpecError(
-                f"TP {unit.tp} of unit {unit.name} was not profiled",
-                f"profiled: TP {', '.join(sorted(degrees, key=int))}",
-                EDIT,
-            )
+        for modules, shape in unit.parts:
+            degrees = tp_degrees(profile, modules)
+            if shape.tp not in degrees:
+                own = f"{modules[0]} in unit" if modules[0] in unit.module_tp else "unit"
+                raise SpecError(
+                    f"TP {shape.tp} of {own} {unit.name} was not profiled",
+                    f"profiled: TP {', '.join(map(str, degrees))}",
+                    EDIT,
+                )
+        if (why := undealt(profile, unit)) is not None:
+            raise SpecError(f"module_tp of unit {unit.name} cannot be run", why, EDIT)
         if not fits_nodes(unit.tp, unit.cp, run.cluster.gpus_per_node):
             both = f"TP {unit.tp}" + (f" × CP {unit.cp}" if unit.cp > 1 else "")
             raise SpecError(

@@ -64,7 +64,9 @@ class Draws:
         slots: Slots = (number, tuple(llm.modules), llm.dp, n, m)
         order = slot_order(layout, inputs.llm, costs, self._positions(slots))
         return {
-            module: self._loads(slots, module, None if unit is llm else unit.dp)[order]
+            module: self._loads(
+                slots, module, None if unit is llm else unit.dp, unit.dealt_over(module)
+            )[order]
             for unit in layout.units
             for module in unit.modules
         }
@@ -77,6 +79,6 @@ class Draws:
         number, modules, dp, n, m = slots
         return levelled_slots(unit_costs(modules, self._batch(number)[1]), dp, n, m)
 
-    def _loads_of(self, slots: Slots, module: str, dp: int | None) -> Floats:
+    def _loads_of(self, slots: Slots, module: str, dp: int | None, ranks: int) -> Floats:
         sizes, assignment = self._batch(slots[0])[0], Assignment(self._positions(slots))
-        return module_loads(sizes, self._profile.inputs, module, assignment, dp)
+        return module_loads(sizes, self._profile.inputs, module, assignment, dp, ranks)

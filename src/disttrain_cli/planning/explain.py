@@ -166,7 +166,11 @@ def time_parts(
         work: by module [3], of a whole global batch.
         iteration_s: as predicted.
     """
-    dps = {module: unit.dp for unit in layout.units for module in unit.modules}
+    dps = {
+        module: unit.dp * unit.dealt_over(module)
+        for unit in layout.units
+        for module in unit.modules
+    }
     loads = {
         module: np.broadcast_to(
             total / (layout.microbatches * dps[module]),
@@ -351,7 +355,7 @@ def differences(layout: Layout, other: Layout) -> str:
         changed = [
             f"{name} {old} → {new}"
             for name, old, new in (
-                ("TP", mine.tp, theirs.tp),
+                ("TP", mine.tp_degree, theirs.tp_degree),
                 ("CP", mine.cp_degree, theirs.cp_degree),
                 ("DP", mine.dp, theirs.dp),
                 ("PP", mine.pp, theirs.pp),

@@ -174,9 +174,9 @@ def rounds(
     return finalists
 
 
-def grouping(units: Iterable[Unit | UnitPlan]) -> tuple[tuple[str, ...], ...]:
-    """The modules of every unit."""
-    return tuple(tuple(unit.modules) for unit in units)
+def grouping(units: Iterable[Unit | UnitPlan]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """The modules of every unit, and those of them that its TP does not divide."""
+    return tuple((tuple(unit.modules), unit.replicated) for unit in units)
 
 
 def one_batch_s(
@@ -218,7 +218,7 @@ def rank(
 
     def kind(one: Ranked) -> Hashable:
         llm = one.layout.unit_of(profile.inputs.llm)
-        return tuple(llm.modules), one.layout.microbatches, llm.tp, llm.cp, llm.dp, llm.pp
+        return grouping([llm]), one.layout.microbatches, llm.tp, llm.cp, llm.dp, llm.pp
 
     ordered = sorted(finalists, key=_order)
     best = diverse(ordered, kind, max(wanted, SURE))

@@ -157,7 +157,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     memory, untimed = layer_gib(unit, variant, dp, size), np.zeros((len(dp), unit.layers))
     fits: list[Fit] = []
     for after in partial:
-        pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)))
+        pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)
         used = kinds.width[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
             shape = UnitShape(

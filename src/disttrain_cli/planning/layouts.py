@@ -43,6 +43,7 @@ def layout_with(
                 layers_per_stage=layers,
                 checkpointing=recomputes,
                 tp_overlap=unit.overlaps(tp, recomputes, cp),
+                module_tp=dict.fromkeys(unit.replicated, 1),
             )
         )
     return Layout(

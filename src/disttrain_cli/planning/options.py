@@ -355,6 +355,7 @@ def _price_split(
         slots,
         int(afters[0]),
         within_ms / SAFE,
+        unit.allowed,
     )
     variants, options = variants[needed <= options.pp], take(options, needed <= options.pp)
     if not len(options):
@@ -367,7 +368,7 @@ def _price_split(
         rows, of_row = np.unique(variants[mine] * dps + options.dp[mine], return_inverse=True)
         pp, result = options.pp[mine], np.full(len(options), np.inf)
         layers = _layers(unit, rows // dps, rows % dps, slot_sequences)
-        table = slowest_stage(*layers, slots, after, int(pp.max()))
+        table = slowest_stage(*layers, slots, after, int(pp.max()), unit.allowed)
         result[mine] = table[of_row, pp]
         return result
 
@@ -434,7 +435,7 @@ def slowest_by_stages(
         min(unit.layers, most_gpus // (tp * cp * dp)),
     )
     layers = _layers(unit, variant, np.array([dp]), slot_sequences)
-    return slowest_stage(*layers, slots, after, most)[0]
+    return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
 @remembered
@@ -466,4 +467,5 @@ def layers_per_stage(
         slots,
         after,
         pp,
+        unit.allowed,
     )

@@ -54,6 +54,7 @@ def slowest_stage(
     slots: int,
     after: int,
     most: int,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> Floats:
     """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where
     nothing fits.
@@ -67,6 +68,7 @@ def slowest_stage(
         slots: slots per step, which bounds the slots in flight.
         after: stages of the units after this one.
         most: largest number of stages wanted.
+        allowed: [L+1, L+1] layer ranges that may form a stage; None = any.
     """
     options, layers = times.shape
     result = np.full((options, most + 1), np.inf)
@@ -82,6 +84,7 @@ def slowest_stage(
             slots,
             after,
             most,
+            allowed,
         )
     return result
 
@@ -95,9 +98,12 @@ def _slowest(
     slots: int,
     after: int,
     most: int,
+    allowed: NDArray[np.bool_] | None,
 ) -> Floats:
     options, layers = times.shape
     shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
+    if allowed is not None:
+        shape &= allowed
     span = np.where(shape, _ranges(times), np.inf)
     room = limit[:, None, None]
     whole = (
@@ -134,6 +140,7 @@ def fewest_stages(
     slots: int | Ints,
     after: int | Ints,
     within: Floats,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> Ints:
     """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where
     there is none.
@@ -161,6 +168,8 @@ def fewest_stages(
         slot = np.maximum.accumulate(inside[:, ::-1], axis=1)[:, ::-1] - sums[2][:, :-1]
         fits = (time <= within[:, None]) & (static + dynamic * before + slot <= limit[:, None])
         fits &= np.arange(layers) < end[:, None]
+        if allowed is not None:
+            fits &= allowed[:-1, end].T
         begin = fits.argmax(axis=1)
         moved = fits[here, begin]
         result[open_[moved & (begin == 0)]] = stages
@@ -187,13 +196,14 @@ def split(
     slots: int,
     after: int,
     stages: int,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> list[int] | None:
     """Layers of each stage of the best split of one unit; of equally fast ones, the most even.
 
     Arguments as in `slowest_stage`, for one unit: [L] per layer. None where nothing fits.
     """
     one = times[None], states[None], activations[None], working[None], np.array([limit])
-    table = slowest_stage(*one, slots, after, stages)
+    table = slowest_stage(*one, slots, after, stages, allowed)
     slowest = table[0, stages]
     if not np.isfinite(slowest):
         return None
@@ -201,6 +211,8 @@ def split(
     span, static, dynamic = (_ranges(values[None])[0] for values in (times, states, activations))
     static = static + _slot_ranges(activations[None], working[None])[0]
     shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
+    if allowed is not None:
+        shape &= allowed
     shape &= span <= slowest * (1 + 1e-12)
     best = np.full(layers + 1, np.inf)
     best[layers] = 0.0

@@ -195,7 +195,7 @@ def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
                 ]
             )
         )
-        * stage.unit.width
+        * (stage.unit.width // stage.unit.dealt_over(cost.module))
         / 1e3
         for number, stage in enumerate(steps[0].stages)
         for cost in stage.costs

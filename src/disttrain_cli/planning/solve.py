@@ -58,6 +58,7 @@ from disttrain_cli.spec.runfile import RunFile
 #: In the order in which they are found: the first two rules' layouts are tried by the others.
 BASELINES: tuple[Strategy, ...] = ("distmm", "paper", "disaggregated", "megatron")
 SHOWN: tuple[Strategy, ...] = ("disaggregated", "megatron", "distmm", "paper")
+SEARCHED: tuple[Strategy, ...] = ("disaggregated", "megatron")  # as `auto` is
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
@@ -176,7 +177,7 @@ def solve_for(
     for name in BASELINES:
         if name == strategy:
             continue
-        theirs, searched = run_by(everything, name), name in ("disaggregated", "megatron")
+        theirs, searched = run_by(everything, name), name in SEARCHED
         found, looked_at, tried = ranking(
             profile,
             theirs,
@@ -298,13 +299,16 @@ def ranking(
             combinations += result.combinations
             return result
 
-        groups = groupings(profile, cluster, strategy)
-        known = strategy == "auto" and bool(others)
+        groups = unclimbed = groupings(profile, cluster, strategy)
+        if strategy == "auto" and others:
+            # `megatron` has climbed without split backwards
+            unclimbed = _unlike(profile, cluster, groups, ["disaggregated"]) or groups
+            groups = _unlike(profile, cluster, groups, SEARCHED)
         finalists = rounds(
             profile,
             cluster,
             draws,
-            groups[1:-1] if known else groups,
+            groups,
             find,
             as_layout,
             top + 1,
@@ -313,9 +317,7 @@ def ranking(
             [whole(layout).model_copy(update={"strategy": strategy}) for layout in others],
         )
         if cluster.climbs:
-            # the best of `disaggregated` have climbed, those of `megatron` without split backwards
-            new = groups[1:] or groups if known else groups
-            finalists += _climbed(new, cluster, draws, strategy, either_zero, finalists)
+            finalists += _climbed(unclimbed, cluster, draws, strategy, either_zero, finalists)
         simulated += len(finalists)
         return rank(profile, cluster, draws, finalists, top + 1)
 
@@ -338,6 +340,18 @@ def ranking(
             every = sorted([*ranked, *more], key=lambda one: one.iteration_s)
             ranked = chosen_first(every, cluster.gpus_per_node)
     return ranked, combinations, simulated
+
+
+def _unlike(
+    profile: Profile, cluster: Cluster, groups: list[list[Unit]], strategies: Sequence[Strategy]
+) -> list[list[Unit]]:
+    """The groupings that none of these strategies has."""
+    theirs = [
+        grouping(units)
+        for strategy in strategies
+        for units in groupings(profile, cluster, strategy)
+    ]
+    return [units for units in groups if grouping(units) not in theirs]
 
 
 def _climbed(

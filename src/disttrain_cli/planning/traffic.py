@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 
 from disttrain_cli.costs.context import exchanged_bytes, messages_s, ranks_per_node, rows
-from disttrain_cli.costs.freezing import Backward, backwards
+from disttrain_cli.costs.freezing import Backward
 from disttrain_cli.costs.layout import (
     GRADIENT_BYTES,
     CostedStage,
     crossings,
     ends_of,
     in_one_node,
+    partial_bytes,
     reduction_of,
     replicas_link,
 )
 from disttrain_cli.costs.links import GIGABIT_BYTES, ring_bytes
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
+from disttrain_cli.costs.replicated import dealt_bytes
 from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
 from disttrain_cli.spec.profile import Pass, Profile
@@ -33,7 +35,7 @@ def traffic_of(
         of_unit = [stage for stage in stages if stage.unit is unit]
         rows += [
             *_over_replicas(profile, layout, of_unit, gpus_per_node),
-            *_tensor_parallel(profile, layout, unit),
+            *_tensor_parallel(profile, layout, of_unit),
             *_context_parallel(profile, layout, of_unit),
         ]
     return [row for row in rows if row.job_gib > 0]
@@ -103,28 +105,30 @@ def _over_replicas(
     ]
 
 
-def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[Traffic]:
-    """Messages inside the TP groups of a unit (their time is part of the layers' own)."""
+def _tensor_parallel(profile: Profile, layout: Layout, of_unit: list[CostedStage]) -> list[Traffic]:
+    """Messages inside the TP groups of a unit (their time is part of the layers' own, or of the
+    reduction)."""
+    unit = of_unit[0].unit
     if unit.tp == 1:
         return []
-    does = backwards(profile, layout.trained)
-    per_layer = [
-        _sent_bytes(profile, layout, unit, name, layer, does[name][layer])
-        for name in unit.modules
-        for layer in range(len(profile.modules[name].layers))
+    stages = [
+        sum(_sent_bytes(profile, layout, unit, *layer) for layer in stage.held)
+        + sum(
+            layout.global_batch_size
+            * dealt_bytes(profile, cost.module, unit, bool(cost.backward_ms.any()))
+            for cost in stage.costs
+            if cost.module in unit.module_tp
+        )
+        + unit.holders * ring_bytes("all_reduce", partial_bytes(layout, stage), unit.tp)
+        for stage in of_unit
     ]
-    ends = [sum(unit.layers_per_stage[: index + 1]) for index in range(unit.pp)]
-    most = max(
-        sum(per_layer[end - count : end])
-        for end, count in zip(ends, unit.layers_per_stage, strict=True)
-    )
-    rank_bytes = most / unit.holders
+    rank_bytes = max(stages) / unit.holders
     return [
         Traffic(
             kind="tensor_parallel",
             unit=unit.name,
             inside_a_node=True,
-            job_gib=unit.tp * sum(per_layer) / GIB,
+            job_gib=unit.tp * sum(stages) / GIB,
             rank_gib=rank_bytes / GIB,
             rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES),
         )
@@ -166,14 +170,14 @@ def _context_parallel(
 
 
 def _sent_bytes(
-    profile: Profile, layout: Layout, unit: UnitPlan, name: str, index: int, does: Backward
+    profile: Profile, layout: Layout, unit: UnitPlan, name: str, kind: str, does: Backward
 ) -> float:
     """Bytes that a layer's TP groups move over the link of one rank each for a global batch, all
     replicas' together."""
     module = profile.modules[name]
     if module.work_per_sequence == Work():
         return 0.0
-    sent = module.costs[module.layers[index]].tp[str(unit.tp)].sent_bytes
+    sent = module.costs[kind].tp[str(unit.tp_of(name))].sent_bytes
     passes: dict[Backward, list[Pass]] = {
         "still": ["forward"],
         "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
+from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memory import GIB, state_bytes
+from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout, Strategy, UnitShape
@@ -99,6 +101,8 @@ class Unit:
     modules: tuple[str, ...]
     profile: Profile
     cluster: Cluster
+    #: modules that TP does not divide: their items are dealt out (`UnitPlan.module_tp`)
+    replicated: tuple[str, ...] = ()
 
     @cached_property
     def holds_llm(self) -> bool:
@@ -114,6 +118,15 @@ class Unit:
         return self.profile.modules[self.modules[0]].work_per_sequence.items
 
     @cached_property
+    def divided(self) -> list[str]:
+        """Modules that TP divides."""
+        return [name for name in self.modules if name not in self.replicated]
+
+    def _parts(self, tp: int) -> list[tuple[list[str], int]]:
+        """Modules one after the other, with the TP that divides each."""
+        return [([name], 1 if name in self.replicated else tp) for name in self.modules]
+
+    @cached_property
     def tps(self) -> list[int]:
         """TP degrees that were profiled, are allowed, and fit evenly into a node.
 
@@ -123,8 +136,9 @@ class Unit:
         node = self.cluster.gpus_per_node
         return [
             tp
-            for tp in tp_degrees(self.profile, self.modules)
+            for tp in tp_degrees(self.profile, self.divided)
             if node % tp == 0
+            and (tp > 1 or not self.replicated)
             and tp <= (self.cluster.most_tp or node)
             and (tp == node or tp.bit_count() == 1)
         ]
@@ -140,6 +154,7 @@ class Unit:
         most = self.cluster.most_cp or room
         if not self.gathers:
             most = min(most, most_cp(self.profile, self.modules))
+        most = 1 if self.replicated else most
         return [
             (tp, cp)
             for tp in self.tps
@@ -186,7 +201,7 @@ class Unit:
 
     def overlaps(self, tp: int, checkpointing: bool = False, cp: int = 1) -> bool:
         """Whether the messages of its TP groups travel behind products: where that is faster."""
-        known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing, cp)
+        known = (self.profile, self.divided, tp, self.cluster.trained, checkpointing, cp)
         return self.cluster.hides and tp > 1 and overlap_helps(*known)
 
     def layer_ms(
@@ -205,13 +220,33 @@ class Unit:
         question = (tp, checkpointing, overlap, cp, gathers)
         if question not in self._layer_ms:
             hides = self.overlaps(tp, checkpointing, cp) if overlap is None else overlap
-            known = (self.profile, self.modules, tp, self.cluster.trained, checkpointing)
-            times, (base, slope) = unit_times(*known, hides, cp, gathers), self.ends_ms
+            base, slope = self.ends_ms
+            trained, times = self.cluster.trained, list[tuple[Floats, Floats]]()
+            for names, own_tp in self._parts(tp) if self.replicated else [(self.modules, tp)]:
+                known = (self.profile, names, own_tp, trained, checkpointing)
+                of = unit_times(*known, hides, cp, gathers)
+                one = of.forward_base + of.backward_base, of.forward_slope + of.backward_slope
+                dealt = names[0] in self.replicated
+                times.append(self._dealt_ms(names[0], tp, *one) if dealt else one)
             self._layer_ms[question] = (
-                times.forward_base + times.backward_base + base,
-                times.forward_slope + times.backward_slope + slope,
+                np.concatenate([part for part, _ in times]) + base,
+                np.concatenate([part for _, part in times]) + slope,
             )
         return self._layer_ms[question]
+
+    def _dealt_ms(self, name: str, tp: int, base: Floats, slope: Floats) -> tuple[Floats, Floats]:
+        """Times of the layers of a module whose items are dealt out, on the busiest of `tp` ranks,
+        which has half an item more than its share at most, in the mean (`objective.busiest_load`);
+        with what they exchange, on the last layer."""
+        work = self.profile.modules[name].work_per_sequence
+        if not work.items:
+            return base, slope
+        trains = any(one != "still" for one in backwards(self.profile, self.cluster.trained)[name])
+        base, slope = base.copy(), slope.copy()
+        for sent in dealt_ms(self.profile, name, tp, trains):
+            base[-1] += sent.base
+            slope[-1] += sent(work) - sent.base
+        return base + slope / work.items * (tp - 1) / (2 * tp), slope / tp
 
     @cached_property
     def _layer_ms(self) -> dict[tuple[int, bool, bool | None, int, bool], tuple[Floats, Floats]]:
@@ -287,13 +322,49 @@ class Unit:
         known, trained = (self.profile, self.modules), self.cluster.trained
         tp, cp, checkpointing = shape.tp, shape.cp, shape.checkpointing
         overlap = self.overlaps(tp, checkpointing, cp)
-        memory = [
-            *state_bytes(*known, tp, self.cluster.zero_stage, trained),
-            *kept_share(*known, shape, trained),
-            *working_share(*known, shape, trained, overlap=overlap),
-        ]
+        if self.replicated:
+            parts = [
+                self._memory_of(names[0], tp, shape._replace(tp=own_tp), overlap)
+                for names, own_tp in self._parts(tp)
+            ]
+            memory = list(np.concatenate(parts, axis=1))
+        else:
+            memory = [
+                *state_bytes(*known, tp, self.cluster.zero_stage, trained),
+                *kept_share(*known, shape, trained),
+                *working_share(*known, shape, trained, overlap=overlap),
+            ]
         times = self.layer_ms(tp, checkpointing, cp=cp, gathers=shape.gathers)
         return np.vstack([*times, *(row / GIB for row in memory)])
+
+    def _memory_of(self, name: str, tp: int, shape: UnitShape, overlap: bool) -> Floats:
+        """[10, L] bytes of the layers of one module on one of `tp` ranks; where items are dealt out
+        over these, of the busiest one (`costs.activations.worst_work`)."""
+        known, trained = (self.profile, [name]), self.cluster.trained
+        states = state_bytes(*known, shape.tp, self.cluster.zero_stage, trained)
+        shares = [
+            kept_share(*known, shape, trained),
+            working_share(*known, shape, trained, overlap=overlap),
+        ]
+        if name in self.replicated:
+            shares = [
+                np.stack([base + item, worst / tp, mean / tp, np.zeros_like(item)])
+                for base, worst, mean, item in shares
+            ]
+        return np.vstack([*states, *shares])
+
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """[L+1, L+1] which layer ranges may form a stage; None = any."""
+        if not self.replicated:
+            return None
+        mask = np.ones((self.layers + 1, self.layers + 1), dtype=bool)
+        stop = 0
+        for name in self.modules:
+            start, stop = stop, stop + len(self.profile.modules[name].layers)
+            if name in self.replicated:
+                mask[:, start + 1 : stop] = mask[start + 1 : stop, :] = False
+        return mask
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -317,9 +388,10 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
     """The units that a strategy's layouts may have, in pipeline order; the most units first.
 
     `auto`: the LLM's unit holds any run of encoders directly before the LLM and of generators
-    directly behind it; every other module is a unit of its own. `megatron` puts every module into
-    one unit, the others each into its own, as far as there are GPUs for it; `distmm` and `paper`
-    know no CP.
+    directly behind it, which its TP divides or which are whole on every rank (`replicating`); every
+    other module is a unit of its own. `megatron` puts every module into one unit, in the same two
+    ways, the others each into its own, as far as there are GPUs for it; `distmm` and `paper` know
+    no CP.
 
     Raises:
         InfeasibleError: in every grouping a unit has no TP degree that fits a node.
@@ -344,6 +416,13 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
     groups.sort(key=len, reverse=True)
     if strategy != "auto":
         groups = groups[-1:] if strategy == "megatron" else groups[:1]
+    if strategy in ("auto", "megatron"):
+        groups += [
+            [whole if unit.holds_llm else unit for unit in units]
+            for units in groups
+            for whole in map(replicating, units)
+            if whole is not None
+        ]
     possible = [units for units in groups if all(one.tps for one in units)]
     if not possible:
         lacking = next(one for one in groups[0] if not one.tps)
@@ -369,4 +448,17 @@ def units_after(units: list[Unit]) -> list[int]:
 
 def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
     """The units of a layout, for its times by the formula."""
-    return [Unit(plan.name, tuple(plan.modules), profile, cluster) for plan in layout.units]
+    return [
+        Unit(plan.name, tuple(plan.modules), profile, cluster, plan.replicated)
+        for plan in layout.units
+    ]
+
+
+def replicating(unit: Unit) -> Unit | None:
+    """The unit with encoders and generators beside the LLM whole on every rank of its TP groups;
+    None where there are none, or TP has one degree."""
+    others = tuple(name for name in unit.modules if name != unit.profile.inputs.llm)
+    if not unit.holds_llm or not others:
+        return None
+    made = replace(unit, replicated=others)
+    return made if made.tps else None

@@ -106,7 +106,7 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
     changed: list[Corrected] = []
     for module in job.profile.modules:
         columns, exchanged = _columns(job, module), _exchanged(job, module)
-        tp = str(job.layout.unit_of(module).tp)
+        tp = str(job.layout.unit_of(module).tp_of(module))
         by_kind: dict[tuple[str, str], Floats] = {}  # (kind, time) → factors
         for operation in COMPUTE:
             fitted = _correct(
@@ -212,21 +212,24 @@ def _slow_ranks(rows: _Rows, expected_ms: Floats) -> list[int]:
 def _columns(job: Job, module: str) -> list[_Column]:
     """One for every time of every kind of a module's layers at the TP size of its unit."""
     unit = job.layout.unit_of(module)
-    tp, columns = str(unit.tp), []
+    tp, columns = str(unit.tp_of(module)), []
     split = any(delay is not None for delay in unit.weight_delay or ())
     unshared = _without_heads(job.profile)
+    dealt = _adds(_retimed(unshared, _only_at(set())), job, module)
     for kind, cost in job.profile.modules[module].costs.items():
         for time in TIMES if tp in cost.tp else ():
             if time == "weight_ms" and not split:
                 continue
             parts = {time} if split or time != "backward_ms" else {time, "weight_ms"}
             alone = _retimed(unshared, _only_at({(module, kind, tp, part) for part in parts}))
-            columns.append(_Column(kind, time, _adds(alone, job, module)))
+            adds = _adds(alone, job, module)
+            columns.append(_Column(kind, time, {name: adds[name] - dealt[name] for name in adds}))
     return columns
 
 
 def _exchanged(job: Job, module: str) -> dict[str, Floats]:
-    """By operation, what the exchanges of CP groups add to the rows of every stage, by term."""
+    """By operation, what the exchanges of CP groups, and of TP groups that items are dealt out
+    over, add to the rows of every stage, by term."""
     return _adds(_retimed(job.profile, _only_at(set())), job, module)
 
 

@@ -7,9 +7,10 @@ on the device. On a CPU nothing else is copied.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disttrain_cli.data.ordering.levelling import owners
 from disttrain_cli.data.slots import (
     Ints,
     ItemArrays,
@@ -28,9 +30,10 @@ from disttrain_cli.data.slots import (
 from disttrain_cli.models.division import Place
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.host import constant, to_device
-from disttrain_cli.models.layer import Batch, Items, Shared
+from disttrain_cli.models.layer import Batch, Items, Share, Shared, TensorSpec
 from disttrain_cli.models.levelling import Run, runs_of
 from disttrain_cli.spec.heads import Affine, Head, Item
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.places import Places
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile.train import TrainSpec
@@ -71,13 +74,14 @@ def fetcher(
 ) -> Callable[[StepOrder], Callable[[int], Batch]]:
     """For a step, what the engine calls to wait for the inputs of a slot of a rank at this place in
     its replica."""
-    slots = PinnedAhead(loader, device, dtype) if device.type == "cuda" else None
+    slots = PinnedAhead(loader, device, dtype, place) if device.type == "cuda" else None
 
     def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
         def fetch(slot: int) -> Batch:
             if slots:
                 return to_batch(slots.fetch(order, slot), order, device, dtype, place)
-            batch = to_batch(loader.fetch(order.step, slot), order, device, dtype, place)
+            arrays = own_values(loader.fetch(order.step, slot), order.slots[slot].inputs, place)
+            batch = to_batch(arrays, order, device, dtype, place)
             loader.prefetch(order.step, slot + 1)
             return batch
 
@@ -94,7 +98,8 @@ def to_batch(
     place: Place = WHOLE,
 ) -> Batch:
     """Prepared arrays as tensors on the device; pixels and sound take the model's precision. Of the
-    tokens a rank of a CP group takes its own.
+    tokens a rank of a CP group takes its own; of items that are dealt out over a TP group the
+    arrays have the rank's own values (`own_values`).
 
     From page-locked memory the copies are asynchronous, and torch keeps that memory until they are
     done.
@@ -125,6 +130,7 @@ def to_batch(
             values={
                 number: [read(value, heads[number]) for value in blocks]
                 for number, blocks in arrays_of_item.values.items()
+                if heads[number].module not in place.replicated
             },
             **({} if places is None else in_tokens(places, device, own)),
             seeds=tensor(arrays_of_item.seeds),
@@ -134,21 +140,82 @@ def to_batch(
             else as_tensor(arrays_of_item.noise_seeds),
         )
 
+    def share(item: Item, number: int, head: Head) -> Share:
+        arrays_of_item, whole = arrays.items[item], items[item]
+        owner = owners_of(arrays_of_item, head, place)
+        numbers = np.flatnonzero(owner == place.tp_rank)
+
+        def chosen(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return values.index_select(0, to_device(torch.from_numpy(numbers), values.device))
+
+        def counts(spec: TensorSpec) -> Ints:
+            size = inputs.of(item)[0].size(arrays_of_item.grids.prod(axis=1))
+            return np.asarray(inputs.rows(item, spec.rows).of(size))
+
+        own = Items(
+            grids=[whole.grids[index] for index in numbers],
+            values={number: [read(value, head) for value in arrays_of_item.values[number]]},
+            seeds=chosen(whole.seeds),
+            weights=chosen(whole.weights),
+            noise_seeds=chosen(whole.noise_seeds),
+        )
+        return Share(Batch({item: own}, targets=targets), owner, counts)
+
     inputs = order.slots[0].inputs
+    targets = float(max(1, order.targets))
     lengths = None if arrays.documents is None else sample_lengths(arrays.documents)
     own = None if place.cp == 1 else own_tokens(arrays, lengths, place)
+    items = {item: of_item(item, arrays_of_item) for item, arrays_of_item in arrays.items.items()}
     return Batch(
-        items={
-            item: of_item(item, arrays_of_item) for item, arrays_of_item in arrays.items.items()
-        },
+        items=items,
         token_ids=of_tokens(arrays.token_ids),
         positions=of_tokens(arrays.positions),
         sample_lengths=lengths,
         sample_seeds=tensor(arrays.sample_seeds),
         labels=of_tokens(arrays.labels),
+        shares={
+            head.module: share(item, number, head)
+            for item, number, head in replicated_in(arrays, inputs, place)
+        },
         label_tokens=float(max(1, order.label_tokens)),
-        targets=float(max(1, order.targets)),
+        targets=targets,
     )
+
+
+def replicated_in(
+    arrays: SlotBatch, inputs: ModelInputs, place: Place
+) -> Iterator[tuple[Item, int, Head]]:
+    """Modules whose items are dealt out over the TP group, as far as a slot has values of them:
+    their item, their number among those of it, and their head."""
+    for item, arrays_of_item in arrays.items.items():
+        for number in arrays_of_item.values:
+            head = inputs.of(item)[number]
+            if head.module in place.replicated:
+                yield item, number, head
+
+
+def owners_of(arrays: ItemArrays, head: Head, place: Place) -> Ints:
+    """[N] TP rank that works on each of a replica's items."""
+    return owners(head.size(np.asarray(arrays.grids).prod(axis=1)), place.tp)
+
+
+def own_values(arrays: SlotBatch, inputs: ModelInputs, place: Place) -> SlotBatch:
+    """A slot's arrays, of modules whose items are dealt out over a TP group with what the rank's
+    own items bring alone; nothing else is copied to a device."""
+    items = dict(arrays.items)
+    for item, number, head in replicated_in(arrays, inputs, place):
+        given = items[item]
+        own = owners_of(given, head, place) == place.tp_rank
+        ends = np.cumsum([len(run) for run in given.values[number]])
+        runs = [
+            run[own[end - len(run) : end]]
+            for run, end in zip(given.values[number], ends, strict=True)
+        ]
+        values = given.values | {number: [run for run in runs if len(run)]}
+        items[item] = dataclasses.replace(given, values=values)
+    return dataclasses.replace(arrays, items=items)
 
 
 def sample_lengths(documents_ML: Ints) -> list[int]:
@@ -206,23 +273,26 @@ class PinnedAhead:
     """The slots of a loader in page-locked memory, the next one taken while the engine works on
     this one."""
 
-    def __init__(self, loader: Slots, device: torch.device, dtype: torch.dtype) -> None:
-        self._loader, self._dtype = loader, dtype
+    def __init__(
+        self, loader: Slots, device: torch.device, dtype: torch.dtype, place: Place = WHOLE
+    ) -> None:
+        self._loader, self._dtype, self._place = loader, dtype, place
         self._thread = ThreadPoolExecutor(1, "pin", initializer=_use, initargs=(device,))
         self._next: dict[tuple[int, int], Future[SlotBatch]] = {}
 
     def fetch(self, order: StepOrder, slot: int) -> SlotBatch:
         """Tensors in the place of arrays; raises what the loader raises."""
-        batch = self._begin(order.step, slot).result()
+        inputs = order.slots[slot].inputs
+        batch = self._begin(inputs, order.step, slot).result()
         following = (order.step, slot + 1) if slot + 1 < len(order.slots) else (order.step + 1, 0)
-        self._next = {following: self._begin(*following)}
+        self._next = {following: self._begin(inputs, *following)}
         return batch
 
-    def _begin(self, step: int, slot: int) -> Future[SlotBatch]:
-        return self._next.get((step, slot)) or self._thread.submit(self._take, step, slot)
+    def _begin(self, inputs: ModelInputs, step: int, slot: int) -> Future[SlotBatch]:
+        return self._next.get((step, slot)) or self._thread.submit(self._take, inputs, step, slot)
 
-    def _take(self, step: int, slot: int) -> SlotBatch:
-        batch = pinned(self._loader.fetch(step, slot), self._dtype)
+    def _take(self, inputs: ModelInputs, step: int, slot: int) -> SlotBatch:
+        batch = pinned(own_values(self._loader.fetch(step, slot), inputs, self._place), self._dtype)
         self._loader.prefetch(step, slot + 1)
         return batch
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, replica_ms, transfers_s
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.simulation.timeline import Pipeline
@@ -28,7 +28,8 @@ def pipeline_of(
     loads: dict[str, Floats],
     gpus_per_node: int,
 ) -> Pipeline:
-    """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3]."""
+    """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3], of
+    modules whose items are dealt out over a TP group of every rank [n slots, DP · TP, 3]."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
     times_s = np.zeros((len(COMPUTE), *shape))
     known: dict[tuple[str, bytes], Floats] = {}  # many stages hold the same layers
@@ -37,7 +38,7 @@ def pipeline_of(
             for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
                 key = cost.module, part_ms.tobytes()
                 if key not in known:
-                    known[key] = amount(part_ms, loads[cost.module]) / 1e3
+                    known[key] = replica_ms(part_ms, loads[cost.module], stage.unit.dp) / 1e3
                 part_s[:, number, : stage.unit.dp] += known[key]
     split = any(stage.weight_delay is not None for stage in stages)
     reducing, gathering = (

@@ -3,6 +3,7 @@ editable by hand."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -101,6 +102,16 @@ class UnitPlan(Strict):
         ),
     )
 
+    module_tp: dict[str, Annotated[int, Field(strict=True)]] = Field(
+        default_factory=dict,
+        exclude_if=lambda given: not given,
+        description=(
+            "TP of modules that the unit's TP does not divide, by name; 1: every rank of a TP group"
+            " holds such a module whole and computes other items of its replica, dealt out by"
+            " their size. Of encoders and generators in the LLM's unit, each on one stage."
+        ),
+    )
+
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
         if self.gpus != self.width * self.dp * self.pp:
@@ -122,6 +133,7 @@ class UnitPlan(Strict):
             raise ValueError(
                 "cp_comm_type all_gather needs a CP group: cp is 1, which sends nothing"
             )
+        self._check_module_tp()
         if self.weight_delay is not None:
             if len(self.weight_delay) != self.pp or any((d or 0) < 0 for d in self.weight_delay):
                 raise ValueError(
@@ -135,9 +147,52 @@ class UnitPlan(Strict):
                 )
         return self
 
+    def _check_module_tp(self) -> None:
+        for name, tp in self.module_tp.items():
+            if name not in self.modules:
+                raise ValueError(
+                    f"module_tp names {name}, which is not among the unit's modules:"
+                    f" {', '.join(self.modules)}"
+                )
+            if tp != 1:
+                raise ValueError(
+                    f"module_tp of {name} must be 1, the module whole on every rank; given: {tp}."
+                    " Without an entry the unit's tp divides it"
+                )
+        if self.module_tp and self.tp == 1:
+            raise ValueError("module_tp needs a TP group: tp is 1, which divides no module")
+        if self.module_tp and self.cp > 1:
+            raise ValueError(
+                f"module_tp and cp exclude each other: cp {self.cp} divides the rows of every"
+                " image, module_tp deals out whole images"
+            )
+
     @property
     def shape(self) -> UnitShape:
         return UnitShape(self.tp, self.dp, self.pp, self.checkpointing, self.cp, self.gathers)
+
+    def tp_of(self, module: str) -> int:
+        """Ranks that divide the layers of a module."""
+        return self.module_tp.get(module, self.tp)
+
+    def dealt_over(self, module: str) -> int:
+        """Ranks of a TP group among which the items of a module are dealt out."""
+        return self.tp // self.tp_of(module)
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Modules that are whole on every rank of a TP group."""
+        return tuple(name for name in self.modules if name in self.module_tp)
+
+    @property
+    def parts(self) -> list[tuple[list[str], UnitShape]]:
+        """Consecutive modules that the unit's shape divides alike, and each that has a TP of its
+        own, with these shapes."""
+        alike = groupby(self.modules, lambda name: name if name in self.module_tp else None)
+        return [
+            (list(modules), self.shape._replace(tp=self.module_tp.get(name or "", self.tp)))
+            for name, modules in alike
+        ]
 
     @property
     def gathers(self) -> bool:
@@ -160,10 +215,16 @@ class UnitPlan(Strict):
         return f"{self.cp} {self.cp_comm_type}" if self.gathers else str(self.cp)
 
     @property
+    def tp_degree(self) -> str:
+        """TP in words: with the modules that have another."""
+        others = ", ".join(f"{name} {tp}" for name, tp in self.module_tp.items())
+        return f"{self.tp} ({others})" if others else str(self.tp)
+
+    @property
     def degrees(self) -> str:
         """TP, DP and PP in words, and CP where there is one."""
         cp = f"CP {self.cp_degree} " if self.cp > 1 else ""
-        return f"TP {self.tp} {cp}DP {self.dp} PP {self.pp}"
+        return f"TP {self.tp_degree} {cp}DP {self.dp} PP {self.pp}"
 
 
 class Layout(Strict):

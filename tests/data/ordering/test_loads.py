@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
-from disttrain_cli.data.ordering.levelling import deal, even_shares, level, owners
+from disttrain_cli.data.ordering.levelling import deal, dealt, even_shares, level, owners
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import Packing, pack
 from disttrain_cli.data.sizes import sampled_batch, sizes_of, sizes_of_sample
@@ -18,7 +18,7 @@ from disttrain_cli.data.slots import Assignment
 from disttrain_cli.data.statistics import size_sample
 from disttrain_cli.spec.plan import Layout
 from tests.data.dataset import INPUTS, PROPERTY
-from tests.data.ordering.test_assigning import LAYOUTS, random_batch
+from tests.data.ordering.test_assigning import LAYOUTS, MONOLITHIC, random_batch
 
 
 def loads_of_slots(
@@ -27,14 +27,31 @@ def loads_of_slots(
     slots = order_step(batch, layout, 0, assignment).slots
     return {
         module: [
-            [list(slot.work(module, items)) for items in slot.replicas[layout.unit_of(module).name]]
+            [
+                list(slot.work(module, own))
+                for items in slot.replicas[unit.name]
+                for own in dealt(slot, module, items, unit.dealt_over(module))
+            ]
             for slot in slots
         ]
         for module in ("encoder", "llm", "generator")
+        for unit in [layout.unit_of(module)]
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+#: Each of two ranks of a TP group works on images of its own.
+REPLICATED = MONOLITHIC.model_copy(
+    update={
+        "units": [
+            MONOLITHIC.units[0].model_copy(
+                update={"tp": 2, "module_tp": {"encoder": 1, "generator": 1}}
+            )
+        ]
+    }
+)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, REPLICATED], ids=Layout.describe)
 @pytest.mark.parametrize("policy", ["none", "paper"])
 @pytest.mark.parametrize("carry", [False, True])
 @given(st.integers(0, 10_000))

@@ -49,6 +49,11 @@ def shared(one: UnitPlan) -> UnitPlan:
     return one.model_copy(update={"cp": 2, "gpus": 2 * one.gpus})
 
 
+def dealt(one: UnitPlan) -> UnitPlan:
+    """The unit, encoder and generator whole on every rank."""
+    return one.model_copy(update={"module_tp": {ENCODER: 1, GENERATOR: 1}})
+
+
 def _run(
     folder: Path, data: Path, name: str, trained: list[str] | None = None, **train: Any
 ) -> Run:
@@ -105,6 +110,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             unit("gen", [GENERATOR], [g]),
         ],
         "tp2dp2": [unit("all", ALL, [e + m + g], 2, 2)],
+        "dealt tp2dp2": [dealt(unit("all", ALL, [e + m + g], 2, 2))],
         "cp2-1-1": [
             shared(unit("enc", [ENCODER], [e])),
             unit("llm", [LLM], [m]),
@@ -151,16 +157,20 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case("back", plain, "1-2-1", 4, "zero tp2dp2/checkpoints/step-000003")
     for layout in ("pp2dp2", "1-tp2-1"):
         case(f"again {layout}", zero, layout, 4, f"zero {layout}/checkpoints/step-000003")
-    for layout in ("cp2-1-1", "cp2-2"):
+    for layout in ("cp2-1-1", "cp2-2", "dealt tp2dp2"):
         case(f"zero {layout}", zero, layout, 4, from_2, save=(3,))
         case(f"again {layout}", zero, layout, 4, f"zero {layout}/checkpoints/step-000003")
     case("cp2 to tp2", zero, "tp2dp2", 4, "zero cp2-1-1/checkpoints/step-000003")
     case("cp2 to pp2", plain, "1-pp2-1", 4, "zero cp2-2/checkpoints/step-000003")
     case("cp2 to cp2", zero, "cp2-2", 4, "zero cp2-1-1/checkpoints/step-000003")
+    case("dealt to tp2", zero, "tp2dp2", 4, "zero dealt tp2dp2/checkpoints/step-000003")
+    case("tp2 to dealt", plain, "dealt tp2dp2", 4, "zero tp2dp2/checkpoints/step-000003")
     case("bf16", bf16, "pp2dp2", 3, save=(2,))
+    case("bf16 dealt", bf16, "dealt tp2dp2", 3, "bf16/checkpoints/step-000002")
     case("bf16 same", bf16, "pp2dp2", 3, "bf16/checkpoints/step-000002")
     case("bf16 other", bf16, "1-tp2-1", 3, "bf16/checkpoints/step-000002")
     case("frozen", frozen, "1-2-1", 3, save=(2,))
+    case("frozen dealt", frozen, "dealt tp2dp2", 3, "frozen/checkpoints/step-000002")
     case("frozen other", frozen, "tp2dp2", 3, "frozen/checkpoints/step-000002", save=(3,))
     case("unfrozen", zero, "tp2dp2", 4, "frozen/checkpoints/step-000002", save=(3,))
     case("unfrozen on", zero, "tp2dp2", 4, "unfrozen/checkpoints/step-000003")
@@ -189,7 +199,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
     assert torch.equal(history_of(out, "same"), history_of(out, "whole")[2:])
-    for layout in ("pp2dp2", "1-tp2-1", "cp2-1-1", "cp2-2"):
+    for layout in ("pp2dp2", "1-tp2-1", "cp2-1-1", "cp2-2", "dealt tp2dp2"):
         assert torch.equal(
             history_of(out, f"again {layout}"), history_of(out, f"zero {layout}")[1:]
         )
@@ -213,25 +223,31 @@ def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
         "zero tp2dp2",
         "zero cp2-1-1",
         "zero cp2-2",
+        "zero dealt tp2dp2",
     ],
 )
 def test_another_layout_goes_on_with_equal_losses(out: Path, name: str) -> None:
     assert torch.allclose(history_of(out, name), history_of(out, "whole")[2:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["back", "cp2 to tp2", "cp2 to pp2", "cp2 to cp2"])
+@pytest.mark.parametrize(
+    "name",
+    ["back", "cp2 to tp2", "cp2 to pp2", "cp2 to cp2", "dealt to tp2", "tp2 to dealt"],
+)
 def test_what_another_layout_went_on_to_is_opened_by_others(out: Path, name: str) -> None:
     assert torch.allclose(history_of(out, name), history_of(out, "whole")[3:], rtol=1e-5, atol=1e-5)
 
 
 def test_another_layout_of_bf16_goes_on_alike(out: Path) -> None:
-    assert torch.allclose(history_of(out, "bf16 other"), history_of(out, "bf16")[2:], rtol=0.03)
+    for name in ("bf16 other", "bf16 dealt"):
+        assert torch.allclose(history_of(out, name), history_of(out, "bf16")[2:], rtol=0.03)
 
 
 def test_frozen_modules_have_weights_and_no_moments(out: Path) -> None:
-    assert torch.allclose(
-        history_of(out, "frozen other"), history_of(out, "frozen")[2:], rtol=1e-5, atol=1e-5
-    )
+    for name in ("frozen other", "frozen dealt"):
+        assert torch.allclose(
+            history_of(out, name), history_of(out, "frozen")[2:], rtol=1e-5, atol=1e-5
+        )
     groups = ("weight", "exp_avg")
     before, after = (
         checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)

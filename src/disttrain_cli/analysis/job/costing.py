@@ -69,7 +69,7 @@ def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
                     cost.module,
                     job.profile.modules[cost.module].kind,
                     operation,
-                    *(flops / stage.unit.width).tolist(),
+                    *(flops / (stage.unit.width // stage.unit.dealt_over(cost.module))).tolist(),
                     *times.tolist(),
                 )
                 for operation, flops, times in operations

@@ -92,8 +92,9 @@ class Best:
         """[Q] by module: ns that each sequence adds to all its stages, forward and backward."""
         work = sizes.work(self._inputs)
         costs: dict[str, Ints] = {}
-        for cost in (cost for stage in self._stages for cost in stage.costs):
-            rates = (1e6 * np.sum(cost.parts_ms, axis=0)).tolist()[1:]
+        for of_stage, cost in ((one, cost) for one in self._stages for cost in one.costs):
+            shared = of_stage.unit.dealt_over(cost.module)
+            rates = (1e6 / shared * np.sum(cost.parts_ms, axis=0)).tolist()[1:]
             items, tokens, length_sq = work[cost.module].T
             own_ns = rates[0] * items + rates[1] * tokens + rates[2] * length_sq
             costs[cost.module] = costs.get(cost.module, 0) + np.rint(own_ns).astype(np.int64)
@@ -144,11 +145,12 @@ class Best:
         costs, work = self.costs(sizes), sizes.work(self._inputs)
         loads = {
             module: np.broadcast_to(
-                work[module].sum(axis=0) * (layout.global_batch_size / len(sizes) / n / unit.dp),
-                (n, unit.dp, 3),
+                work[module].sum(axis=0) * (layout.global_batch_size / len(sizes) / n / ranks),
+                (n, ranks, 3),
             )
             for unit in layout.units
             for module in unit.modules
+            for ranks in [unit.dp * unit.dealt_over(module)]
         }
         pipeline = self._pipeline(loads)
         pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])

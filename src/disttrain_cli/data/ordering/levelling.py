@@ -7,7 +7,7 @@ import heapq
 
 import numpy as np
 
-from disttrain_cli.data.slots import Ints
+from disttrain_cli.data.slots import Ints, ReplicaItems, Slot
 
 
 def level(costs: Ints, replicas: int, count: int | None = None) -> list[Ints]:
@@ -28,6 +28,18 @@ def owners(costs: Ints, replicas: int) -> Ints:
     of_item = np.empty_like(owner)
     of_item[positions] = owner
     return of_item
+
+
+def dealt(slot: Slot, module: str, items: ReplicaItems, ranks: int) -> list[ReplicaItems]:
+    """What each of so many TP ranks works on of a replica's items that are dealt out over them
+    (`UnitPlan.module_tp`)."""
+    if ranks == 1:
+        return [items]
+    head = slot.inputs.head(module)
+    assert head is not None
+    numbers = items[head.item]
+    owner = owners(head.size(slot.items[head.item].area[numbers]), ranks)
+    return [{**items, head.item: numbers[owner == rank]} for rank in range(ranks)]
 
 
 def deal(shares: Ints) -> Ints:

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.ordering.levelling import image_owners, item_shares
+from disttrain_cli.data.ordering.levelling import dealt, image_owners, item_shares
 from disttrain_cli.data.sizes import ItemAreas, Sizes
 from disttrain_cli.data.slots import Assignment, Ints, StepOrder, columns
 from disttrain_cli.spec.heads import Head
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, UnitPlan
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +25,8 @@ def replica_loads(
     sizes: Sizes, inputs: ModelInputs, layout: Layout, assignment: Assignment
 ) -> dict[str, Floats]:
     """By module name, [n slots, DP of its unit, 3]: items, tokens, Σ length² of every replica
-    (columns of `Work`).
+    (columns of `Work`); of a module whose items are dealt out over a TP group [n slots, DP · TP, 3]
+    of every rank, replica by replica.
 
     Modules in the LLM's unit work on the replica's own sequences; others get the slot's items
     levelled one by one, or evenly where all are alike.
@@ -37,6 +38,7 @@ def replica_loads(
             module,
             assignment,
             None if inputs.llm in unit.modules else unit.dp,
+            unit.dealt_over(module),
         )
         for unit in layout.units
         for module in unit.modules
@@ -44,10 +46,22 @@ def replica_loads(
 
 
 def module_loads(
-    sizes: Sizes, inputs: ModelInputs, module: str, assignment: Assignment, dp: int | None
+    sizes: Sizes,
+    inputs: ModelInputs,
+    module: str,
+    assignment: Assignment,
+    dp: int | None,
+    ranks: int = 1,
 ) -> Floats:
-    """[n slots, DP, 3] of one module on `dp` replicas of its own; None: in the LLM's unit."""
+    """[n slots, DP, 3] of one module on `dp` replicas of its own; None: in the LLM's unit, of which
+    so many ranks of each replica share the module's items (`levelling.dealt`)."""
     positions, carry = assignment.positions, assignment.carry
+    if ranks > 1:
+        head, (slots, replicas, m) = inputs.head(module), positions.shape
+        assert head is not None and dp is None
+        each = positions.reshape(slots * replicas, 1, m)
+        loads = _levelled(head, sizes.items[head.item], each, ranks, carry=False)
+        return loads.reshape(slots, replicas * ranks, 3)
     if dp is None:
         return np.asarray(sizes.work_of(inputs, module)[positions].sum(axis=2))
     head = inputs.head(module)
@@ -62,20 +76,27 @@ def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:
         module: loads
         for unit in layout.units
         for module, loads in unit_loads(
-            order, unit.name, range(len(order.slots[0].replicas[unit.name])), unit.modules
+            order, unit, range(len(order.slots[0].replicas[unit.name])), unit.modules
         ).items()
     }
 
 
 def unit_loads(
-    order: StepOrder, unit: str, replicas: Iterable[int], modules: Iterable[str]
+    order: StepOrder, unit: UnitPlan, replicas: Iterable[int], modules: Iterable[str]
 ) -> dict[str, Floats]:
-    """[n slots, replicas, 3] of some modules of a unit, on some of its replicas."""
+    """[n slots, replicas, 3] of some modules of a unit, on some of its replicas; of every rank
+    where items are dealt out over a TP group."""
     replicas = list(replicas)
     return {
         module: np.array(
             [
-                [slot.work(module, slot.replicas[unit][replica]) for replica in replicas]
+                [
+                    slot.work(module, own)
+                    for replica in replicas
+                    for own in dealt(
+                        slot, module, slot.replicas[unit.name][replica], unit.dealt_over(module)
+                    )
+                ]
                 for slot in order.slots
             ]
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from disttrain_cli.costs.activations import kept_share, own_mix
+from disttrain_cli.costs.activations import at_worst, kept_share
 from disttrain_cli.costs.hardware import CAPABILITY, lookup
 from disttrain_cli.costs.memory import GIB, layout_memory
 from disttrain_cli.errors import RankFailedError, SpecError
@@ -187,8 +187,7 @@ def reports(
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
         unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
-        terms = kept_share(exact, unit.modules, unit.shape, layout.trained)
-        kept = own_mix(profile, layout, unit) @ terms
+        kept = at_worst(kept_share, exact, layout, unit)
         first = sum(unit.layers_per_stage[:index])
         price = priced[key]
         unseen_gib = price.fragmentation_gib + price.reserve_gib

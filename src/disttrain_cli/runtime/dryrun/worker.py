@@ -53,7 +53,7 @@ from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst
 from disttrain_cli.runtime.engine.assemble import build_engine
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_lrs
-from disttrain_cli.runtime.feeding import fields_of, message_dtype, pinned, to_batch
+from disttrain_cli.runtime.feeding import fields_of, message_dtype, own_values, pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone, record_steps
 from disttrain_cli.runtime.messages.proof import faults
@@ -204,7 +204,8 @@ def _take_steps(
 
     def fetch(arrays: SlotBatch, order: StepOrder, slot: int) -> Batch:
         report(next(begun) / (BUILDING + 1 + seen.slots))
-        return to_batch(pinned(arrays, dtype), order, DEVICE, dtype, place)
+        own = own_values(arrays, order.slots[slot].inputs, place)
+        return to_batch(pinned(own, dtype), order, DEVICE, dtype, place)
 
     with Observer() as observer:
         with Waits():

@@ -12,8 +12,9 @@ import math
 
 import numpy as np
 
-from disttrain_cli.costs.activations import WHOLE, worst_mix
+from disttrain_cli.costs.activations import WHOLE, worst_mix, worst_work
 from disttrain_cli.data.ordering.assigning import by_owner
+from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import (
     Ints,
     ReplicaItems,
@@ -81,17 +82,17 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
     for unit in layout.units:
         for name in unit.modules:
             module = profile.modules[name]
-            worst, mean, item = (
-                float(part[0])
-                for part in worst_mix(profile, unit.modules, sequences, np.array([float(unit.dp)]))
-            )
+            worst, mean, item = worst_work(profile, layout, unit, name)
             rest = module.work_per_sequence.scaled(
                 mean
                 + (item / module.work_per_sequence.items if module.work_per_sequence.items else 0.0)
             )
-            work = slot.work(name, slot.replicas[unit.name][0])
+            items = slot.replicas[unit.name][0]
+            own = dealt(slot, name, items, unit.dealt_over(name))[0]  # the observed rank's
+            work = slot.work(name, own)
             # over cuts go rows, of the LLM whole sequences
-            mean_tokens = module.work_per_sequence.tokens * sequences / unit.dp
+            ranks = unit.dp * unit.dealt_over(name)
+            mean_tokens = module.work_per_sequence.tokens * sequences / ranks
             whole = name == profile.inputs.llm or not mean_tokens
             rows = 1.0 if whole else work.tokens / mean_tokens
             modules[name] = module.model_copy(

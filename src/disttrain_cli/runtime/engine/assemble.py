@@ -14,6 +14,7 @@ import torch
 from disttrain_cli.models.adapters import load_adapters
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
+from disttrain_cli.models.replicated import replicate
 from disttrain_cli.models.symmetric import agreed
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.tying import copy_of, tie
@@ -84,6 +85,7 @@ def _build_engine(
         device=device,
         tp=stage.tp,
         tp_rank=coords.tp_rank,
+        module_tp=coords.unit.module_tp,
     )
     tie(layers, table)
     apart = any(copy_of(parameter) for layer in layers for parameter in layer.parameters())
@@ -96,7 +98,10 @@ def _build_engine(
         for group in (agreed(grid.tp, device), grid.cp)
     )
     for layer in layers:
-        join(layer, tp, cp)
+        if layer.module in coords.unit.module_tp:
+            replicate(layer)
+        else:
+            join(layer, tp, cp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
     deferring = stage.weight_delay is not None
@@ -122,6 +127,7 @@ def _build_engine(
         recompute=coords.unit.checkpointing,
         sums=Sums([*run.file.model.order, PROJECTORS]),
         deferring=deferring,
+        tp=tp,
     )
     built()
     engine = UnitEngine(

@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from disttrain_cli.costs.overlap import last_slots
+from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch
@@ -403,8 +404,10 @@ class UnitEngine:
     ) -> None:
         if (slot, module) not in self._amounts:  # the backward's are those of the forward
             current = self.order.slots[slot]
-            items = current.replicas[self.coords.unit.name][self.coords.replica]
-            self._amounts[slot, module] = amounts(current, module, items)
+            unit, coords = self.coords.unit, self.coords
+            ranks = unit.dealt_over(module)
+            own = dealt(current, module, current.replicas[unit.name][coords.replica], ranks)
+            self._amounts[slot, module] = amounts(current, module, own[coords.tp_rank % ranks])
         self.tracer.record(
             operation, start, end, slot=slot, module=module, **self._amounts[slot, module]
         )

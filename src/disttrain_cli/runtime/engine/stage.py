@@ -14,7 +14,7 @@ from no generator, so none is restored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -26,7 +26,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from disttrain_cli.models.group import Group
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.replicated import Exchange
 from disttrain_cli.models.weight_parts import WeightPart, add_weight_gradients, deferred
 from disttrain_cli.runtime.engine.faults import Sums
 
@@ -42,6 +44,9 @@ class Segment:
     carrying: frozenset[str]  # tensors of the entry whose gradients are asked for
     returning: frozenset[str]  # tensors of the exit whose gradients come back
     first_layer: int  # in the model
+    # those of the entry that its layers read, and those of the exit that they write
+    reads: Sequence[TensorSpec] = ()
+    writes: Sequence[TensorSpec] = ()
 
     @property
     def still(self) -> bool:
@@ -93,6 +98,7 @@ class _Saved:
     # where their gradients go in, without the tensors
     outputs: dict[str, tuple[GradientEdge, torch.dtype]]
     losses: list[Tensor]
+    exchange: Exchange | None = None  # of a module whose items are dealt out over a TP group
 
 
 @dataclass
@@ -105,6 +111,7 @@ class StageRunner:
     in_flight: dict[int, list[_Saved]] = field(default_factory=dict)
     losses: dict[str, Tensor] = field(default_factory=dict)  # summed since they were last cleared
     deferring: bool = False  # whether weights' gradients wait for `weights`
+    tp: Group | None = None  # the TP group over which items of some modules are dealt out
     # by slot and layer, the parts that a backward put aside
     put_aside: dict[int, dict[PipelineLayer, list[WeightPart]]] = field(default_factory=dict)
 
@@ -128,29 +135,37 @@ class StageRunner:
         for segment in self.segments:
             done = timed(segment.module)
             inputs = {name: state[name].detach() for name in segment.entry}
+            exchange, passing, own = None, dict[str, Tensor](), batch
+            if (share := batch.shares.get(segment.module)) is not None:
+                assert self.tp is not None
+                exchange, own = Exchange(share, self.tp, segment.reads, segment.writes), share.batch
+                passing, inputs = inputs, exchange.entering(inputs)
             carrying = {}
-            for name in segment.entry:
+            for name in inputs:
                 if name in segment.carrying:
                     inputs[name], carrying[name] = _enter(inputs[name])
             state = inputs
             losses = []
             for layer in segment.layers:
-                written = self._compute(layer, state, batch)
+                written = self._compute(layer, state, own)
                 for name in [n for n in written if n.startswith(LOSS_PREFIX)]:
                     loss = written.pop(name)
                     losses.append(loss)
                     self._add_loss(name.removeprefix(LOSS_PREFIX), loss)
                 state.update(written)
-            state = {name: state[name] for name in segment.exit}
+            left = segment.exit if exchange is None else [spec.name for spec in segment.writes]
+            made = {name: state[name] for name in left}
             if not segment.still:
                 outputs = {
                     name: (get_gradient_edge(tensor), tensor.dtype)
-                    for name, tensor in state.items()
+                    for name, tensor in made.items()
                     if tensor.requires_grad
                 }
-                saved.append(
-                    _Saved(carrying, outputs, [loss for loss in losses if loss.requires_grad])
-                )
+                differentiable = [loss for loss in losses if loss.requires_grad]
+                saved.append(_Saved(carrying, outputs, differentiable, exchange))
+            if exchange is not None:
+                made = passing | exchange.leaving(made)
+            state = {name: made[name] for name in segment.exit}
             if self.sums is not None:
                 self.sums.note(
                     "forward", slot, segment.first_layer, segment.module, [*state.values(), *losses]
@@ -173,12 +188,16 @@ class StageRunner:
             done = timed(segment.module)
             roots: list[Tensor | GradientEdge] = [*kept.losses]
             seeds = [torch.ones_like(loss) for loss in kept.losses]
+            back = gradients if kept.exchange is None else kept.exchange.returned(gradients)
             for name, (edge, dtype) in kept.outputs.items():
                 roots.append(edge)
-                seeds.append(gradients[name].to(dtype))
+                seeds.append(back[name].to(dtype))
             if roots:
                 self._backward(slot, roots, seeds)
-            gradients = {name: entered.total() for name, entered in kept.inputs.items()}
+            entry = {name: entered.total() for name, entered in kept.inputs.items()}
+            if kept.exchange is not None:
+                entry = _joined(segment, kept.exchange.entered(entry), gradients)
+            gradients = entry
             if self.sums is not None:
                 self.sums.note(
                     "backward",
@@ -269,6 +288,20 @@ class StageRunner:
         self.losses[name] = self.losses[name] + value if name in self.losses else value
 
 
+def _joined(
+    segment: Segment, read: Mapping[str, Tensor], left: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients at the entry of a segment, from those of what its layers read, and those at its
+    exit, of which some pass it by."""
+    written = {spec.name for spec in segment.writes}
+    passing = {name: gradient for name, gradient in left.items() if name not in written}
+    return {
+        name: sum((side[name] for side in (passing, read) if name in side), start=0)
+        for name in segment.entry
+        if name in segment.carrying
+    }
+
+
 #: Turns the order of modules around for the backward.
 _LAST_LAYER = (1 << 15) - 1
 
@@ -288,10 +321,11 @@ def build_segments(
     start = 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index].module != layers[start].module:
-            entry, leaving = (
-                [spec.name for spec in live(cut)] for cut in (first + start, first + index)
-            )
-            carried, returning = frozenset(entry), frozenset(leaving)
+            own, entering, leaving = layers[start:index], live(first + start), live(first + index)
+            read = {name for layer in own for name in layer.reads}
+            written = {spec.name for layer in own for spec in layer.writes}
+            entry, exit_ = [spec.name for spec in entering], [spec.name for spec in leaving]
+            carried, returning = frozenset(entry), frozenset(exit_)
             if carrying is not None:
                 carried, returning = (
                     carried & carrying(first + start),
@@ -300,12 +334,14 @@ def build_segments(
             segments.append(
                 Segment(
                     layers[start].module,
-                    list(layers[start:index]),
+                    list(own),
                     entry,
-                    leaving,
+                    exit_,
                     carried,
                     returning,
                     first + start,
+                    [spec for spec in entering if spec.name in read],
+                    [spec for spec in leaving if spec.name in written],
                 )
             )
             start = index

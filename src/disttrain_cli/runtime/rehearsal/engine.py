@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.costs.overlap import Hidden, last_slots
+from disttrain_cli.data.ordering.levelling import dealt
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
@@ -173,6 +174,7 @@ class EmulatedEngine(UnitEngine):
         assert isinstance(node, NodeTracer)
         tracers, work = node.tracers, self.feeder.work(self.order.step)
         items, current = self.feeder.items(self.order.step, slot), work.order.slots[slot]
+        unit = self.feeder.stage.unit
         each = len(tracers) // len(items)  # ranks of a replica
         starts: list[int] = []  # of the next module, by tracer
 
@@ -187,13 +189,15 @@ class EmulatedEngine(UnitEngine):
                 for index, tracer in enumerate(tracers):
                     replica = index // each
                     length = int(1e9 * work.seconds[operation][module][slot, replica])
+                    dealt_out = dealt(current, module, items[replica], unit.dealt_over(module))
+                    busiest = max(dealt_out, key=lambda own: current.work(module, own)[1:])
                     tracer.record(
                         operation,
                         starts[index],
                         starts[index] + length,
                         slot=slot,
                         module=module,
-                        **amounts(current, module, items[replica]),
+                        **amounts(current, module, busiest),
                         **node.exchanged(index, operation, length),
                     )
                     starts[index] += length

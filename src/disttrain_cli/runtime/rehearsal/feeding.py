@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import Cost, CostedStage, amount
+from disttrain_cli.costs.layout import Cost, CostedStage, replica_ms
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.data.index import Index, open_index, read_index
 from disttrain_cli.data.ordering.loads import unit_loads
@@ -85,7 +85,7 @@ class Feeder:
         device: Device,
     ) -> None:
         self._run, self._profile, self._shares = run, profile, shares
-        self._stage, self._coords, self._device = stage, coords, device
+        self.stage, self._coords, self._device = stage, coords, device
         self.replicas = replicas_of(shares[coords.unit.name], coords.replica)
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
@@ -139,9 +139,9 @@ class Feeder:
         order, batch = self._orders.of(step)
         loads = unit_loads(
             order,
-            self._coords.unit.name,
+            self.stage.unit,
             self.replicas,
-            [cost.module for cost in self._stage.costs],
+            [cost.module for cost in self.stage.costs],
         )
         noise = _noise(
             self._run, step, self._coords.rank, (len(COMPUTE), len(order.slots), len(self.replicas))
@@ -150,7 +150,7 @@ class Feeder:
         seconds = {
             part: {
                 cost.module: self._seconds(cost, part, loads) * slow * factor
-                for cost in self._stage.costs
+                for cost in self.stage.costs
             }
             for part, factor in zip(COMPUTE, noise, strict=True)
         }
@@ -163,11 +163,11 @@ class Feeder:
                 cost.module: tuple(
                     float(seconds[part][cost.module][slot, slowest[part][slot]]) for part in COMPUTE
                 )
-                for cost in self._stage.costs
+                for cost in self.stage.costs
             }
             for slot in range(len(order.slots))
         ]
-        prepared = prepare_s(self._profile, self._stage, loads, self._run.preprocess.workers)
+        prepared = prepare_s(self._profile, self.stage, loads, self._run.preprocess.workers)
         return StepWork(
             order,
             joined_order(order, self._shares),
@@ -179,7 +179,7 @@ class Feeder:
 
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
         part_ms = cost.parts_ms[COMPUTE.index(part)]
-        return amount(part_ms, loads[cost.module]) / 1e3
+        return replica_ms(part_ms, loads[cost.module], len(self.replicas)) / 1e3
 
     def pause_s(self, step: int, slot: int, part: str) -> float:
         """Seconds for which a busy host holds up an operation of a slot."""

@@ -50,7 +50,8 @@ class End:
 
 def place_of(coords: RankCoords) -> Place:
     """A rank's place among those that share its replica's work on a stage."""
-    return replace(End.of(coords).place, gathers=coords.unit.gathers)
+    unit = coords.unit
+    return replace(End.of(coords).place, gathers=unit.gathers, replicated=frozenset(unit.module_tp))
 
 
 @dataclass(frozen=True)
