@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.check import NotRun
     from disttrain_cli.planning.explain import Explanation
     from disttrain_cli.planning.predict import Step
+    from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Sensitivity
     from disttrain_cli.runtime.rehearsal.rehearse import RehearsalResult
     from disttrain_cli.runtime.train import TrainResult
@@ -59,6 +60,7 @@ class PlanResult:
     changes: Changes | None  # against the previous plan, where both can be compared
     not_run: list[NotRun]  # what training refuses; a rehearsal does not
     gpus: int  # what the plan had to fit into
+    orders: dict[str, Order]  # runners-up and baselines beside the plan, at other costs
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,19 @@ def plan(
     opened = open_run(run)
     from disttrain_cli.planning.changes import changes, not_comparable
     from disttrain_cli.planning.check import check_device, not_run
+    from disttrain_cli.planning.draws import Draws
     from disttrain_cli.planning.explain import explain
     from disttrain_cli.planning.picture import draw
     from disttrain_cli.planning.predict import simulated_step
+    from disttrain_cli.planning.ranges import (
+        order_sentence,
+        orders_of,
+        range_sentence,
+        with_range,
+    )
     from disttrain_cli.planning.sensitivity import sensitivity as ask_sensitivity
     from disttrain_cli.planning.sharing import sharing_sentence
-    from disttrain_cli.planning.solve import cluster_of, solve
+    from disttrain_cli.planning.solve import cluster_of, ranked_as, solve
     from disttrain_cli.planning.units import units_of
     from disttrain_cli.simulation.faults import check_faults
     from disttrain_cli.spec.hostfile import read_hostfile
@@ -217,6 +226,11 @@ def plan(
         note(f"Priced are the data from step {first:,} on, the phase with the most steps to go.")
     cluster = cluster_of(opened.file, costs, gpus)
     best = solve(opened.file, costs, gpus=gpus, strategy=strategy, top=top)
+    ranked = ranked_as(cluster)
+    draws = Draws(costs, ranked)
+    predicted = with_range(best.predicted, costs, best.plan, ranked, draws)
+    best = best.model_copy(update={"predicted": predicted})
+    orders = orders_of(best, costs, ranked, draws)
     previous = out if out is not None and is_own_file(out) else opened.dir.plan
     before = _plan_before(previous, note)
     change = None
@@ -231,7 +245,15 @@ def plan(
         best,
         units_of(costs, cluster, best.plan),
         step,
-        sharing_sentence(best, costs, cluster),
+        [
+            sentence
+            for sentence in (
+                range_sentence(predicted),
+                order_sentence(orders),
+                sharing_sentence(best, costs, cluster),
+            )
+            if sentence
+        ],
     )
     what_if = ask_sensitivity(costs, cluster, best.plan, progress) if sensitivity else None
     refused = not_run(best, opened.file, costs)
@@ -250,6 +272,7 @@ def plan(
         changes=change,
         not_run=refused,
         gpus=cluster.gpus,
+        orders=orders,
     )
 
 

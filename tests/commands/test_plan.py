@@ -41,7 +41,9 @@ def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, m
         f"{plan.predicted.iteration_s:.3f}",
     ):
         assert word in out
-    for heading in ("Time ", "Slowest ", "Memory ", "Waiting ", "Decoding "):
+    head = " ".join(out.splitlines()[:2])
+    assert "per step expected, " in head and "from measured kernels and links" in head
+    for heading in ("Time ", "Slowest ", "Memory ", "Waiting ", "Range ", "Decoding "):
         assert f"\n{heading}" in out
     assert "One more device" in out
     assert len(plan.alternatives) <= 2
@@ -108,7 +110,14 @@ def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsy
         "steady_s",
         "bubble_fraction",
         "memory",
+        "expected_s",
+        "range_s",
+        "doubts",
+        "mfu_causal",
     } <= set(document["predicted"])
+    low_s, high_s = document["predicted"]["range_s"]
+    assert low_s <= document["predicted"]["expected_s"] <= high_s
+    assert set(document["predicted"]["doubts"].values()) <= {"measured", "stated", "assumed"}
     assert {"solve_s", "candidates", "exact"} <= set(document["search"])
     explanation = document["explanation"]
     assert {"units", "binding_unit", "memory_unit", "time", "runners_up", "baselines"} <= set(
@@ -150,6 +159,20 @@ def test_no_room_in_memory_is_exit_3_and_names_the_limit(run_folder, capsys):
     path.write_text(json.dumps(profile))
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 3 and out == "" and "memory" in err.lower() and "Next:" in err
+
+
+def test_a_margin_needs_no_other_profile_but_another_plan(planned, capsys):
+    path = planned / "disttrain.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("cluster:", "cluster:\n  memory_margin_gib: 0.25", 1))
+    code, _, err = call(["train", path, "--dry-run"], capsys)
+    assert code == 1 and "made for another cluster" in err
+    code, out, _ = call(["plan", path, "--json", "--top", 0], capsys)
+    memory = json.loads(out)["predicted"]["memory"]
+    assert code == 0 and {stage["limit_gib"] for stage in memory} == {3.75}
+    path.write_text(text.replace("cluster:", "cluster:\n  memory_margin_gib: 4", 1))
+    code, _, err = call(["plan", path], capsys)
+    assert code == 1 and "cluster.memory_margin_gib leaves no memory" in err
 
 
 def test_without_a_profile_the_next_command_is_named(run_folder, capsys):

@@ -130,7 +130,7 @@ def test_a_plan_in_place_that_fits_no_more_says_why(made: Made) -> None:
     run, profile, old = made
     for what, found in {
         "needs 16 devices (there are 6)": compared(old, run, profile, gpus=6)[1],
-        "GiB (a device has": compared(old, *_less_memory(run, profile, old))[1],
+        "GiB (of a device, plans may use": compared(old, *_less_memory(run, profile, old))[1],
         "TP 2 of unit llm was not profiled": changes(
             edited(old, 1, tp=2), old, run, profile, cluster_of(run, profile)
         ),

@@ -38,7 +38,7 @@ EPILOG = """Examples:
 $ disttrain plan
 $ disttrain plan --gpus 4 --top 5
 $ disttrain plan --strategy megatron --out monolithic.yaml
-$ disttrain plan --json --quiet | jq .predicted.iteration_s
+$ disttrain plan --json --quiet | jq .predicted.expected_s
 
 Exit code 3 means that no layout fits; the message names the limit in the way.
 """
@@ -107,6 +107,7 @@ def _document(result: PlanResult) -> dict[str, Any]:
         "explanation": asdict(result.explanation),
         "sensitivity": asdict(result.sensitivity) if result.sensitivity else None,
         "changes": asdict(result.changes) if result.changes else None,
+        "orders": {name: order._asdict() for name, order in result.orders.items()},
         "not_run": [reason._asdict() for reason in result.not_run],
         "picture": result.picture and str(result.picture),
         "path": str(result.path),
@@ -117,7 +118,7 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
     from disttrain_cli.planning.picture import gantt
 
     chosen, why, columns = result.plan, result.explanation, terminal_columns()
-    show_layout(console, chosen, why, result.gpus)
+    show_layout(console, chosen, why, result.gpus, columns)
     show_changes(console, result.changes, short_path(result.previous), columns)
     sentences = [*why.sentences, *needs(chosen)]
     console.say(
@@ -125,7 +126,7 @@ def _render(console: Console, result: PlanResult, run_file: Path) -> None:
         + "\n".join(textwrap.fill(line, columns, subsequent_indent=10 * " ") for line in sentences)
     )
     show_memory(console, chosen)
-    show_strategies(console, chosen, why, run_file)
+    show_strategies(console, chosen, why, result.orders, run_file)
     show_runners_up(console, chosen, why)
     show_sensitivity(console, chosen, result.sensitivity)
     later = any(unit.weight_delay for unit in chosen.plan.units)

@@ -4,6 +4,7 @@ text out."""
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
     from disttrain_cli.console import Console
     from disttrain_cli.planning.changes import Changes, Moved, Value
     from disttrain_cli.planning.explain import Explanation
+    from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
-    from disttrain_cli.spec.plan import Layout, Plan, Traffic
+    from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic
 
 
-def show_layout(console: Console, plan: Plan, explanation: Explanation, given: int) -> None:
+def show_layout(
+    console: Console, plan: Plan, explanation: Explanation, given: int, columns: int
+) -> None:
     """What runs where: one row per unit."""
     from disttrain_cli.planning.explain import delays, layers
 
@@ -29,15 +33,9 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         else f"{layout.gpus_used:,} of {given:,}"
     )
     title = "Plan" if layout.strategy == "auto" else f"Plan of {layout.strategy}"
-    console.say(
-        f"{title} on {used} devices: {_seconds(predicted.iteration_s)} per step, "
-        f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}"
-        + (
-            f" of all given, {percent(predicted.mfu_used)} of those used"
-            if layout.gpus_used < given
-            else ""
-        )
-    )
+    head = f"{title} on {used} devices: {headline(predicted, explanation)}"
+    console.say(textwrap.fill(head, columns))
+    console.say(mfu_line(predicted, layout.gpus_used < given))
     console.say(
         f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
         f" {layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM"
@@ -91,6 +89,28 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
         ],
         rows,
     )
+
+
+def headline(predicted: Prediction, explanation: Explanation) -> str:
+    """The expected step, its range and what they rest on, as a sentence."""
+    if predicted.expected_s is None or predicted.range_s is None:
+        return f"{_seconds(predicted.iteration_s)} per step."
+    low_s, high_s = predicted.range_s
+    return (
+        f"{_about(predicted.expected_s)} per step expected, {_about(low_s)} to {_about(high_s)},"
+        f" from {explanation.grounds}."
+    )
+
+
+def mfu_line(predicted: Prediction, idle: bool) -> str:
+    """Throughput and MFU of the expected step, by both ways to count attention."""
+    slower = (predicted.expected_s or predicted.iteration_s) / predicted.iteration_s
+    mfu = percent(predicted.mfu / slower)
+    if idle and predicted.mfu_used is not None:
+        mfu += f" of all given, {percent(predicted.mfu_used / slower)} of those used"
+    if predicted.mfu_causal is not None and predicted.mfu_causal < predicted.mfu:
+        mfu += f" ({percent(predicted.mfu_causal / slower)} with causal attention counted half)"
+    return f"{predicted.sequences_per_s / slower:.4g} sequences/s, MFU {mfu}"
 
 
 def show_memory(console: Console, plan: Plan) -> None:
@@ -172,8 +192,18 @@ def worth_it(changes: Changes) -> str:
     return f"The plan in place {old}; this one {new}: {more}.{why}"
 
 
-def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_file: Path) -> None:
-    """The plan beside the baselines, per GPU given and per GPU used."""
+def show_strategies(
+    console: Console,
+    plan: Plan,
+    explanation: Explanation,
+    orders: Mapping[str, Order],
+    run_file: Path,
+) -> None:
+    """The plan beside the baselines, per GPU given and per GPU used.
+
+    Args:
+        orders: of the plan and baselines, at the expected costs among others.
+    """
     layout, predicted = plan.plan, plan.predicted
     rows: list[list[object]] = [
         [
@@ -182,15 +212,14 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
             f"{predicted.sequences_per_s:.2f}",
             percent(predicted.mfu),
             f"{layout.gpus_used:,}",
-            "",
-            "",
+            *[""] * (2 + bool(orders)),
             shape(layout),
         ]
     ]
     for ratio in explanation.baselines:
         other = plan.baselines[ratio.name]
         rows.append(
-            [ratio.name, "does not fit", *[""] * 6]
+            [ratio.name, "does not fit", *[""] * (6 + bool(orders))]
             if other is None
             else [
                 ratio.name,
@@ -200,11 +229,13 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
                 f"{other.gpus_used:,}",
                 f"{ratio.per_gpu_given:.2f} ×",
                 f"{ratio.per_gpu_used:.2f} ×",
+                *([_expected(orders.get(ratio.name))] if orders else []),
                 shape(other.plan) if other.plan else other.layout,
             ]
         )
     console.table(
-        "Beside other strategies (given, used: throughput of this plan over theirs, per device)",
+        "Beside other strategies, at the profile's costs (given, used: throughput of this plan over"
+        f" theirs, per device{'; expected: given at the expected costs' if orders else ''})",
         [
             "strategy",
             "s per step",
@@ -213,6 +244,7 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
             "devices",
             "given",
             "used",
+            *(["expected"] if orders else []),
             "TP×DP×PP of each unit, M",
         ],
         rows,
@@ -230,7 +262,7 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:
     """The next best layouts and why they lose."""
     console.table(
-        "Next best layouts, simulated",
+        "Next best layouts, simulated at the profile's costs",
         ["", "s per step", "slower", "devices", "differs in", "why"],
         [
             [
@@ -327,6 +359,11 @@ def _traffic(one: Traffic) -> str:
     )
 
 
+def _expected(order: Order | None) -> str:
+    """Throughput of a plan over another layout's at the expected costs."""
+    return "" if order is None else f"{1 + order.expected:.2f} ×"
+
+
 def _figures(change: Change) -> list[object]:
     if change.iteration_s is None or change.sequences_per_s is None or change.speedup is None:
         return ["", "", change.note]
@@ -389,6 +426,12 @@ def _yes(value: bool) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _about(value: float) -> str:
+    """A time to three digits."""
+    value, unit = (value, "s") if value >= 1 else (1e3 * value, "ms")
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def _gib(size: float) -> str:

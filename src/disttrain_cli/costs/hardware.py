@@ -247,15 +247,22 @@ def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:
         links.link_p2p_us,
         links.link_collective_us,
     )
-    between = _times(
-        cluster.links.inter_node_gbps * links.network_fraction,
-        links.network_p2p_us,
-        links.network_collective_us,
-    )
     if cluster.nodes == 1:
         return LinkProfile(**inside.model_dump())
     return LinkProfile(
-        **inside.model_dump(), inter_node=between, gpus_per_node=cluster.gpus_per_node
+        **inside.model_dump(),
+        inter_node=network_times(cluster),
+        gpus_per_node=cluster.gpus_per_node,
+    )
+
+
+def network_times(cluster: ClusterSpec) -> LinkTimes:
+    """The network between nodes, as the run file states it."""
+    links = catalogue().links
+    return _times(
+        cluster.links.inter_node_gbps * links.network_fraction,
+        links.network_p2p_us,
+        links.network_collective_us,
     )
 
 

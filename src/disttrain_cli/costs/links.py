@@ -22,6 +22,8 @@ def ring_link(links: LinkProfile, per_node: int) -> LinkTimes:
         )
         for name in COLLECTIVES
     }
+    inside_us, between_us = links.hop_us, links.inter_node.hop_us
+    shared["hop_us"] = (inside_us * (per_node - 1) + between_us) / per_node
     return links.inter_node.model_copy(update=shared)
 
 
@@ -32,34 +34,26 @@ def p2p_s(link: LinkTimes, size_bytes: float) -> float:
 
 def all_reduce_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """All-reduce of `size_bytes` on every rank."""
-    return _ring_s(
-        link.all_reduce_us, link.all_reduce_gbps, ring_bytes("all_reduce", size_bytes, ranks), ranks
-    )
+    steps_us = 2.0 * link.hop_us * (ranks - 1)
+    return _ring_s(link, "all_reduce", size_bytes, ranks, link.all_reduce_us + steps_us)
 
 
 def all_gather_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """All-gather after which every rank has `size_bytes`."""
-    return _ring_s(
-        link.all_gather_us, link.all_gather_gbps, ring_bytes("all_gather", size_bytes, ranks), ranks
-    )
+    steps_us = link.hop_us * (ranks - 1)
+    return _ring_s(link, "all_gather", size_bytes, ranks, link.all_gather_us + steps_us)
 
 
 def reduce_scatter_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """Reduce-scatter of `size_bytes` that every rank has."""
-    return _ring_s(
-        link.reduce_scatter_us,
-        link.reduce_scatter_gbps,
-        ring_bytes("reduce_scatter", size_bytes, ranks),
-        ranks,
-    )
+    steps_us = link.hop_us * (ranks - 1)
+    return _ring_s(link, "reduce_scatter", size_bytes, ranks, link.reduce_scatter_us + steps_us)
 
 
 def all_to_all_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """Exchange in which every rank has `size_bytes`, an equal part for each; at the rate of an
-    all-gather, which sends as much over the link of one rank."""
-    return _ring_s(
-        link.all_gather_us, link.all_gather_gbps, ring_bytes("all_to_all", size_bytes, ranks), ranks
-    )
+    all-gather, which sends as much over the link of one rank, and to all others at once."""
+    return _ring_s(link, "all_gather", size_bytes, ranks, link.all_gather_us)
 
 
 def exchange_s(links: LinkProfile, size_bytes: float, ranks: int, per_node: int) -> float:
@@ -89,5 +83,10 @@ def ring_bytes(operation: str, size_bytes: float, ranks: int) -> float:
     return (2.0 if operation == "all_reduce" else 1.0) * size_bytes * (ranks - 1) / ranks
 
 
-def _ring_s(latency_us: float, gbps: float, moved_bytes: float, ranks: int) -> float:
-    return latency_us * 1e-6 + moved_bytes / (gbps * GIGABIT_BYTES) if ranks > 1 else 0.0
+def _ring_s(
+    link: LinkTimes, operation: str, size_bytes: float, ranks: int, latency_us: float
+) -> float:
+    if ranks == 1:
+        return 0.0
+    bytes_per_s = getattr(link, f"{operation}_gbps") * GIGABIT_BYTES
+    return latency_us * 1e-6 + ring_bytes(operation, size_bytes, ranks) / bytes_per_s

@@ -148,7 +148,7 @@ def _unfit(layout: Layout, now: Prediction, cluster: Cluster) -> str | None:
     if fullest.peak_gib > fullest.limit_gib:
         return (
             f"Stage {fullest.stage} of {fullest.unit} needs {fullest.peak_gib:.3g} GiB "
-            f"(a device has {fullest.limit_gib:.3g})"
+            f"(of a device, plans may use {fullest.limit_gib:.3g})"
         )
     return None
 

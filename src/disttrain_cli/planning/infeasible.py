@@ -50,10 +50,13 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
             "Use another strategy: disttrain plan --strategy disaggregated",
         )
     memory_gib, binding = limit
-    helps = [f"Devices with {memory_gib:.3g} GiB (cluster.memory_gib)"]
+    device_gib = cluster.memory_gib + cluster.margin_gib
+    helps = [f"Devices with {memory_gib + cluster.margin_gib:.3g} GiB (cluster.memory_gib)"]
+    if memory_gib <= device_gib:
+        helps.append("a smaller cluster.memory_margin_gib")
     gpus = _fewest_gpus(profile, cluster, strategy)
     if gpus is not None:
-        helps.append(f"{gpus} GPUs of {cluster.memory_gib:.3g} GiB")
+        helps.append(f"{gpus} GPUs of {device_gib:.3g} GiB")
     recomputing = replace(cluster, checkpointing="auto")
     if (
         cluster.checkpointing == "none"
@@ -64,7 +67,8 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
     return InfeasibleError(
         f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
         f"memory is short: stage {binding.stage} of unit {binding.unit} needs"
-        f" {binding.peak_gib:.3g} GiB at least, a device has {cluster.memory_gib:.3g} GiB"
+        f" {binding.peak_gib:.3g} GiB at least, a device has {device_gib:.3g} GiB"
+        + (f" less cluster.memory_margin_gib: {cluster.margin_gib:g}" if cluster.margin_gib else "")
         + _cannot_share(profile, cluster),
         f"{', or '.join(helps)} would do.",
     )

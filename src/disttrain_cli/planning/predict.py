@@ -135,13 +135,22 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     orchestration = _orchestration(profile.device, layout, computing, iteration_s)
     stage_times = _stage_times(profile, steps, layout, flops, iteration_s)
     done = sum(sum(by_module.values()) for by_module in flops)
+    llm = profile.inputs.llm
+    scores = sum(
+        float(cost.flops[-1] * work[llm][-1])
+        for stage in stages
+        for cost in stage.costs
+        if cost.module == llm
+    )
+    given = max(cluster.gpus, layout.gpus_used)
     mfu_used = mfu(done, iteration_s, profile.device, layout.gpus_used)
     return Prediction(
         layout=fingerprint(layout),
         ordering=cluster.ordering,
         iteration_s=iteration_s,
         sequences_per_s=layout.global_batch_size / iteration_s,
-        mfu=mfu(done, iteration_s, profile.device, max(cluster.gpus, layout.gpus_used)),
+        mfu=mfu(done, iteration_s, profile.device, given),
+        mfu_causal=mfu(done - scores / 2, iteration_s, profile.device, given),
         mfu_used=mfu_used,
         warmup_s=formula.warmup_ms / 1e3,
         steady_s=formula.steady_ms / 1e3,

@@ -13,7 +13,7 @@ from disttrain_cli.spec.runfile import RunFile
 #: Fields of `cluster` that no cost of a layer depends on. Where layers were measured, so were the
 #: links of nodes as they are, and on a CPU the ranks of a node share its cores. Which device is
 #: meant, `check.check_device` knows.
-MEASURED = frozenset({"device", "cpu_node_cores"})
+MEASURED = frozenset({"device", "cpu_node_cores", "memory_margin_gib"})
 COMPUTED = MEASURED | {"nodes", "gpus_per_node", "memory_gib", "links.inter_node_gbps"}
 
 
@@ -58,8 +58,9 @@ def _changed(
     before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """(path, (value before, value now)) of all fields that differ."""
-    for name, value in now.items():
-        if isinstance(value, Mapping):
-            yield from _changed(before[name], value, f"{path}{name}.")
-        elif value != before[name]:
-            yield f"{path}{name}", (before[name], value)
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _changed(old, new, f"{path}{name}.")
+        elif new != old:
+            yield f"{path}{name}", (old, new)

@@ -73,7 +73,8 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
     return Cluster(
         gpus=count,
         gpus_per_node=run.cluster.gpus_per_node,
-        memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
+        memory_gib=run.cluster.usable_gib(profile.device.memory_gib),
+        margin_gib=run.cluster.memory_margin_gib,
         zero_stage=0 if run.train.zero_stage == 0 else 1,
         batch=run.train.global_batch_size,
         trained=None if run.model.trained is None else tuple(run.model.trained),

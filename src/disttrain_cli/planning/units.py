@@ -35,13 +35,14 @@ class Cluster:
 
     gpus: int
     gpus_per_node: int
-    memory_gib: float  # of one device
+    memory_gib: float  # of one device, that a layout may use
     zero_stage: Literal[0, 1]
     batch: int  # packed sequences per step
     trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
     # policy under which global batches are simulated
     ordering: Ordering = "paper"
     cpu_node_cores: int = 64  # of one preprocessing node
+    margin_gib: float = 0.0  # of a device's memory, that layouts leave free beyond that
     # of activations; auto = for each unit what is faster
     checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node

@@ -18,6 +18,8 @@ from disttrain_cli.spec.whole import keep_before, write_whole
 #: Names as in Megatron-LM.
 CpCommType = Literal["a2a", "all_gather"]
 Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
+#: Where a figure comes from: measured by this project, stated by a catalogue or by others, assumed.
+Basis = Literal["measured", "stated", "assumed"]
 
 
 class UnitShape(NamedTuple):
@@ -385,10 +387,45 @@ class Prediction(Strict):
             "Policy that ordered the simulated steps; None in plans made before it was noted."
         ),
     )
-    iteration_s: float = Field(gt=0)
-    sequences_per_s: float = Field(gt=0)
+    iteration_s: float = Field(
+        gt=0,
+        description="At the profile's own costs, by which layouts are ranked and compared.",
+    )
+    expected_s: float | None = Field(
+        None,
+        description=(
+            "The same step simulated at the expected costs: with what profiles leave out"
+            " (`doubts`); None where it was not simulated."
+        ),
+    )
+    range_s: tuple[float, float] | None = Field(
+        None,
+        description=(
+            "From the profile's own costs, less the error of fits that were measured, to the"
+            " pessimistic costs."
+        ),
+    )
+    doubts: dict[str, Basis] = Field(
+        default_factory=dict,
+        description=(
+            "What expected and pessimistic costs have beyond the profile's, and on what ground"
+            " (`templates/doubts.yaml`)."
+        ),
+    )
+    sequences_per_s: float = Field(gt=0, description="Of `iteration_s`.")
     mfu: float = Field(
-        description="Over all devices given, those included that the plan leaves idle."
+        description=(
+            "Of `iteration_s`, over all devices given, those included that the plan leaves idle."
+            " Model FLOPs as PaLM and torchtitan count them: forward and backward, causal attention"
+            " in full, nothing for recomputing."
+        )
+    )
+    mfu_causal: float | None = Field(
+        None,
+        description=(
+            "The same with half of the LLM's attention, which is what causal kernels compute; None"
+            " in plans made before it was noted."
+        ),
     )
     mfu_used: float | None = Field(
         None,

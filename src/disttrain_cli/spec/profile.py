@@ -340,6 +340,15 @@ class LinkTimes(Strict):
     all_gather_us: float
     reduce_scatter_gbps: float = Field(gt=0)
     reduce_scatter_us: float
+    hop_us: float = Field(
+        0.0,
+        ge=0,
+        exclude_if=lambda latency: not latency,
+        description=(
+            "Latency of every step of a ring beyond those: N-1 steps, twice as many of an"
+            " all-reduce. 0 in a profile; expected costs have it."
+        ),
+    )
 
 
 class LinkProfile(LinkTimes):

@@ -35,7 +35,7 @@ class Policy:
     Args:
         name: `none`, `paper` or `best`.
         profile: the policy `best` needs it.
-        memory_gib: of one device; None = what the profile says.
+        memory_gib: of one device, that may be used; None = what the profile says.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Orders:
             index.inputs,
             profile,
             run.cluster.gpus_per_node,
-            run.cluster.memory_gib,
+            run.cluster.usable_gib(profile.device.memory_gib) if profile else None,
         )
         seed = run.train.seed
         self._stream = SequenceStream(

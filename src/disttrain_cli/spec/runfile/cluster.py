@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS
 from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
@@ -101,6 +102,16 @@ class ClusterSpec(Strict):
     memory_gib: float | None = Field(
         None, ge=1e-3, le=1e6, description="Memory of one device; measured when not given."
     )
+    memory_margin_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        exclude_if=lambda margin: not margin,  # fingerprints of older run files stay
+        description=(
+            "Memory of each device that plans leave free, beside the stated reserves; a plan that"
+            " leaves less than 3 % says so."
+        ),
+    )
     peak_tflops: float | None = Field(
         None,
         ge=1e-3,
@@ -164,6 +175,24 @@ class ClusterSpec(Strict):
     def gpus(self) -> int:
         """Devices in all."""
         return self.nodes * self.gpus_per_node
+
+    def usable_gib(self, device_gib: float) -> float:
+        """Memory of one device that a plan may use.
+
+        Args:
+            device_gib: what a device has where the run file does not say it.
+
+        Raises:
+            SpecError: the margin leaves nothing.
+        """
+        given = self.memory_gib or device_gib
+        if self.memory_margin_gib >= given:
+            raise SpecError(
+                "cluster.memory_margin_gib leaves no memory to plan with",
+                f"margin: {self.memory_margin_gib:g} GiB; a device has {given:.3g} GiB",
+                "Lower cluster.memory_margin_gib in the run file.",
+            )
+        return given - self.memory_margin_gib
 
     def figures(self) -> dict[str, Any]:
         """All fields but those of launching: what profiles and plans depend on."""
