@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from disttrain_cli.console import Console
     from disttrain_cli.planning.changes import Changes, Moved, Value
     from disttrain_cli.planning.explain import Explanation
+    from disttrain_cli.planning.purchase import Offer
     from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
-    from disttrain_cli.planning.purchase import Offer
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic
     from disttrain_cli.spec.runfile import RunFile
 
@@ -375,8 +375,7 @@ def show_clusters(console: Console, offers: list[Offer], file: RunFile, columns:
             else []
         ),
     ]
-    for sentence in sentences:
-        console.say(("" if sentence is not sentences[0] else "\n") + textwrap.fill(sentence, columns))
+    console.say("\n" + "\n".join(textwrap.fill(sentence, columns) for sentence in sentences))
     console.note(
         "\nNo plan was written. For one of them: disttrain profile --device analytic:NAME &&"
         " disttrain plan --gpus N"

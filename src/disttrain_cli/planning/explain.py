@@ -301,9 +301,7 @@ def idle_sentence(layout: Layout, llm: str, gpus: int) -> str | None:
     left, unit, batch = gpus - layout.gpus_used, layout.unit_of(llm), layout.global_batch_size
     if not left:
         return None
-    sentence = (
-        f"Idle      {left:,} of {gpus:,} devices: no layout found that uses more is faster."
-    )
+    sentence = f"Idle      {left:,} of {gpus:,} devices: no layout found that uses more is faster."
     wider = next((dp for dp in range(unit.dp + 1, batch + 1) if batch % dp == 0), None)
     more = 0 if wider is None else (wider - unit.dp) * unit.gpus // unit.dp
     if wider is not None and more <= left:
