@@ -307,9 +307,9 @@ def idle_sentence(layout: Layout, llm: str, gpus: int) -> str | None:
     if wider is not None and more <= left:
         return sentence
     return (
-        f"{sentence} {unit.name} has DP {unit.dp:,}, which must divide the {batch:,} sequences of a"
-        f" step: {'none is larger' if wider is None else f'DP {wider:,} takes {more:,} more'}; one"
-        f" more stage takes {unit.gpus // unit.pp:,}."
+        f"{sentence} {unit.name} has DP {unit.dp:,}, which must divide the batch of {batch:,}:"
+        f" {'none is larger' if wider is None else f'DP {wider:,} takes {more:,} more'}; one more"
+        f" stage takes {unit.gpus // unit.pp:,}."
     )
 
 
