@@ -13,7 +13,9 @@ import yaml
 from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.costs.hardware import RULES
+from disttrain_cli.planning.purchase import offer
 from disttrain_cli.spec.plan import read_plan
+from disttrain_cli.spec.prices import read_prices
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
 
@@ -507,30 +509,18 @@ def on_h100(run_folder, monkeypatch):
     return run_folder
 
 
-@pytest.mark.parametrize(
-    ("prices", "costs", "said"),
-    [
-        ("2", {"H100": 2.0, "B200": None}, "No price of B200: state cluster.price_per_gpu_hour"),
-        ("{h100: 2, B200: 5.5}", {"H100": 2.0, "B200": 5.5}, ""),
-        ("prices.yaml", {"H100": None, "B200": 4.0}, "{H100: PRICE}"),
-    ],
-)
-def test_clusters_are_compared_in_one_table(on_h100, capsys, prices, costs, said):
-    (on_h100 / "prices.yaml").write_text("B200: 4\n")
-    edit_run(on_h100, "cluster:", f"cluster:\n  price_per_gpu_hour: {prices}\n  # of one")
-    words = ["plan", on_h100, "--gpus", "12,2", "--device", "H100,analytic:B200"]
+def test_clusters_are_compared_in_one_table(on_h100, capsys):
+    edit_run(on_h100, "cluster:", "cluster:\n  price_per_gpu_hour: {h100: 2}")
+    words = ["plan", on_h100, "--gpus", "2,1", "--device", "H100,analytic:B200", "--json"]
     code, out, err = call(words, capsys)
-    assert code == 0 and said in " ".join(out.split()) and "No plan was written" in err
-    assert ("No price" in out) == bool(said) and not (
-        on_h100 / "runs" / "tiny" / "plan.yaml"
-    ).exists()
-    code, out, _ = call([*words, "--json"], capsys)
     found = json.loads(out)["clusters"]
-    assert code == 0 and [(one["device"], one["gpus"]) for one in found] == [
-        ("H100", 12),
+    assert code == 0 and "No plan was written" in err
+    assert not (on_h100 / "runs" / "tiny" / "plan.yaml").exists()
+    assert [(one["device"], one["gpus"]) for one in found] == [
         ("H100", 2),
-        ("B200", 12),
+        ("H100", 1),
         ("B200", 2),
+        ("B200", 1),
     ]
     steps = read_run(on_h100 / "disttrain.yaml").file.train.steps
     for one in found:
@@ -541,28 +531,47 @@ def test_clusters_are_compared_in_one_table(on_h100, capsys, prices, costs, said
         assert one["idle"] == one["gpus"] - one["layout"]["gpus_used"]
         assert bool(one["idle"]) == bool(one["idle_because"])
         assert one["tokens_per_s_per_gpu"] == pytest.approx(one["tokens_per_s"] / one["gpus"])
-        price = costs[one["device"]]
-        assert one["cost"] == (None if price is None else pytest.approx(price * one["gpu_hours"]))
+        cost = pytest.approx(2 * one["gpu_hours"]) if one["device"] == "H100" else None
+        assert one["cost"] == cost
+    _, out, _ = call(["plan", on_h100, "--gpus", "2", "--top", 0, "--json"], capsys)
+    plan = json.loads(out)
+    assert found[0]["layout"] == plan["plan"]
+    assert found[0]["step_s"] == pytest.approx(plan["predicted"]["expected_s"])
+    assert found[0]["grounds"] == plan["explanation"]["grounds"]
 
 
-def test_a_cluster_of_the_table_has_the_plan_that_plan_finds(on_h100, capsys):
-    _, out, _ = call(["plan", on_h100, "--gpus", "1,2", "--json"], capsys)
-    _, alone, _ = call(["plan", on_h100, "--gpus", "2", "--top", 0, "--json"], capsys)
-    plan, found = json.loads(alone), json.loads(out)["clusters"][1]
-    assert found["layout"] == plan["plan"]
-    assert found["step_s"] == pytest.approx(plan["predicted"]["expected_s"])
-    assert found["grounds"] == plan["explanation"]["grounds"]
+@pytest.mark.parametrize(
+    ("prices", "h100", "b200"),
+    [
+        ("2", 2, None),
+        ("{h100: 2, B200: 5.5}", 2, 5.5),
+        ("prices.yaml", None, 4),
+        ("null", None, None),
+    ],
+)
+def test_prices_are_of_the_device_or_of_a_mapping(on_h100, prices, h100, b200):
+    (on_h100 / "prices.yaml").write_text("B200: 4\n")
+    edit_run(on_h100, "cluster:", f"cluster:\n  price_per_gpu_hour: {prices}")
+    run = read_run(on_h100 / "disttrain.yaml")
+    known = read_profile(on_h100 / "runs" / "tiny" / "profile.json")
+    for name, price in {"H100": h100, "NVIDIA B200": b200}.items():
+        profile = known.model_copy(
+            update={"device": known.device.model_copy(update={"name": name})}
+        )
+        found = offer(profile, 1, 10, read_prices(run, "H100"), "memory is short")
+        assert found.price_per_gpu_hour == price and found.unfit
 
 
 def test_where_nothing_fits_a_row_says_why(on_h100, capsys):
     edit_run(on_h100, "cluster:", "cluster:\n  memory_gib: 1.0e-3")
-    words = ["plan", on_h100, "--gpus", "1,6"]
+    words = ["plan", on_h100, "--gpus", "1"]
     code, out, err = call([*words, "--device", "B200,H100"], capsys)
     said = " ".join(out.split())
     assert code == 0 and "1 × H100: memory is short" in said and "B200: memory" not in said
     assert "nothing fits" in out and "B200 has the catalogue's figures" in err
-    code, out, err = call(words, capsys)
-    assert code == 3 and out == "" and "6 × H100: memory is short" in err
+    assert "No price of B200, H100: state cluster.price_per_gpu_hour: {B200: PRICE" in said
+    code, out, err = call([*words, "--device", "H100"], capsys)
+    assert code == 3 and out == "" and "1 × H100: memory is short" in err
 
 
 @pytest.mark.parametrize(
@@ -613,12 +622,12 @@ def test_clusters_are_compared_without_data_or_profile(tmp_path, capsys):
     value["cluster"] |= {"memory_gib": 24.0, "price_per_gpu_hour": {"mine": 1.5}}
     (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(value))
     code, out, _ = call(
-        ["plan", tmp_path, "--gpus", "1,2", "--device", "H100,mine", "--json"], capsys
+        ["plan", tmp_path, "--gpus", "1", "--device", "H100,mine", "--json"], capsys
     )
     found = json.loads(out)["clusters"]
-    assert code == 0 and [one["price_per_gpu_hour"] for one in found] == [None, None, 1.5, 1.5]
-    assert {one["device"] for one in found} == {"H100", "mine"}
-    assert found[0]["step_s"] < found[2]["step_s"]
+    assert code == 0 and [one["price_per_gpu_hour"] for one in found] == [None, 1.5]
+    assert [one["device"] for one in found] == ["H100", "mine"]
+    assert found[0]["step_s"] < found[1]["step_s"]
     code, _, err = call(["plan", tmp_path, "--device", "other"], capsys)
     assert (
         code == 1 and "figures of yours in the run file, with cluster.device: analytic:other" in err
