@@ -486,6 +486,7 @@ def test_a_computed_profile_is_planned_at_another_size(run_folder, capsys):
 def on_h100(run_folder, monkeypatch):
     """The run folder, its profile of H100; one of another device is the same under its name."""
     edit_run(run_folder, "  device: auto ", "  device: analytic:H100 ")
+    edit_run(run_folder, "train:", "train:\n  ordering: none")
 
     def as_computed(profile):
         profile["device"] |= {"name": "H100", "kind": "analytic", "memory_gib": 79.0}
@@ -620,6 +621,7 @@ def test_clusters_are_compared_without_data_or_profile(tmp_path, capsys):
     }
     value["cluster"] = {"gpus_per_node": 1, "device": "analytic:mine", "peak_tflops": 100.0}
     value["cluster"] |= {"memory_gib": 24.0, "price_per_gpu_hour": {"mine": 1.5}}
+    value["train"]["ordering"] = "none"
     (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(value))
     code, out, _ = call(
         ["plan", tmp_path, "--gpus", "1", "--device", "H100,mine", "--json"], capsys
