@@ -119,6 +119,7 @@ RANGES: dict[str, Any] = {
     "cluster.node_cores": [64, None],
     "cluster.cpu_node_cores": [4, 64],
     "cluster.cpu_nodes": [0],
+    "cluster.price_per_gpu_hour": [0.5, {"cpu": 0.5}],
     "cluster.hostfile": [None],
     "cluster.kubernetes": lambda draw, file: {},
     "cluster.skypilot": lambda draw, file: {},

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from disttrain_cli.errors import SpecError, UsageError
+from disttrain_cli.errors import InfeasibleError, SpecError, UsageError
 from disttrain_cli.naming import DEFAULT_RUN_FILE, short_path, with_named
 from disttrain_cli.spec.progress import Progress, silent
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from disttrain_cli.planning.check import NotRun
     from disttrain_cli.planning.explain import Explanation
     from disttrain_cli.planning.predict import Step
+    from disttrain_cli.planning.purchase import Offer
     from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Sensitivity
     from disttrain_cli.runtime.rehearsal.rehearse import RehearsalResult
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.rundir import RunDir
-    from disttrain_cli.spec.runfile import Run
+    from disttrain_cli.spec.runfile import Run, RunFile
 
 Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
 Note = Callable[[str], None]
@@ -274,6 +275,100 @@ def plan(
         gpus=cluster.gpus,
         orders=orders,
     )
+
+
+def compare_clusters(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    gpus: Sequence[int] = (),
+    devices: Sequence[str] = (),
+    profile: Path | None = None,
+    strategy: Strategy = "auto",
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> list[Offer]:
+    """Plan for every number of every device, and say what training takes and costs there; no plan
+    is written.
+
+    Args:
+        gpus: numbers of devices; those of the run file's cluster if none.
+        devices: names of the hardware catalogue; the device of the profile, or of the run file, if
+            none. The run's profile is used for its own device, others are computed.
+        profile: file to plan from; its device is the only one.
+        strategy: as `plan`.
+
+    Raises:
+        InfeasibleError: no layout fits any of them; others as `profile` and `plan`.
+    """
+    from disttrain_cli.planning.check import check_device
+    from disttrain_cli.planning.draws import Draws
+    from disttrain_cli.planning.purchase import offer
+    from disttrain_cli.planning.ranges import with_range
+    from disttrain_cli.planning.solve import cluster_of, ranked_as, solve
+    from disttrain_cli.spec.prices import read_prices
+    from disttrain_cli.spec.profile import read_profile
+
+    opened = open_run(run)
+    stated = opened.file.cluster.device.partition(":")[2]  # empty where it is one that is here
+    path = profile or opened.dir.profile
+    none_needed = devices or (stated and not profile)
+    known = None if none_needed and not path.is_file() else read_profile(path)
+    if known and not (profile or devices):
+        check_device(opened.file, known)
+    prices = read_prices(opened, stated or (known.device.name if known else ""))
+    counts = gpus or [opened.file.cluster.gpus]
+    names = [name.removeprefix("analytic:") for name in devices]
+    offers: list[Offer] = []
+    for device in names or [known.device.name if known else stated]:
+        file, costs = _costs_on(opened, device, max(counts), known, progress, note)
+        for count in counts:
+            progress("plan clusters", len(offers), len(counts) * max(1, len(devices)))
+            try:
+                best = solve(file, costs, gpus=count, strategy=strategy, top=0)
+            except InfeasibleError as error:
+                offers.append(offer(costs, count, file.train.steps, prices, error.why))
+                continue
+            cluster = ranked_as(cluster_of(file, costs, count))
+            draws = Draws(costs, cluster)
+            predicted = with_range(best.predicted, costs, best.plan, cluster, draws)
+            best = best.model_copy(update={"predicted": predicted})
+            offers.append(offer(costs, count, file.train.steps, prices, best))
+    if all(one.unfit for one in offers):
+        raise InfeasibleError(
+            f"No {strategy} layout fits any of these clusters",
+            "\n".join(f"{one.gpus:,} × {one.device}: {one.unfit}" for one in offers),
+            "Name more devices or larger ones: disttrain plan --gpus N --device NAME",
+        )
+    return offers
+
+
+def _costs_on(
+    run: Run, device: str, gpus: int, known: Profile | None, progress: Progress, note: Note
+) -> tuple[RunFile, Profile]:
+    """The run file of a cluster of so many devices of a name, and its profile: `known` where it is
+    that device's, else computed."""
+    from disttrain_cli.planning.purchase import catalogue_name
+    from disttrain_cli.planning.resize import computed, resized
+
+    cluster = run.file.cluster
+    changes: dict[str, Any] = {"nodes": max(cluster.nodes, -(-gpus // cluster.gpus_per_node))}
+    its_own = known and device.lower() in (
+        known.device.name.lower(),
+        catalogue_name(known.device.name).lower(),
+    )
+    if not its_own and f"analytic:{device}".lower() != cluster.device.lower():
+        figures = {"peak_tflops": None, "memory_gib": None}
+        links = cluster.links.model_copy(update={"intra_node_gbps": None})
+        if cluster.model_copy(update={**figures, "links": links}) != cluster:
+            note(f"{device} has the catalogue's figures; those of the run file are not of it.")
+        changes |= {**figures, "links": links}
+    file = run.file.model_copy(update={"cluster": cluster.model_copy(update=changes)})
+    if its_own and known:
+        file = file if computed(known) else run.file
+        return file, resized(file, known)
+    from disttrain_cli.profiling.analytic import analytic_profile
+
+    return file, analytic_profile(run.model_copy(update={"file": file}), device, progress)
 
 
 def _resized(run: Run, profiled: Profile, path: Path, note: Note) -> Profile:

@@ -8,10 +8,16 @@ import threading
 import xml.etree.ElementTree as ET
 
 import pytest
+import yaml
 
 from disttrain_cli.app import main
+from disttrain_cli.commands.init import preset_text
 from disttrain_cli.costs.hardware import RULES
+from disttrain_cli.planning.purchase import offer
 from disttrain_cli.spec.plan import read_plan
+from disttrain_cli.spec.prices import read_prices
+from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.runfile import read_run
 
 
 def call(words, capsys):
@@ -217,8 +223,6 @@ def edit_run(run_folder, old, new):
 
 
 def edit_profile(run_folder, change):
-    from disttrain_cli.spec.runfile import read_run
-
     path = run_folder / "runs" / "tiny" / "profile.json"
     profile = json.loads(path.read_text())
     run = read_run(run_folder / "disttrain.yaml").file
@@ -236,7 +240,9 @@ def test_devices_that_no_layout_needs_are_said_to_be_left_over(run_folder, capsy
     code, out, _ = call(["plan", run_folder, "--top", 0], capsys)
     used = read_plan(run_folder / "runs" / "tiny" / "plan.yaml").plan.gpus_used
     assert code == 0 and used < 11
-    assert f"on {used} of 12 devices" in out and f"{12 - used} devices left over" in out
+    assert f"on {used} of 12 devices" in out
+    assert f"Idle      {12 - used} of 12 devices: no layout found that uses more is faster." in out
+    assert "has DP 1, which must divide the batch of 1: none is larger" in " ".join(out.split())
 
 
 def slow_llm(profile):
@@ -476,3 +482,157 @@ def test_a_computed_profile_is_planned_at_another_size(run_folder, capsys):
     profile = json.loads((run_folder / "runs" / "tiny" / "profile.json").read_text())
     assert profile["device"]["count"] == 4 and profile["cluster"]["gpus_per_node"] == 4
     assert call(["plan", run_folder, "--top", 0], capsys)[2].count("Profiled for") == 0
+
+
+@pytest.fixture
+def on_h100(run_folder, monkeypatch):
+    """The run folder, its profile of H100; one of another device is the same under its name."""
+    edit_run(run_folder, "  device: auto ", "  device: analytic:H100 ")
+    edit_run(run_folder, "train:", "train:\n  ordering: none")
+
+    def as_computed(profile):
+        profile["device"] |= {"name": "H100", "kind": "analytic", "memory_gib": 79.0}
+        profile["provenance"]["rules"] = RULES
+
+    edit_profile(run_folder, as_computed)
+    known = read_profile(run_folder / "runs" / "tiny" / "profile.json")
+
+    def analytic_profile(run, name, progress):
+        device = known.device.model_copy(update={"name": name})
+        cluster = {"cluster": run.file.cluster_fingerprint()}
+        return known.model_copy(
+            update={
+                "device": device,
+                "cluster": run.file.cluster,
+                "fingerprints": known.fingerprints.model_copy(update=cluster),
+            }
+        )
+
+    monkeypatch.setattr("disttrain_cli.profiling.analytic.analytic_profile", analytic_profile)
+    return run_folder
+
+
+def test_clusters_are_compared_in_one_table(on_h100, capsys):
+    edit_run(on_h100, "cluster:", "cluster:\n  price_per_gpu_hour: {h100: 2}")
+    words = ["plan", on_h100, "--gpus", "2,1", "--device", "H100,analytic:B200", "--json"]
+    code, out, err = call(words, capsys)
+    found = json.loads(out)["clusters"]
+    assert code == 0 and "No plan was written" in err
+    assert not (on_h100 / "runs" / "tiny" / "plan.yaml").exists()
+    assert [(one["device"], one["gpus"]) for one in found] == [
+        ("H100", 2),
+        ("H100", 1),
+        ("B200", 2),
+        ("B200", 1),
+    ]
+    steps = read_run(on_h100 / "disttrain.yaml").file.train.steps
+    for one in found:
+        low_s, high_s = one["range_s"]
+        assert low_s <= one["step_s"] <= high_s
+        assert one["hours"] == pytest.approx(steps * one["step_s"] / 3600)
+        assert one["gpu_hours"] == pytest.approx(one["gpus"] * one["hours"])
+        assert one["idle"] == one["gpus"] - one["layout"]["gpus_used"]
+        assert bool(one["idle"]) == bool(one["idle_because"])
+        assert one["tokens_per_s_per_gpu"] == pytest.approx(one["tokens_per_s"] / one["gpus"])
+        cost = pytest.approx(2 * one["gpu_hours"]) if one["device"] == "H100" else None
+        assert one["cost"] == cost
+    _, out, _ = call(["plan", on_h100, "--gpus", "2", "--top", 0, "--json"], capsys)
+    plan = json.loads(out)
+    assert found[0]["layout"] == plan["plan"]
+    assert found[0]["step_s"] == pytest.approx(plan["predicted"]["expected_s"])
+    assert found[0]["grounds"] == plan["explanation"]["grounds"]
+
+
+@pytest.mark.parametrize(
+    ("prices", "h100", "b200"),
+    [
+        ("2", 2, None),
+        ("{h100: 2, B200: 5.5}", 2, 5.5),
+        ("prices.yaml", None, 4),
+        ("null", None, None),
+    ],
+)
+def test_prices_are_of_the_device_or_of_a_mapping(on_h100, prices, h100, b200):
+    (on_h100 / "prices.yaml").write_text("B200: 4\n")
+    edit_run(on_h100, "cluster:", f"cluster:\n  price_per_gpu_hour: {prices}")
+    run = read_run(on_h100 / "disttrain.yaml")
+    known = read_profile(on_h100 / "runs" / "tiny" / "profile.json")
+    for name, price in {"H100": h100, "NVIDIA B200": b200}.items():
+        profile = known.model_copy(
+            update={"device": known.device.model_copy(update={"name": name})}
+        )
+        found = offer(profile, 1, 10, read_prices(run, "H100"), "memory is short")
+        assert found.price_per_gpu_hour == price and found.unfit
+
+
+def test_where_nothing_fits_a_row_says_why(on_h100, capsys):
+    edit_run(on_h100, "cluster:", "cluster:\n  memory_gib: 1.0e-3")
+    words = ["plan", on_h100, "--gpus", "1"]
+    code, out, err = call([*words, "--device", "B200,H100"], capsys)
+    said = " ".join(out.split())
+    assert code == 0 and "1 × H100: memory is short" in said and "B200: memory" not in said
+    assert "nothing fits" in out and "B200 has the catalogue's figures" in err
+    assert "No price of B200, H100: state cluster.price_per_gpu_hour: {B200: PRICE" in said
+    code, out, err = call([*words, "--device", "H100"], capsys)
+    assert code == 3 and out == "" and "1 × H100: memory is short" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--gpus", "8,,16"], "--gpus cannot be ''"),
+        (["--gpus", "8,0"], "--gpus cannot be '0'"),
+        (["--gpus", "8,70000"], "--gpus cannot be '70000'"),
+        (["--gpus", "2,2"], "--gpus names twice '2'"),
+        (["--device", "H100,h100"], "--device names twice 'H100'"),
+        (["--device", "H 100"], "--device cannot be 'H 100'"),
+        (["--device", "H100", "--out", "a.yaml"], "--out is of a single plan"),
+        (["--gpus", "1,2", "--top", "1"], "--top is of a single plan"),
+        (["--device", "H100", "--profile", "a.json"], "--profile is of a single plan"),
+    ],
+)
+def test_wrong_clusters_are_refused(on_h100, capsys, words, named):
+    code, out, err = call(["plan", on_h100, *words], capsys)
+    assert code == 2 and out == "" and named in err
+
+
+@pytest.mark.parametrize(
+    ("prices", "named"),
+    [
+        ("-1", "cluster.price_per_gpu_hour"),
+        ("{H100: 0}", "cluster.price_per_gpu_hour"),
+        ("none.yaml", "There is no price file (cluster.price_per_gpu_hour)"),
+        ("wrong.yaml", "H100: "),
+    ],
+)
+def test_wrong_prices_are_named(on_h100, capsys, prices, named):
+    (on_h100 / "wrong.yaml").write_text("H100: much\n")
+    edit_run(on_h100, "cluster:", f"cluster:\n  price_per_gpu_hour: {prices}")
+    code, out, err = call(["plan", on_h100, "--gpus", "1,2"], capsys)
+    assert code == 1 and out == "" and named in err
+
+
+def test_clusters_are_compared_without_data_or_profile(tmp_path, capsys):
+    """Real profiles of devices that are not here, one of them with figures of its own."""
+    value = yaml.safe_load(preset_text("tiny"))
+    del value["model"]["modules"]["image_generator"]
+    value["data"] = {
+        "distribution": {"images_per_sequence": 2, "generated_per_sequence": 0, "sequences": 300},
+        "sequence_length": 256,
+        "max_image_pixels": 1024,
+    }
+    value["cluster"] = {"gpus_per_node": 1, "device": "analytic:mine", "peak_tflops": 100.0}
+    value["cluster"] |= {"memory_gib": 24.0, "price_per_gpu_hour": {"mine": 1.5}}
+    value["train"]["ordering"] = "none"
+    (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(value))
+    code, out, _ = call(
+        ["plan", tmp_path, "--gpus", "1", "--device", "H100,mine", "--json"], capsys
+    )
+    found = json.loads(out)["clusters"]
+    assert code == 0 and [one["price_per_gpu_hour"] for one in found] == [None, 1.5]
+    assert [one["device"] for one in found] == ["H100", "mine"]
+    assert found[0]["step_s"] < found[1]["step_s"]
+    code, _, err = call(["plan", tmp_path, "--device", "other"], capsys)
+    assert (
+        code == 1 and "figures of yours in the run file, with cluster.device: analytic:other" in err
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from disttrain_cli.api import PlanResult
+from disttrain_cli.api import PlanResult, compare_clusters, open_run
 from disttrain_cli.api import plan as make_plan
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
@@ -24,6 +25,7 @@ from disttrain_cli.commands.common import (
 from disttrain_cli.commands.plan_tables import (
     needs,
     show_changes,
+    show_clusters,
     show_layout,
     show_memory,
     show_runners_up,
@@ -31,6 +33,7 @@ from disttrain_cli.commands.plan_tables import (
     show_strategies,
 )
 from disttrain_cli.console import Console
+from disttrain_cli.errors import UsageError
 from disttrain_cli.naming import short_path
 
 EPILOG = """Examples:
@@ -39,9 +42,18 @@ $ disttrain plan
 $ disttrain plan --gpus 4 --top 5
 $ disttrain plan --strategy megatron --out monolithic.yaml
 $ disttrain plan --json --quiet | jq .predicted.expected_s
+$ disttrain plan --gpus 8,16,64 --device H100,B200
 
+With several numbers, or with --device, every number of every device is planned for, and one table
+compares what training takes and costs there (cluster.price_per_gpu_hour); no plan is written.
 Exit code 3 means that no layout fits; the message names the limit in the way.
 """
+
+
+TOP = 3  # runner-up plans
+#: Patterns of what options list, and in words.
+COUNT = r"0*[1-9][0-9]{0,4}", "numbers from 1 to 65,536"
+DEVICE = r"(analytic:)?[A-Za-z0-9._-]+", "names of the hardware catalogue"
 
 
 class Strategy(StrEnum):
@@ -61,9 +73,17 @@ def run(
         typer.Option(metavar="FILE", help="Profile to plan from, instead of the run's own."),
     ] = None,
     gpus: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1, max=65_536, metavar="N", help="Use at most N devices, not the whole cluster."
+            metavar="N[,N...]",
+            help="Use at most N devices, not the whole cluster; several numbers are compared.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME...]",
+            help="Compare clusters of these devices of the catalogue (disttrain profile --help).",
         ),
     ] = None,
     strategy: Annotated[
@@ -76,18 +96,41 @@ def run(
     ] = Strategy.auto,
     top: Annotated[
         int, typer.Option(min=0, metavar="K", help="How many runner-up plans to show.")
-    ] = 3,
+    ] = TOP,
     out: OutOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Choose GPUs and parallelism for every module, exactly."""
     console = Console(json_mode=json_mode, quiet=quiet)
+    counts = [int(count) for count in _listed("--gpus", COUNT, gpus)]
+    devices = _listed("--device", DEVICE, device)
+    if devices or len(counts) > 1:
+        single = {"--out": out, "--top": top != TOP, "--profile": devices and profile}
+        for option in (option for option, given in single.items() if given):
+            raise UsageError(
+                f"{option} is of a single plan",
+                "several numbers of devices, or --device, compare clusters in one table",
+                "disttrain plan --help",
+            )
+        with console.progress() as progress:
+            offers = compare_clusters(
+                run_file,
+                gpus=counts,
+                devices=devices,
+                profile=profile,
+                strategy=strategy.value,
+                progress=progress,
+                note=console.note,
+            )
+        console.result({"clusters": [asdict(offer) for offer in offers]})
+        show_clusters(console, offers, open_run(run_file).file, terminal_columns())
+        return
     with console.progress() as progress:
         result = make_plan(
             run_file,
             profile=profile,
-            gpus=gpus,
+            gpus=counts[0] if counts else None,
             strategy=strategy.value,
             top=top,
             out=out,
@@ -99,6 +142,25 @@ def run(
     _render(console, result, run_file)
     hint = next_command("train", run_file, plan=out)
     console.hint(f"{hint} --rehearse" if result.not_run else hint)
+
+
+def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
+    """Parts of an option between commas.
+
+    Raises:
+        UsageError: one is not of the kind, or named twice.
+    """
+    listed = [] if given is None else [one.strip() for one in given.split(",")]
+    for one in listed:
+        twice = sum(one.lower() == other.lower() for other in listed) > 1
+        wrong = not re.fullmatch(kind[0], one) or (kind == COUNT and int(one) > 65_536)
+        if twice or wrong:
+            raise UsageError(
+                f"{option} {'names twice' if twice else 'cannot be'} {one!r}",
+                f"given: {given!r}; allowed: {kind[1]}, with commas between them",
+                "disttrain plan --help",
+            )
+    return listed
 
 
 def _document(result: PlanResult) -> dict[str, Any]:

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 from disttrain_cli.commands.common import percent
 from disttrain_cli.naming import with_named
 
+#: Times its share of the throughput that one more device must bring to be explained.
+JUMP = 2.0
+
 if TYPE_CHECKING:
     from disttrain_cli.console import Console
     from disttrain_cli.planning.changes import Changes, Moved, Value
     from disttrain_cli.planning.explain import Explanation
+    from disttrain_cli.planning.purchase import Offer
     from disttrain_cli.planning.ranges import Order
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Traffic
+    from disttrain_cli.spec.runfile import RunFile
 
 
 def show_layout(
@@ -42,9 +47,6 @@ def show_layout(
         f" replica); ZeRO-{layout.zero_stage}{_trained(layout)}"
         f"{'; reductions and gathers behind passes' if layout.overlap else ''}"
     )
-    if layout.gpus_used < given:
-        left = _count(given - layout.gpus_used, "device")
-        console.say(f"{left} left over: no layout found that uses more is faster.")
     several = any(unit.modules != [unit.name] for unit in layout.units)
     recomputes = any(unit.checkpointing for unit in layout.units)
     splits = any(unit.weight_delay for unit in layout.units)
@@ -309,23 +311,100 @@ def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | No
         ["", "devices", "s per step", "sequences/s", "change", *names],
         rows,
     )
-    console.say(more_gpus(sensitivity))
+    console.say(more_gpus(sensitivity, plan.plan.global_batch_size))
 
 
-def more_gpus(sensitivity: Sensitivity) -> str:
-    """What more GPUs bring, as a sentence."""
+def more_gpus(sensitivity: Sensitivity, batch: int) -> str:
+    """What more GPUs bring, as sentences; a jump beyond a device's share is a step of shapes."""
     from disttrain_cli.planning.explain import two_digits
 
     one, until = sensitivity.one_more_gpu, sensitivity.gpus_until_faster
     if until == 1 and one.speedup:
         gains = [move.unit for move in one.units if move.gpus_then > move.gpus]
+        share = 1 / (one.gpus - 1)
+        used, then = (
+            sum(getattr(move, gpus) for move in one.units) for gpus in ("gpus", "gpus_then")
+        )
+        jump = (
+            f" Its share is {two_digits(100 * share)} %: shapes come in steps, as the LLM's"
+            f" replicas divide the {batch:,} sequences of a step and stages hold whole layers"
+            + (f"; the best uses {used:,} devices now, {then:,} then." if one.units else ".")
+        )
         return (
             f"One more device brings {two_digits(100 * (one.speedup - 1))} % more sequences per"
             f" second{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}."
+            + (jump if one.speedup - 1 > JUMP * share else "")
         )
     if until is None:
         return "One more device changes nothing; nor do several."
     return f"One more device changes nothing; the next faster layout takes {until:,} more."
+
+
+def show_clusters(console: Console, offers: list[Offer], file: RunFile, columns: int) -> None:
+    """What training takes and costs on several clusters, and how to read it."""
+    console.answer(
+        [
+            "device",
+            "devices",
+            "idle",
+            "s per step",
+            "range",
+            "tokens/s",
+            "per device",
+            "hours",
+            "GPU-hours",
+            "cost",
+            "TP×DP×PP of each unit, M",
+        ],
+        [[one.device, f"{one.gpus:,}", *_offered(one)] for one in offers],
+    )
+    priceless = dict.fromkeys(one.device for one in offers if one.price_per_gpu_hour is None)
+    stated = ", ".join(f"{device}: PRICE" for device in priceless)
+    by_grounds: dict[str, dict[str, None]] = {}
+    for one in offers:
+        by_grounds.setdefault(one.grounds, {})[f"{one.gpus:,} × {one.device}"] = None
+    sentences = [
+        *(f"{one.gpus:,} × {one.device}: {one.unfit}." for one in offers if one.unfit),
+        *(
+            f"{one.device}: {one.idle_because.removeprefix('Idle').strip()}"
+            for one in offers
+            if one.idle_because
+        ),
+        *(f"From {basis}: {', '.join(clusters)}." for basis, clusters in by_grounds.items()),
+        f"Times are those of the expected step; hours, GPU-hours and costs of {file.train.steps:,}"
+        " steps (train.steps) without checkpoints and evaluation, idle devices included. Tokens are"
+        " those of packed sequences without padding. Between nodes of"
+        f" {file.cluster.gpus_per_node:,} devices each has"
+        f" {file.cluster.links.inter_node_gbps:g} Gbit/s, as the run file states.",
+        *(
+            [f"No price of {', '.join(priceless)}: state cluster.price_per_gpu_hour: {{{stated}}}."]
+            if priceless
+            else []
+        ),
+    ]
+    console.say("\n" + "\n".join(textwrap.fill(sentence, columns) for sentence in sentences))
+    console.note(
+        "\nNo plan was written. For one of them: disttrain profile --device analytic:NAME &&"
+        " disttrain plan --gpus N"
+    )
+
+
+def _offered(one: Offer) -> list[object]:
+    """Cells of a cluster behind its device and number."""
+    if one.layout is None or one.step_s is None:
+        return [*[""] * 8, "nothing fits"]
+    low_s, high_s = one.range_s or (one.step_s, one.step_s)
+    return [
+        f"{one.idle:,}",
+        f"{one.step_s:.3g}",
+        f"{low_s:.3g}–{high_s:.3g}",
+        f"{one.tokens_per_s:,.0f}",
+        f"{one.tokens_per_s_per_gpu:,.0f}",
+        f"{one.hours:,.1f}",
+        f"{one.gpu_hours:,.0f}",
+        "no price" if one.cost is None else f"{one.cost:,.0f}",
+        shape(one.layout),
+    ]
 
 
 def needs(plan: Plan) -> list[str]:

@@ -190,7 +190,8 @@ def _generic(name: str, cluster: ClusterSpec) -> Device:
         raise SpecError(
             f"The device analytic:{name} is not in the catalogue",
             f"the catalogue has {', '.join(catalogue().devices)}",
-            f"Name one of these, or give the figures of yours in the run file: {fields}",
+            f"Name one of these, or give the figures of yours in the run file, with cluster.device:"
+            f" analytic:{name}: {fields}",
         )
     assert cluster.peak_tflops is not None and cluster.memory_gib is not None
     network_gbps = cluster.links.inter_node_gbps

@@ -132,6 +132,7 @@ def explain(plan: Plan, units: list[Unit], step: Step, more: Sequence[str] = ())
         _binding_sentence(shares, slowest),
         _memory_sentence(predicted, fullest, plan.plan),
         _waiting_sentence(predicted),
+        *([idle] if (idle := idle_sentence(plan.plan, profile.inputs.llm, cluster.gpus)) else []),
         *more,
     ]
     if profile.device.kind == "cpu" and any(unit.sharing != 1.0 for unit in predicted.units):
@@ -295,6 +296,24 @@ def _waiting_sentence(predicted: Prediction) -> str:
     return (
         f"{waits}; orchestration efficiency {100 * predicted.orchestration_efficiency:.1f} %: MFU "
         f"{100 * used:.1f} % of the {100 * alone:.1f} % that kernels alone would reach."
+    )
+
+
+def idle_sentence(layout: Layout, llm: str, gpus: int) -> str | None:
+    """Devices that a plan leaves idle and, where they are too few for it, what more replicas of the
+    LLM's unit take; None where it uses all `gpus`."""
+    left, unit, batch = gpus - layout.gpus_used, layout.unit_of(llm), layout.global_batch_size
+    if not left:
+        return None
+    sentence = f"Idle      {left:,} of {gpus:,} devices: no layout found that uses more is faster."
+    wider = next((dp for dp in range(unit.dp + 1, batch + 1) if batch % dp == 0), None)
+    more = 0 if wider is None else (wider - unit.dp) * unit.gpus // unit.dp
+    if wider is not None and more <= left:
+        return sentence
+    return (
+        f"{sentence} {unit.name} has DP {unit.dp:,}, which must divide the batch of {batch:,}:"
+        f" {'none is larger' if wider is None else f'DP {wider:,} takes {more:,} more'}; one more"
+        f" stage takes {unit.gpus // unit.pp:,}."
     )
 
 

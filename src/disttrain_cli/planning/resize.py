@@ -26,15 +26,14 @@ def resized(run: RunFile, profile: Profile) -> Profile:
     changed = dict(_changed(profile.cluster.figures(), run.cluster.figures()))
     if not changed:
         return profile
-    computed = profile.device.kind == "analytic" and "calibrated" not in profile.provenance
-    free = set(COMPUTED if computed else MEASURED)
+    free = set(COMPUTED if computed(profile) else MEASURED)
     update: dict[str, Any] = {
         "cluster": run.cluster,
         "fingerprints": profile.fingerprints.model_copy(
             update={"cluster": run.cluster_fingerprint()}
         ),
     }
-    if computed:
+    if computed(profile):
         device = analytic_device(profile.device.name, run.cluster, profile.precision)
         figures = {"count": run.cluster.gpus, "memory_gib": device.memory_gib}
         update["device"] = profile.device.model_copy(update=figures)
@@ -52,6 +51,11 @@ def resized(run: RunFile, profile: Profile) -> Profile:
             "Profile again: disttrain profile",
         )
     return profile.model_copy(update=update)
+
+
+def computed(profile: Profile) -> bool:
+    """True if no cost of the profile was measured, so that it can be computed for other nodes."""
+    return profile.device.kind == "analytic" and "calibrated" not in profile.provenance
 
 
 def _changed(

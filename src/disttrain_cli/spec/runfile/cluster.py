@@ -14,9 +14,13 @@ from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
 #: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
 #: apart.
 SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
-#: Fields of `cluster` that say how ranks are started, and not what they run on.
+#: Price of one device for an hour, in any one currency.
+Price = Annotated[float, Field(gt=0, le=1e6)]
+#: Fields of `cluster` that say how ranks are started and what they are paid, and not what they run
+#: on.
 LAUNCHING = frozenset(
     {
+        "price_per_gpu_hour",
         "cpu_nodes",
         "node_cores",
         "hostfile",
@@ -131,6 +135,14 @@ class ClusterSpec(Strict):
     cpu_node_cores: int = Field(
         64, ge=1, le=MOST_GPUS, description="Cores of one preprocessing node."
     )
+    price_per_gpu_hour: Price | dict[str, Price] | str | None = Field(
+        None,
+        description=(
+            "What one device costs in an hour, in any one currency: the price of `device`, a"
+            " mapping of devices to prices, or a YAML file of one, relative to the run file; for"
+            " `disttrain plan --gpus 8,16 --device H100,B200`."
+        ),
+    )
     cpu_nodes: int = Field(
         0,
         ge=0,
@@ -195,5 +207,5 @@ class ClusterSpec(Strict):
         return given - self.memory_margin_gib
 
     def figures(self) -> dict[str, Any]:
-        """All fields but those of launching: what profiles and plans depend on."""
+        """All fields but those of launching and prices: what profiles and plans depend on."""
         return self.model_dump(mode="json", exclude=set(LAUNCHING))

@@ -1,0 +1,34 @@
+"""Prices of devices, as the run file or a file that it names states them."""
+
+from __future__ import annotations
+
+from pydantic import RootModel
+
+from disttrain_cli.spec.files import parse_yaml, validate
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.cluster import Price
+
+
+class Prices(RootModel[dict[str, Price]]):
+    """Devices and what one of each costs in an hour."""
+
+
+def read_prices(run: Run, device: str) -> dict[str, float]:
+    """Price of an hour by device, names in lower case.
+
+    Args:
+        device: the run's own, of which a single number is the price.
+
+    Raises:
+        SpecError: the file that `cluster.price_per_gpu_hour` names is missing or wrong.
+    """
+    stated = run.file.cluster.price_per_gpu_hour
+    if stated is None:
+        return {}
+    if isinstance(stated, float):
+        return {device.lower(): stated}
+    if isinstance(stated, str):
+        path, what = run.resolve(stated), "price file (cluster.price_per_gpu_hour)"
+        lines = parse_yaml(path, what, "Write lines such as 'H100: 2.5' into it.")
+        stated = validate(Prices, lines, path, what).root
+    return {name.lower(): price for name, price in stated.items()}
