@@ -187,11 +187,15 @@ def solve_for(
             others if name == "disaggregated" else [],
             draws,
         )
-        ordered = theirs if name == "disaggregated" else ranked_as(theirs)
-        baselines[name] = other = baseline_of(profile, ordered, found)
-        if name == "megatron" and other and profile.device.kind != "cpu":
-            layouts = [one.layout for one in found]
-            baselines[name] = with_chunks(profile, ordered, draws, layouts, other)
+        if name == "disaggregated" and found:
+            found, shown = _as_trained(profile, theirs, found)
+            baselines[name] = _baseline(found[0].layout, shown)
+        else:
+            theirs = ranked_as(theirs)
+            baselines[name] = other = baseline_of(profile, theirs, found)
+            if name == "megatron" and other and profile.device.kind != "cpu":
+                layouts = [one.layout for one in found]
+                baselines[name] = with_chunks(profile, theirs, draws, layouts, other)
         if strategy == "auto" and searched:
             combinations, simulated = combinations + looked_at, simulated + tried
         if strategy == "auto" or (strategy == "disaggregated" and name != "megatron"):
