@@ -263,7 +263,7 @@ def show_strategies(
         runs = (
             with_named(f"disttrain plan --strategy {better[0]}", run_file)
             if planned and planned.plan
-            else f"{better[0]}, which disttrain train does not run"
+            else f"{better[0]}, which no plan trains with"
         )
         console.say(f"Faster, and none that {layout.strategy} plans may choose: {runs}")
 

@@ -218,7 +218,8 @@ def rank(
 
     def kind(one: Ranked) -> Hashable:
         llm = one.layout.unit_of(profile.inputs.llm)
-        return grouping([llm]), one.layout.microbatches, llm.tp, llm.cp, llm.dp, llm.pp
+        shape = llm.tp, llm.cp, llm.dp, llm.pp, shares(one.layout)
+        return grouping([llm]), one.layout.microbatches, shape
 
     ordered = sorted(finalists, key=_order)
     best = diverse(ordered, kind, max(wanted, SURE))

@@ -117,7 +117,7 @@ def test_calibrating_takes_no_rest_for_a_message(tmp_path, job):
 
 
 def test_a_slow_rank_is_found(tmp_path, job):
-    slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=3.0)
+    slow = FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=1.4)
     simulated.write(tmp_path, *job, STEPS, faults=[slow])
     found = analyze([tmp_path])
     assert found.verdict.cause == "worker"

@@ -44,8 +44,8 @@ class Replanned(NamedTuple):
 
 
 def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned | None:
-    """The best of the planner's layouts, which may be the present one; None where the profile lacks
-    what it needs, or none fits.
+    """The best of the planner's layouts with a unit for each module or the job's own units, which
+    may be the present one; None where the profile lacks what it needs, or none fits.
 
     Args:
         gpus: for so many devices; None: as many as the job has.
@@ -53,11 +53,11 @@ def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned
     job = record.job
     if not _complete(job.profile):
         return None
-    from disttrain_cli.planning.finalists import one_batch_s
+    from disttrain_cli.planning.finalists import grouping, one_batch_s
     from disttrain_cli.planning.search import search
     from disttrain_cli.planning.solve import fewer_replicas, layout_of, ranked_as
     from disttrain_cli.planning.splitting import timed
-    from disttrain_cli.planning.units import groupings
+    from disttrain_cli.planning.units import groupings, units_of
 
     profile, cluster = corrected(record, why), ranked_as(cluster_of(job))
     present_s = one_batch_s(profile, job.layout, cluster)
@@ -65,9 +65,11 @@ def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned
         cluster = replace(cluster, gpus=gpus, gpus_per_node=min(cluster.gpus_per_node, gpus))
     llm = job.layout.unit_of(profile.inputs.llm)
     try:
-        groups = groupings(profile, cluster, "auto")
+        groups = groupings(profile, cluster, "disaggregated")
     except InfeasibleError:
         return None
+    if grouping(job.layout.units) != grouping(groups[0]):
+        groups = [units_of(profile, cluster, job.layout), *groups]
     layouts = [
         layout_of(units, cluster, candidate, "auto")
         for units in groups
