@@ -63,7 +63,8 @@ def cases(small: bool) -> Iterator[Case]:
     """The planner's units, the paper's Megatron-LM, and one unit where it fits."""
     for preset in ("mllm-9b", "mllm-72b", "mllm-15b")[: 1 if small else None]:
         run, profile = made_up() if small else profiled(preset)
-        mine, _, cluster = ours(run, profile, run.cluster.gpus if small else GPUS)
+        gpus = run.cluster.gpus if small else GPUS
+        mine, _, cluster = ours(run, profile, gpus, "disaggregated")
         yield Case(preset, "units", profile, mine, cluster)
         for name, other in (
             ("Megatron-LM of the paper", megatron_lm(profile, cluster, LLM_PP[preset])),

@@ -42,7 +42,7 @@ from disttrain_cli.planning.solve import cluster_of, ranking, solve
 from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout, Prediction, UnitShape
+from disttrain_cli.spec.plan import Layout, Prediction, Strategy, UnitShape
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
 
@@ -98,10 +98,12 @@ def changed(
     return run.model_copy(update=update)
 
 
-def ours(run: RunFile, profile: Profile, gpus: int) -> tuple[Layout, Prediction, Cluster]:
+def ours(
+    run: RunFile, profile: Profile, gpus: int, strategy: Strategy = "auto"
+) -> tuple[Layout, Prediction, Cluster]:
     """The plan, without its baselines."""
     cluster = cluster_of(run, profile, gpus)
-    layout = ranking(profile, cluster, "auto")[0][0].layout
+    layout = ranking(profile, cluster, strategy)[0][0].layout
     return layout, predict(units_of(profile, cluster, layout), layout, cluster), cluster
 
 
@@ -275,7 +277,7 @@ def reordering(small: bool) -> Tables:
         run, profile = profiled(preset)
         gpus, batch = (96, 128) if small else (GPUS, BATCH)
         run = changed(run, gpus=gpus, batch=batch)
-        mine, _, cluster = ours(run, profile, gpus)
+        mine, _, cluster = ours(run, profile, gpus, "disaggregated")
         others = {
             "Megatron-LM of the paper": megatron_lm(profile, cluster, LLM_PP[preset]),
             "one unit": one_unit(profile, cluster),

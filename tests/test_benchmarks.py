@@ -24,6 +24,7 @@ from benchmarks import (
     efficiency,
     epoch_order,
     gains,
+    grouping,
     hiding,
     index,
     kineto,
@@ -172,7 +173,7 @@ def test_best_is_level_and_near_the_best_order():
     assert {row["plan"] for row in costs} >= {"units", "one unit"} and all(
         row["evaluations"] > 0 for row in costs
     )
-    assert all(1 <= row["best"] <= 1.005 and row["best"] <= row["paper"] for row in busiest)
+    assert all(1 <= row["best"] <= 1.005 and row["best"] <= row["paper"] + 1e-3 for row in busiest)
     assert all(row["best, over the step"] >= 1 for row in loads)
     assert all(1 <= row["best, worst"] <= 1.01 for row in orders)
 
@@ -191,12 +192,18 @@ def test_simulated_plans_are_never_slower_than_the_papers():
 
 
 def test_frozen_costs_are_planned_and_their_waiting_is_counted():
-    assert {case[0] for case in waiting.CASES} | {"weights", "hidden"} == {
-        path.name.split(".")[0] for path in waiting.COSTS.iterdir()
+    published = {f"{model}-{device}" for model in grouping.MODELS for device in grouping.DEVICES}
+    assert {case[0] for case in waiting.CASES} | {"weights", "hidden", "before_s"} | published == {
+        path.name.removesuffix(".gz").removesuffix(".json") for path in waiting.COSTS.iterdir()
     }
     (row,) = waiting.measure(small=True)["Waiting"]
     assert row["no waiting, s"] == pytest.approx(row["no waiting over step"] * row["s per step"])
     assert 0.5 < row["no waiting over step"] < 1 <= row["over the best megatron"]
+
+
+def test_published_models_gain_by_grouping():
+    (row,) = next(iter(grouping.measure(small=True).values()))
+    assert row["devices"] == 8 and row["more sequences/s, %"] > 16
 
 
 def test_the_switches_of_gains_are_those_of_a_cluster():
