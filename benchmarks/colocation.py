@@ -176,7 +176,7 @@ class Search:
 def plan_of(case: Case, name: str) -> Plan:
     """What `disttrain plan` finds on the costs of a case."""
     run, _ = costs(name)
-    return solve(run, case.profile, gpus=case.cluster.gpus, top=0)
+    return solve(run, case.profile, gpus=case.cluster.gpus, top=0, strategy="disaggregated")
 
 
 def idle(case: Case, plan: Plan) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def prepared(folder: Path, job: str) -> tuple[Profile, Layout]:
             preprocess={"workers": WORKERS},
         )
         disttrain(own, "profile")
-        disttrain(own, "plan", "--top", 0, "--out", "plan.yaml")
+        disttrain(own, "plan", "--strategy", "disaggregated", "--top", 0, "--out", "plan.yaml")
     return read_profile(own / "runs" / "mllm-9b" / "profile.json"), read_plan(
         own / "plan.yaml"
     ).plan

@@ -55,7 +55,7 @@ def prepare(folder: Path) -> Run:
         },
     )
     disttrain(folder, "profile")
-    disttrain(folder, "plan", "--top", 0)
+    disttrain(folder, "plan", "--strategy", "disaggregated", "--top", 0)
     return read_run(folder / RUN_FILE)
 
 
