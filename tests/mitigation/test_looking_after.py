@@ -65,7 +65,7 @@ def planned(profiled: Path, folder: Path, **device: Any) -> Run:
     profile = read_profile(run.dir.profile)
     profile = profile.model_copy(update={"device": profile.device.model_copy(update=device)})
     write_whole(run.dir.profile, profile.model_dump_json())
-    api.plan(run, top=0, sensitivity=False)
+    api.plan(run, strategy="disaggregated", top=0, sensitivity=False)
     return run
 
 
