@@ -315,7 +315,7 @@ def show_sensitivity(console: Console, plan: Plan, sensitivity: Sensitivity | No
 
 
 def more_gpus(sensitivity: Sensitivity, batch: int) -> str:
-    """What more GPUs bring, as sentences; a jump beyond a device's share is a step of shapes."""
+    """Sentences about what more GPUs bring; a jump beyond a device's share is a step of shapes."""
     from disttrain_cli.planning.explain import two_digits
 
     one, until = sensitivity.one_more_gpu, sensitivity.gpus_until_faster
@@ -341,7 +341,7 @@ def more_gpus(sensitivity: Sensitivity, batch: int) -> str:
 
 
 def show_clusters(console: Console, offers: list[Offer], file: RunFile, columns: int) -> None:
-    """What training takes and costs on several clusters, and how to read it."""
+    """Print what training takes and costs on several clusters, and how to read it."""
     console.answer(
         [
             "device",

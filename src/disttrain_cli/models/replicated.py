@@ -34,7 +34,7 @@ def replicate(layer: PipelineLayer) -> None:
 
 
 class Exchange:
-    """What the ranks of a TP group exchange at the two ends of a module, in one slot.
+    """Messages of a TP group at the two ends of such a module, in one slot.
 
     Args:
         reads: state tensors that its layers are given, which every rank has whole.
@@ -90,8 +90,8 @@ class Exchange:
         return int(self._share.counts(spec).sum())
 
     def _tables(self, spec: TensorSpec) -> tuple[Ints, Ints, Ints]:
-        """Of a tensor that is left: where each row is among the ranks' rows, rank by rank; and
-        where the rows of each rank begin, by items and in equal runs."""
+        """Tables of a tensor that is left: where each row is among the ranks' rows, rank by rank;
+        and where the rows of each rank begin, by items and in equal runs."""
         assert spec.split, spec.name
         owner_R = np.repeat(self._share.owner, self._share.counts(spec))
         source = np.empty(len(owner_R), dtype=np.int64)

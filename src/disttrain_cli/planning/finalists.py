@@ -106,11 +106,9 @@ def rounds(
         """
         if not finalists:
             return math.inf
-        fastest = best()
-        return max(
-            1e3 * fastest.iteration_s,
-            AHEAD * formula_ms[next(i for i, one in enumerate(finalists) if one is fastest)],
-        )
+        pairs = zip(finalists, formula_ms, strict=True)
+        fastest, its_ms = min(pairs, key=lambda pair: pair[0].iteration_s)
+        return max(1e3 * fastest.iteration_s, AHEAD * its_ms)
 
     def fastest_ms(units: list[Unit]) -> float:
         best = find(units, Limits(math.inf), 1).best
@@ -158,11 +156,9 @@ def rounds(
         if fewer := int(cluster.gpus * share):
             add(units, Limits(within_ms(), fewer=fewer), EACH, pool)
     for _ in range(near):
-        alike = [one for one in finalists if grouping(one.layout.units) == grouping(units)]
-        llms = [one.layout.unit_of(profile.inputs.llm) for one in alike]
-        holders = min(zip(alike, llms, strict=True), key=lambda pair: pair[0].iteration_s)[
-            1
-        ].holders
+        holders = best().layout.unit_of(profile.inputs.llm).holders
+        alike = [one.layout for one in finalists if grouping(one.layout.units) == grouping(units)]
+        llms = [layout.unit_of(profile.inputs.llm) for layout in alike]
         limits = Limits(
             within_ms(),
             2 * holders,

@@ -1,4 +1,4 @@
-"""How sure a predicted step is: simulated at expected and at pessimistic costs (`costs.doubts`).
+"""The range of a predicted step, simulated at expected and pessimistic costs (`costs.doubts`).
 
 Layouts are ranked by the profile's own costs. Two of them are compared at both other levels, on the
 same global batches: what differs by less than `TIE` at both is a tie, and where the order of two
@@ -133,7 +133,7 @@ def grounds(profile: Profile, gpus: int) -> str:
 
 
 def range_sentence(predicted: Prediction) -> str | None:
-    """What a range comes from, by its bases."""
+    """A sentence about the doubts that a range comes from, by their bases."""
     if predicted.range_s is None or not predicted.doubts:
         return None
     found: dict[Basis, list[str]] = {}

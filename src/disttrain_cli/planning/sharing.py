@@ -6,6 +6,7 @@ same global batches as the plan, and those that the plan was ranked with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -45,12 +46,18 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
             for unit in plan.plan.units
             if unit.cp > 1
         )
-        other_s: float | None
-        try:
-            alone = solve_for(profile, replace(cluster, most_cp=1), strategy)
-            other_s = alone.predicted.iteration_s
-        except InfeasibleError:
-            other_s = None
+        other_s = min(
+            (
+                other.iteration_s
+                for other in plan.alternatives
+                if other.plan and not shares(other.plan)
+            ),
+            default=None,
+        )
+        if other_s is None:  # it is not among the runners-up
+            with suppress(InfeasibleError):
+                alone = solve_for(profile, replace(cluster, most_cp=1), strategy)
+                other_s = alone.predicted.iteration_s
         return f"Context   sequences are shared (CP), {shared}: {_without(plan, other_s)}."
     if length < LONG or strategy not in ("auto", "disaggregated") or cluster.most_cp == 1:
         return None

@@ -31,8 +31,7 @@ def owners(costs: Ints, replicas: int) -> Ints:
 
 
 def dealt(slot: Slot, module: str, items: ReplicaItems, ranks: int) -> list[ReplicaItems]:
-    """What each of so many TP ranks works on of a replica's items that are dealt out over them
-    (`UnitPlan.module_tp`)."""
+    """A replica's items dealt out over so many TP ranks (`UnitPlan.module_tp`), by rank."""
     if ranks == 1:
         return [items]
     head = slot.inputs.head(module)
