@@ -267,10 +267,10 @@ class _Operator(NamedTuple):
         counts = flop_registry.get(self.func._overloadpacket)
         if counts is None:
             return "other", 0
-        if self.name in _STARTS:  # linear in pairs of rows, of which segments have thousands
-            begin = _STARTS[self.name]
+        begin = _STARTS.get(self.name)
+        if begin is not None and type(self.args[begin]) is Tensor:  # a fake tensor has no values
             rows, keys = (starts.long().diff() for starts in self.args[begin : begin + 2])
-            pair = (torch.tensor([0, 1]),) * 2 + (1, 1)
+            pair = (torch.tensor([0, 1]),) * 2 + (1, 1)  # linear in pairs of rows
             args = (*self.args[:begin], *pair, *self.args[begin + 4 :])
             flops = int(rows @ keys) * counts(*args, **self.kwargs, out_val=self.result)
         else:
