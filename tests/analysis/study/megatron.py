@@ -171,7 +171,7 @@ def _interleaved(
 ) -> tuple[dict[int, float], list[dict[str, Any]]]:
     """When each stage is done, and the rows of a replica's passes and transfers."""
     found, parts = list[dict[str, Any]](), job.pp * job.chunks
-    # when, and the how manieth of its kind and stage
+    # when, and its ordinal of its kind and stage
     done: dict[tuple[str, int, int], tuple[float, int]] = {}
     queue: dict[tuple[str, int], float] = {}  # until when transfers of a kind and stage go
     launch = {stage: job.launch_s.get(stage * job.dp + replica, 0.0) for stage in range(job.pp)}

@@ -80,7 +80,7 @@ class CollectiveRow(Struct, frozen=True, kw_only=True):
     ]
     step: int | None
     index: Annotated[
-        int, Meta(description="The how manieth of its group and name in the step, from 0.")
+        int, Meta(description="Ordinal within its group and name in the step, from 0.")
     ]
     ranks: int
     last_rank: int
