@@ -420,7 +420,7 @@ def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profi
 
     Raises:
         MismatchError, SpecError: as `planning.check.check`, or one of the files is missing or
-        wrong.
+            wrong.
     """
     from disttrain_cli.planning.check import check, check_memory
     from disttrain_cli.planning.solve import with_own_prediction

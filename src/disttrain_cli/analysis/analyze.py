@@ -28,13 +28,12 @@ def analyze(paths: list[Path], progress: Progress = silent) -> Analysis:
 
     Args:
         paths: a run's folder or its `traces` folder; Kineto/Chrome JSON files (or .gz) or a folder
-        of them; Parquet
-            files of operations. Several are parts of one trace.
+            of them; Parquet files of operations. Several are parts of one trace.
         progress: called on long reads.
 
     Raises:
         DataError: a path does not exist, nothing in it can be read, or the paths are of different
-        formats.
+            formats.
     """
     return analyze_open(paths, progress)[0]
 

@@ -58,7 +58,7 @@ def find_format(paths: list[Path]) -> Traces:
 
     Raises:
         DataError: a path does not exist, the paths hold different formats, or none of their files
-        can be read.
+            can be read.
     """
     by_format: dict[Format, list[Path]] = {}
     said: list[str] = []

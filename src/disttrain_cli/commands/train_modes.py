@@ -103,7 +103,7 @@ def _steps_to_profile(asked: Asked) -> range | None:
 
     Raises:
         UsageError: it is not of this form or names no step, or nothing that could be profiled is
-        run.
+            run.
     """
     given = asked.profile_steps
     if given is None:

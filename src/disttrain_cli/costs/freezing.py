@@ -41,7 +41,7 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
 
     Args:
         trained: names of trained modules, and "projectors" for the layers that join modules; None =
-        all.
+            all.
     """
     result: dict[str, list[Backward]] = {}
     ahead = False  # whether an encoder or the LLM trains

@@ -44,7 +44,7 @@ def prepare_s(
 
     Args:
         loads: by module of the stage [n, DP, 3] work (`spec.work.Work`); or of some of the
-        replicas.
+            replicas.
     """
     some = stage.costs[0].module
     slots, ranks, _ = loads[some].shape

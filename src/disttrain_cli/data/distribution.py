@@ -128,12 +128,12 @@ def read_distribution(name: str) -> Distribution:
 
 
 def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
-    """Sizes of `spec.sequences` documents for a model; images and clips that it has no module for
-    are left out.
+    """Sizes of as many documents as `spec` has sequences, for a model; images and clips that it has
+    no module for are left out.
 
     Raises:
         SpecError: the distribution is not known, or what is asked for does not fit into the
-        sequences.
+            sequences.
     """
     form = read_distribution(spec.name)
     probe = _items(form, spec, inputs, dict.fromkeys(KINDS, PROBED))

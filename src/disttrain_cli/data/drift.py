@@ -40,8 +40,7 @@ def drift(
         steps: in order; each with the sums `tokens`, `images`, `targets` over its `sequences`, and
             `step`.
         sizes: single sequences of the last steps (`recent`), where they were recorded: images and
-            samples may
-            have grown though there are as many as before.
+            samples may have grown though there are as many as before.
     """
     last = of_last_phase(profile, steps)
     planned = profile.data.phase_at(last[-1]["step"] if last else 0).sample

@@ -309,8 +309,7 @@ def build_index(
 
     Raises:
         DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples
-        are bad, or none
-            has any text to train on.
+            are bad, or none has any text to train on.
         SpecError: the tokenizer does not fit the model, or the index cannot be written.
     """
     check_sources(run)

@@ -41,8 +41,7 @@ class Source(Protocol):
 class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
-    `fields` are keys of `models.layer.FIELDS`: pixels, audio, tokens, layout, context, labels,
-    targets, weights; of a further encoder or generator pixels.1, targets.1. A sample with an image
+    `fields` are those of `data.preparing.Request`. A sample with an image
     or clip that cannot be decoded is left out of the losses: without labels, its images to generate
     of weight 0. All are named in `skipped`, once each. Without `source` the data are prepared in
     this process.

@@ -398,7 +398,7 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
 
     Raises:
         SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two
-        encoders of items that only one can work on.
+            encoders of items that only one can work on.
     """
     configs = {name: _read(run, name) for name in run.file.model.order}
     first: dict[Item, str] = {}

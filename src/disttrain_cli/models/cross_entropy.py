@@ -31,8 +31,7 @@ def cross_entropy(
 
     Args:
         logits_RV: of the ids from `first_id` on; the group's other ranks have the others. Without a
-        group, labels
-            elsewhere count as if their logit were 0.
+            group, labels elsewhere count as if their logit were 0.
 
     A group exchanges the largest logarithm of a row's sums of exponentials, their sum, and the
     label's logit.

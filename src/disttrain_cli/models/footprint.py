@@ -117,8 +117,7 @@ def footprint(
     Args:
         state: what it reads, of this rank; gradients are asked for where its tensors ask for them.
         recompute: keep its inputs only and run the forward again in the backward.
-        deferring: compute the gradients of weights afterwards; the layer is split
-            (`weight_parts`).
+        deferring: compute the gradients of weights afterwards; the layer is split (`weight_parts`).
     """
     prepared, group = len(batch.tensors()), layer.group
     sent = group.sent if isinstance(group, Noted) else []

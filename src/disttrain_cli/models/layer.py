@@ -7,9 +7,9 @@ can be cut out, sent to another rank and put back in order without looking at th
 (`data.slots` has the row counts).
 
 Shape letters used in this room:
-    N items · R rows · M sequences of a microbatch · L sequence length · D hidden width P patches of
-    an image, positions of a clip · K context tokens of a generated image · C channels · H, W
-    height, width
+    N items · R rows · M sequences of a microbatch · L sequence length · D hidden width
+    P patches of an image, positions of a clip · K context tokens of a generated image
+    C channels · H, W height, width
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class PipelineLayer(nn.Module):
     """The smallest piece that can be placed on a stage.
 
     Subclasses set the attributes below and implement `compute`; `forward` skips the computation
-    when the layer's items are none (deepspeed traps 29) and emits empty tensors instead.
+    when the layer's items are none (deepspeed trap 29) and emits empty tensors instead.
     """
 
     name: str  # "llm.block.3": unique in the model, stable over layouts

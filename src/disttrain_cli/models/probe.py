@@ -34,7 +34,7 @@ def probe_work(
 
     Args:
         windows: as a step's work counts; else as operators on the meta device do, which know no
-        windows.
+            windows.
     """
     head = inputs.head(module)
     if head is not None:

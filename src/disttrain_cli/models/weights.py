@@ -85,7 +85,7 @@ def load_into(
 
     Raises:
         SpecError: weights are pickled, damaged or incomplete, or a tensor is missing or has another
-        shape.
+            shape.
     """
     notes = []
     for (module, part), group in groupby(

@@ -26,7 +26,7 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
     Raises:
         MismatchError: made for another model, dataset, cluster, device or profile; both are named.
         SpecError: modules, layers, batch, rank count, what is trained or ZeRO do not fit; both
-        values are named.
+            values are named.
     """
     check_device(run, profile)
     kinds = (run.cluster.device, profile.device.kind)

@@ -89,8 +89,8 @@ def rounds(
         find: so many of the formula's best layouts of some units within limits.
         wanted: finalists of the first round, `EACH` at least.
         pool: of the formula's best, from which the different ones of a round are taken.
-        near: finalists after the last round with another TP or CP or other replicas, up to twice
-            or half as many ranks with the same weights, than those before.
+        near: finalists after the last round with another TP or CP or other replicas, up to twice or
+            half as many ranks with the same weights, than those before.
         others: finalists whatever the formula says, with whole backwards.
     """
     finalists: list[Ranked] = []

@@ -59,7 +59,7 @@ def calibrate(paths: list[Path], run: Run) -> Calibration:
     """Fit the cost models of a run's profile to its traces.
 
     Args:
-        paths: folders of one recorded run (`analysis.files.find_traces`).
+        paths: folders of one recorded run (`analysis.job.files.find_traces`).
         run: the run file that the profile is for.
 
     Raises:

@@ -26,8 +26,7 @@ def check_faults(
 
     Raises:
         SpecError: a unit, stage or replica that the layout lacks, a link after the last stage, or a
-        worker where
-            nothing is prepared; names the field and what is allowed.
+            worker where nothing is prepared; names the field and what is allowed.
     """
     prepared = list(dict.fromkeys(stage.unit.name for stage in stages if _loads(profile, stage)))
     for number, fault in enumerate(faults):

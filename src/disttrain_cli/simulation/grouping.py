@@ -21,7 +21,7 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
 
     Args:
         shares: by stage, the number of consecutive replicas in each of its processes; alike for the
-        stages of a unit.
+            stages of a unit.
     """
     assert [sum(share) for share in shares] == pipeline.replicas.tolist()
     firsts = [[0, *itertools.accumulate(share)][:-1] for share in shares]

@@ -1,7 +1,7 @@
 """The input specification: what a model asks of its data, in numbers, so that CPU nodes need no
 torch.
 
-Written by `models.describe`, kept in the profile and beside the index; read by `data`.
+Written by `models.graph.describe`, kept in the profile and beside the index; read by `data`.
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 place.
 
 Layout of `runs/NAME/traces/`:
-  job.json                                  `Job`: plan, FLOP models and peak, written when training
-  starts rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
-  rank-00003/segment-00001.arrows           those since, appended after every step (Arrow's stream
-  format); it becomes
-                                            segment-00001.parquet, unless its process ends before
-  steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
-  sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few
-  sequences of every step samples/segment-00000.parquet             rows of `SAMPLE_COLUMNS`,
-  written by rank 0: what every slot was made of kineto/rank-00003-start-000.json.gz       torch's
-  profile of the steps of `train --profile-steps` Segments carry a run number in their name when a
-  run is resumed, so nothing is overwritten.
+
+    job.json                              `Job`: plan, FLOP models and peak, written before step 0
+    rank-00003/segment-00000.parquet      rows of `TRACE_COLUMNS`, written whole
+    rank-00003/segment-00001.arrows       rows since then, appended after every step (Arrow's stream
+                                          format); becomes segment-00001.parquet, unless its process
+                                          ends before
+    steps/segment-00000.parquet           rows of `STEP_COLUMNS`, written by rank 0
+    sizes/segment-00000.parquet           rows of `SIZE_COLUMNS` of a few sequences of every step,
+                                          written by rank 0
+    samples/segment-00000.parquet         rows of `SAMPLE_COLUMNS`: the samples of every slot,
+                                          written by rank 0
+    kineto/rank-00003-start-000.json.gz   torch's profile of the steps of `train --profile-steps`
+
+Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def _causes(
 
     Args:
         planned: the planner can say what other plans gain: the layers of its stages are no fault,
-        but a part of that.
+            but a part of that.
     """
     ordered = job is not None and job.predicted.ordering in ("paper", "best")
     uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordered)]

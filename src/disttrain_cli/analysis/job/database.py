@@ -108,11 +108,10 @@ def open_database(
 
     Args:
         file: where a database is written that others open again, which holds no rows of the trace;
-        else it is one in
-            memory, of which many questions follow, and rows are read once as far as they fit
-            (`MOST_ROWS_HELD`).
+            else it is one in memory, of which many questions follow, and rows are read once as far
+            as they fit (`MOST_ROWS_HELD`).
         strangers: make the documented views, for queries that are not ours; who opened it still has
-        to lock it.
+            to lock it.
         held: what was read of these paths already; nothing else of them is read then.
 
     Raises:

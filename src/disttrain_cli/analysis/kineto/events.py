@@ -91,7 +91,7 @@ def decode(text: bytes) -> list[Event]:
 
     Raises:
         ValueError: it is not that; `text` may have been cut inside an event, or hold what is not
-        JSON.
+            JSON.
     """
     return _EVENTS.decode(b"[" + text + b"]")
 

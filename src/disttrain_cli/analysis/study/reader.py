@@ -170,7 +170,7 @@ def read_study(files: list[Path]) -> StudyTrace:
 
     Raises:
         DataError: nothing can be read, or no step or no replica is whole; says which ranks and
-        operations lack.
+            operations lack.
     """
     import duckdb
 

@@ -30,7 +30,7 @@ def access_of(run: Run) -> Access:
 
     Raises:
         SpecError: a file cannot be read, the token is empty, or an address beyond loopback is not
-        protected by both.
+            protected by both.
     """
     spec = run.file.preprocess
     access = Access(

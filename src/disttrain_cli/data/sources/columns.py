@@ -57,7 +57,7 @@ NAME_IT = "name the column that holds them in the run file: data.sources[].text"
 class Columns(NamedTuple):
     """Names of the columns that are read."""
 
-    files: dict[str, str]  # by type of file (`data.modalities.MEDIA`)
+    files: dict[str, str]  # by type of file (`data.modalities.registry.MEDIA`)
     texts: tuple[str, ...] = ()  # of which the first that is not null is read; none of records
     interleaved: bool = False
     record: Mapping[str, str] = {}  # by key of a record (`chats`) the column of its value

@@ -85,7 +85,7 @@ class ImageName(str):
 
 
 def media_of(name: str) -> str:
-    """The type of file (`data.modalities.Media`) that a name is of."""
+    """The type of file (`data.modalities.media.Media`) that a name is of."""
     return "video" if isinstance(name, VideoName) else "image"
 
 
@@ -93,11 +93,11 @@ class Segment(NamedTuple):
     """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows
     inside the sample.
 
-    A file that is no image has the two numbers of its type (`data.modalities.Media`) in the place
-    of width and height; a video its `frames` and their rate (`spec.video_processor.Film`) beside
-    those of a frame; a piece of a document (`data.documents`) its first character, and how many it
-    has; a text of a chat template `TEMPLATED` in that of the height, and its tokens. `part`: as in
-    the index's column `parts`. `budget`: of an image whose record states its size.
+    A file that is no image has the two numbers of its type (`data.modalities.media.Media`) in the
+    place of width and height; a video its `frames` and their rate (`spec.video_processor.Film`)
+    beside those of a frame; a piece of a document (`data.documents`) its first character, and how
+    many it has; a text of a chat template `TEMPLATED` in that of the height, and its tokens.
+    `part`: as in the index's column `parts`. `budget`: of an image whose record states its size.
     """
 
     kind: int
@@ -250,7 +250,7 @@ class OpenShard(Protocol):
     """
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
-        """The file at `location`, of a type (`data.modalities.Media`)."""
+        """The file at `location`, of a type (`data.modalities.media.Media`)."""
 
     def file_name(self, media: str, location: Location, record: Location) -> str:
         """Name of that file, for messages."""

@@ -24,7 +24,7 @@ def read_buckets(
 
     Raises:
         SpecError: the architecture learns squares only, or a size is not whole patches, more than
-        the model has positions for, or there twice.
+            the model has positions for, or there twice.
     """
     if spec.buckets is None:
         return None

@@ -47,7 +47,7 @@ def image_input(
 
     Raises:
         SpecError: the folder's `preprocessor_config.json` cannot be read, or holds values that are
-        none; the processor does not fit the tower.
+            none; the processor does not fit the tower.
     """
     most, block_px = run.file.data.max_image_pixels, patch_px * merge
     if block_px**2 > most:

@@ -112,7 +112,7 @@ def check(run: Run, folder: Path) -> list[str]:
 
     Raises:
         SpecError: a tensor is missing or has another shape; the origin is damaged or has nothing of
-        this model; latents were prepared with another VAE than its.
+            this model; latents were prepared with another VAE than its.
     """
     from disttrain_cli.models.graph import build_layers, layer_table
     from disttrain_cli.models.tying import shared_names
@@ -199,7 +199,7 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
 
     Raises:
         SpecError: an origin, the newest checkpoint, or the folder of a module does not fit the
-        model.
+            model.
     """
     from disttrain_cli.models.adapters import check_adapters
     from disttrain_cli.models.graph import layer_table

@@ -1,10 +1,11 @@
 """Files of a checkpoint, behind torch.distributed.checkpoint's planning: safetensors and JSON,
 nothing pickled.
 
-    step-000060/rank-00003.safetensors   what a rank keeps: GROUP/LAYER/PARAMETER@OFFSETS, a box of
-    the whole tensor step-000060/tensors.json             shape, dtype and boxes of every tensor,
-    and in which file each box lies step-000060/checkpoint.json          step, fingerprints, size
-    and SHA-256 of every file, and of its own text
+    step-000060/rank-00003.safetensors   tensors of a rank: GROUP/LAYER/PARAMETER@OFFSETS, each a
+                                         box of the whole tensor
+    step-000060/tensors.json             shape, dtype and boxes of every tensor, each with its file
+    step-000060/checkpoint.json          step, fingerprints, size and SHA-256 of every file and of
+                                         its own text
 
 The folder has a temporary name until all of it is there. Files are written here tensor by tensor
 rather than by safetensors, whose writer copies all of them first and knows no checksum.

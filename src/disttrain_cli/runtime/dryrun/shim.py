@@ -29,8 +29,7 @@ def environment() -> dict[str, str]:
 
     Raises:
         DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, the cache
-        cannot be written, or
-            what lies there cannot be loaded.
+            cannot be written, or what lies there cannot be loaded.
     """
     torch = _torch_folder()
     library = _library(torch)

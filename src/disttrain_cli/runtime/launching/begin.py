@@ -37,8 +37,7 @@ def begin(job: JobFile, again: int = 0) -> str:
 
     Raises:
         SpecError, MismatchError: there is nothing to resume from that fits; or, where the job was
-        not told to start
-            anew, there is.
+            not told to start anew, there is.
         DisttrainError: another training of this run is under way.
     """
     payload = job.payload

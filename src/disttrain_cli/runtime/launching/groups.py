@@ -33,13 +33,12 @@ def check_groups(
 
     Args:
         limit_s: longest wait for the other members of a group (`MEETING_S` if that is shorter),
-        which may be connecting
-            another one, and for one group to be connected (`CONNECTING_S`).
+            which may be connecting another one, and for one group to be connected (`CONNECTING_S`).
 
     Raises:
         DisttrainError: members are missing and are named, or a group does not work within the
-        limit; it and the usual
-            remedies are named. Where NCCL does not return, the process ends with that error.
+            limit; it and the usual remedies are named. Where NCCL does not return, the process ends
+            with that error.
     """
     return {
         name: _connect(name, group, coords, device, limit_s) for name, group in grid.groups.items()

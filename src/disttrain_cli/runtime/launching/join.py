@@ -73,7 +73,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
 
     Raises:
         DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry
-        their messages.
+            their messages.
         MismatchError: the data are not those of the profile.
     """
     run = read_run(Path(payload["run"]))

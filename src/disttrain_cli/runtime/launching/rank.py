@@ -94,7 +94,7 @@ def place_in_job(job: JobFile) -> int:
 
     Raises:
         SpecError: it was not started by torchrun or srun, or with another number of ranks than the
-        plan has.
+            plan has.
     """
     for name, slurm in PLACES.items():
         if name not in os.environ and slurm in os.environ:

@@ -1,11 +1,13 @@
 """From a checkpoint to Hugging Face folders: one per module, and the projectors that join them.
 
-OUT/MODULE/                config.json and safetensors, tokenizer and preprocessor files where
-the run had them OUT/MODULE_vae/            the generator's VAE, as given
-OUT/MODULE/                of a module with lora: adapter_config.json, adapter_model.safetensors
-OUT/MODULE_base/           what these belong to, where no folder of the run file holds it
-OUT/projectors.safetensors parameters of ours alone, as LAYER.PARAMETER OUT/model.json,
-README.md  how the parts are joined
+    OUT/MODULE/                  config.json and safetensors, and tokenizer and preprocessor files
+                                 where the run had them; of a module with LoRA adapter_config.json
+                                 and adapter_model.safetensors
+    OUT/MODULE_base/             the weights that an adapter belongs to, where no folder of the run
+                                 file holds them
+    OUT/MODULE_vae/              the generator's VAE, as given
+    OUT/projectors.safetensors   parameters of projectors, as LAYER.PARAMETER
+    OUT/model.json, README.md    how the parts are joined
 
 A run of a whole published model (`model.folder`) becomes one folder of the same kind instead; with
 lora one adapter over it, and in OUT/base what it belongs to where `model.folder` is not that.

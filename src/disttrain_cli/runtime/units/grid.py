@@ -4,8 +4,8 @@ and TP sizes.
 DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit.
 Every rank creates every group in the same order (`communicators`). The model-parallel group is the
 world, whose ranks are counted by stage and TP rank so that no two kinds of weights have the same;
-of TP itself DeepSpeed knows nothing (trap 13). Data parallel are to it all ranks that hold the same
-weights, those of a CP group among them.
+of TP itself DeepSpeed knows nothing. To DeepSpeed all ranks that hold the same weights are data
+parallel, those of a CP group among them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ ordering.
 
 Nothing about shapes is ever sent. Items that both sides of a cut work on travel in canonical order;
 a route lists where their rows lie on this side. The same route, read in the other direction,
-carries the gradients (mission.md's broker rule: any two DP sizes, samples in order). Of a replica's
+carries the gradients (any two DP sizes, samples in order). Of a replica's
 rows every rank sends and receives its own part (`division.Place`) and no other, whatever the TP and
 CP sizes of both sides.
 """

@@ -116,7 +116,7 @@ class HangWatch:
 
         Raises:
             RankLostError: no rank has made progress for too long; the ranks write their stacks to
-            their logs and end.
+                their logs and end.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < interval_s(self._hang_s):

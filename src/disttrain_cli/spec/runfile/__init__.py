@@ -200,7 +200,7 @@ def read_run(path: Path) -> Run:
 
     Raises:
         SpecError: it is missing, not YAML, or has wrong fields (each named by its path); its
-        `model.folder` holds no model of a known family.
+            `model.folder` holds no model of a known family.
     """
     value = parse_yaml(
         path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"

@@ -47,8 +47,8 @@ def emit_jobset(
 
     Raises:
         SpecError: too few nodes; a name that Kubernetes does not allow; what `cluster.kubernetes`
-        must say and does not; files outside the volume; preprocessing nodes without TLS and a
-        token.
+            must say and does not; files outside the volume; preprocessing nodes without TLS and a
+            token.
     """
     cluster, spec = run.file.cluster, run.file.cluster.kubernetes
     nodes = numbered_nodes(run, plan, profile)

@@ -36,7 +36,7 @@ def emit_skypilot(
 
     Raises:
         SpecError: too few nodes; preprocessing nodes; what `cluster.skypilot` must say and does
-        not; files outside the volume.
+            not; files outside the volume.
     """
     cluster, spec = run.file.cluster, run.file.cluster.skypilot
     nodes = numbered_nodes(run, plan, profile)

@@ -35,7 +35,7 @@ def emit_slurm(
 
     Raises:
         SpecError: too few nodes, or preprocessing nodes without what protects their data (TLS and a
-        token).
+            token).
     """
     cluster = run.file.cluster
     nodes = numbered_nodes(run, plan, profile)
