@@ -1,14 +1,12 @@
 """The order of an epoch: making it, opening it, resuming in it, and how samples are mixed.
 
 Samples have lengths of a lognormal distribution (median 330 tokens, mean 500) and, every second
-one, an image; they are of four sources, and sequences have 8,192 tokens. Compared are the first
-order (windows of 2,048 samples, in Python), the second (`data.epochs.histogram`) and the third
-(`data.epochs.streams`) on as many samples as the first packs in a minute. Then, in the third order,
-of 100 million samples: seconds and memory of the process that makes an epoch's order,
-and of new processes as a rank is one, that open index and order and take a batch of 1,920
-sequences, at the beginning and at epoch 3, or go on from there with other weights. Files lie in a
-temporary folder (15 GB) and in the page cache. Run from the repository with the `dev` extra
-installed.
+one, an image; they are of four sources, and sequences have 8,192 tokens. Of 2 million samples: CPU
+time of packing, how full sequences are, and how samples are mixed. Of 100 million samples: seconds
+and memory of the process that makes an epoch's order, and of new processes that open index and
+order, as a rank does, and take a batch of 1,920 sequences, at the beginning and at epoch 3, or
+continue from there with other weights. Files lie in a temporary folder (15 GB) and in the page
+cache. Run from the repository with the `dev` extra installed.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import numpy as np
 
 from benchmarks.common import Tables, main
 from disttrain_cli.data.columns import ColumnWriter, open_columns, writing_columns
-from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.index import DERIVED, FIELDS, Index, Keys
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
@@ -43,7 +40,6 @@ SAMPLES, COMPARED, SMALL = 100_000_000, 2_000_000, 20_000
 BATCH, SEED, RESUMED = 1920, 0, 3
 SIDE = 16  # patches
 CHUNK = 1 << 20
-ORDERS = {"windows": WINDOWS, "histogram": HISTOGRAM, "streams": STREAMS}
 WEIGHTS, LATER_WEIGHTS = (1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 0.5, 0.0)  # by source
 
 
@@ -55,10 +51,9 @@ def measure(small: bool) -> Tables:
             with writing_columns(path / "index") as writer:
                 write_index(writer, count)
         return {
-            f"Packing {compared:,} samples": [_packed(few, name) for name in ORDERS],
+            f"Packing {compared:,} samples": [_packed(few)],
             f"How they are mixed, steps of {BATCH if not small else 16} sequences": [
-                {"order": name, **mixed(pack(Mixture(opened(few), SEED, order), 0), small)}
-                for name, order in ORDERS.items()
+                mixed(pack(Mixture(opened(few), SEED), 0), small)
             ],
             f"Orders of {samples:,} samples, a process each": _processes(many),
         }
@@ -121,12 +116,11 @@ def opened(folder: Path) -> Index:
     )
 
 
-def _packed(folder: Path, name: str) -> dict[str, Any]:
-    begun, order = time.process_time(), ORDERS[name]
-    packing = pack(Mixture(opened(folder), SEED, order), 0)
+def _packed(folder: Path) -> dict[str, Any]:
+    begun = time.process_time()
+    packing = pack(Mixture(opened(folder), SEED), 0)
     seconds = time.process_time() - begun
     return {
-        "order": name,
         "CPU s": seconds,
         "µs per sample": 1e6 * seconds / len(packing.samples),
         "filled %": 100 * packing.fill_fraction,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.spec.profile import (
     DataProfile,
     Distribution,
@@ -165,6 +164,5 @@ def data(
         targets=500 * targets,
         fill_fraction=0.9,
         images_per_sequence=counts,
-        order=NEWEST,
         sample=sample,
     )

@@ -620,12 +620,7 @@ def test_more_evidence_is_fitted_to_be_no_less_sure():
 
 def test_orders_of_epochs_are_made_opened_and_mixed():
     packed, mixed, processes = epoch_order.measure(small=True).values()
-    assert (
-        [row["order"] for row in packed]
-        == [row["order"] for row in mixed]
-        == ["windows", "histogram", "streams"]
-    )
-    assert packed[1]["filled %"] >= packed[0]["filled %"] > 99
+    assert packed[0]["filled %"] > 99
     for row in mixed:
         for name in ("samples", "images", "Σ length²"):
             assert 0.7 < row[f"spread of steps, {name}"] < 1.3

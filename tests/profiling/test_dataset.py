@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.data.epochs import STREAMS, WINDOWS
-from disttrain_cli.data.epochs.mixture import Mixture
-from disttrain_cli.data.packing import pack
 from disttrain_cli.errors import DataError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.profiling import preprocess
@@ -17,7 +14,6 @@ from disttrain_cli.profiling.dataset import read_dataset
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DataSpec, DistributionSpec
 from tests.profiling.test_measure import MODULES, run_file
-from tests.runtime.checkpoints.test_folder import checkpoint
 
 
 def with_distribution(folder: Path, **fields: float) -> Run:
@@ -47,21 +43,6 @@ def test_a_distribution_stands_in_for_a_dataset(
     assert rates.sequences_per_s_per_core == pytest.approx(rates.images_per_s_per_core / 6)
     assert "synthetic" in data.provenance["preprocess"]
     assert not list(tmp_path.glob("runs/**/*.parquet"))
-
-
-def test_a_run_that_began_with_the_first_order_is_profiled_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preprocess, "SECONDS", 0.01)
-    run = with_distribution(tmp_path, images_per_sequence=4, generated_per_sequence=2)
-    new = read_dataset(run, describe(run))
-    checkpoint(run.dir.checkpoints, 5)
-    old = read_dataset(run, describe(run))
-    assert (old.profile.order, new.profile.order) == (WINDOWS, STREAMS)
-    assert "order" not in old.profile.model_dump()  # so that plans still fit older profiles
-    for data, order in ((old, WINDOWS), (new, STREAMS)):
-        packed = pack(Mixture(data.epoch.index, run.file.train.seed, order), 0)
-        assert data.epoch.samples.tolist() == packed.samples.tolist()
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def order(
     with console.progress() as progress:
         index = open_index(opened, inputs, progress)
         phases, _ = phases_of(index, before)
-        mixture = Mixture(index, train.seed, before.order, in_sequences(phases, batch))
+        mixture = Mixture(index, train.seed, in_sequences(phases, batch))
         stream, at = SequenceStream(mixture, progress, keep=True), before.step * batch
         for _ in range(epochs):
             phase, epoch = stream.epoch_of(at)
@@ -357,9 +357,7 @@ def order(
             made.append(
                 {"phase": step, "epoch": epoch, "first_sequence": begin, "sequences": at - begin}
             )
-    console.result(
-        {"order": before.order, "path": str(opened.dir.orders), "epochs": made}, opened.dir.orders
-    )
+    console.result({"path": str(opened.dir.orders), "epochs": made}, opened.dir.orders)
     for one in made:
         of_phase = f" from step {one['phase']:,} on" if len(mixture.phases) > 1 else ""
         console.say(f"Epoch {one['epoch']}{of_phase}: {one['sequences']:,} sequences")

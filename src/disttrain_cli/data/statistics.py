@@ -8,7 +8,6 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
@@ -25,8 +24,8 @@ NAMED = 3  # samples left out that the profile names
 SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
 
 
-def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
-    """What the profile says of the data; `packing` is one epoch, in this order."""
+def describe_data(packing: Packing) -> DataProfile:
+    """Statistics of the data for the profile; `packing` is one epoch."""
     index = packing.index
     return DataProfile(
         samples=len(index),
@@ -52,7 +51,6 @@ def describe_data(packing: Packing, order: int = NEWEST) -> DataProfile:
         unread=index.unread,
         unread_files=index.unread_files,
         unread_keys=index.unread_keys if any(index.unread_keys) else [],
-        order=order,
         sample=size_sample(packing),
     )
 

@@ -76,8 +76,7 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
     phases, goes_on = phases_of(index, before)
     left = _left(phases, before.step)
     mixtures = {
-        step: Mixture(index, seed, before.order, (Phase(0, weights),) if phases else ())
-        for step, weights in left
+        step: Mixture(index, seed, (Phase(0, weights),) if phases else ()) for step, weights in left
     }
     packed = {step: pack(mixture, 0, progress) for step, mixture in mixtures.items()}
     priced = _longest(left, before.step, run.file.train.steps)
@@ -101,7 +100,7 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
             name: 1.0 - float(np.mean(np.any(rows > 0, axis=1)))
             for name, rows in sequence_work(known).items()
         },
-        profile=describe_data(epoch, before.order).model_copy(
+        profile=describe_data(epoch).model_copy(
             update={
                 "phases": [
                     PhaseProfile(

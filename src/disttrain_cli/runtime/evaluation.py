@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
@@ -35,7 +34,6 @@ class Evaluation:
     Args:
         index: of all data, held-out ones included.
         fields: what the layers of the rank's stage need of a batch (`Loader`).
-        order: of the data, the training's (`data.epochs`).
     """
 
     def __init__(
@@ -47,14 +45,13 @@ class Evaluation:
         coords: RankCoords,
         fields: set[str],
         dtype: torch.dtype,
-        order: int = NEWEST,
     ) -> None:
         # As packed: what a policy finds for a layout does not matter here, and searches take time.
         train = run.file.train.model_copy(update={"ordering": "none"})
         self._run = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
         self._layout, self._index, self._coords = layout, held_out(index), coords
         self._fields, self._dtype = fields, dtype
-        self._every, self._order = spec.every_steps, order
+        self._every = spec.every_steps
         self._batches = -(-spec.sequences // layout.global_batch_size)
 
     def due(self, step: int) -> bool:
@@ -74,7 +71,7 @@ class Evaluation:
             dict.fromkeys(engine.loss_modules, 0.0),
             dict.fromkeys(engine.loss_modules, 0),
         )
-        orders = Orders(self._run.file, self._layout, self._index, order=self._order)
+        orders = Orders(self._run.file, self._layout, self._index)
         with Loader(
             self._run,
             orders,

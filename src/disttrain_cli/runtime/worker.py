@@ -147,7 +147,6 @@ def main(payload: dict[str, Any]) -> None:
                 coords,
                 fields,
                 message_dtype(run.file.train),
-                job.profile.data.order,
             )
             if run.file.train.evaluation
             else None
@@ -205,7 +204,7 @@ def _remove_orders(job: Joined) -> None:
     batch = train.global_batch_size
     SequenceStream(mixture_of(index, train.seed, data, batch)).remove_unneeded(
         begun(job.run.dir.checkpoints).step * batch,
-        [Mixture(held_out(index), train.seed, data.order)] if train.evaluation else [],
+        [Mixture(held_out(index), train.seed)] if train.evaluation else [],
     )
 
 

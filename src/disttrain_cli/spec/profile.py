@@ -527,25 +527,15 @@ class DataProfile(Strict):
             "Of each source, the samples by key or column of their records that no reader knows."
         ),
     )
-    order: int = Field(
-        1,
-        exclude_if=lambda given: given == 1,  # fingerprints of older profiles stay
-        description=(
-            "Version of the order of the data (docs/data.md); 1 where none is said. A run keeps the"
-            " one that it began with."
-        ),
-    )
     sources: list[str] = Field(
         default_factory=list,
         exclude_if=lambda given: not given,
-        description=(
-            "From order 3 on, the fingerprint of each source: a run may go on with more of them."
-        ),
+        description="The fingerprint of each source: a run may go on with more of them.",
     )
     phases: list[PhaseProfile] = Field(
         default_factory=list,
         exclude_if=lambda given: not given,
-        description="From order 3 on, how sources are mixed from which step on.",
+        description="How sources are mixed from which step on.",
     )
     goes_on_from: int = Field(
         0,

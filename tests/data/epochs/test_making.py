@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from disttrain_cli.data.columns import HEADER, alone
-from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS, making, streams
+from disttrain_cli.data.epochs import making, streams
 from disttrain_cli.data.epochs.making import Epochs, folder_of
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing, SequenceStream
-from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.progress import silent
 from tests.data.test_packing import make_index
@@ -70,18 +70,14 @@ def folders(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/epoch-*"))
 
 
-@pytest.mark.parametrize("order", [WINDOWS, HISTOGRAM, STREAMS])
-def test_from_files_as_from_memory(
-    folder: Path, order: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("disttrain_cli.data.epochs.histogram.order_blocks.__defaults__", (25,))
+def test_from_files_as_from_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "BLOCK_SAMPLES", 25)
-    memory = SequenceStream(Mixture(made(None), 3, order)).batch(0, 50)
+    memory = SequenceStream(Mixture(made(None), 3)).batch(0, 50)
     assert len(memory) == 50 and memory.fill_fraction > 0.8
-    assert same(SequenceStream(Mixture(made(folder), 3, order)).batch(0, 50), memory)
-    again = SequenceStream(Mixture(made(folder), 3, order))
+    assert same(SequenceStream(Mixture(made(folder), 3)).batch(0, 50), memory)
+    again = SequenceStream(Mixture(made(folder), 3))
     assert same(again.batch(0, 50), memory)
-    late = SequenceStream(Mixture(made(folder), 3, order)).batch(37, 5)
+    late = SequenceStream(Mixture(made(folder), 3)).batch(37, 5)
     assert (
         late.samples.tolist()
         == memory.samples[memory.sample_start[37] : memory.sample_start[42]].tolist()
@@ -104,15 +100,15 @@ def test_a_resumed_run_opens_the_epoch_it_is_in(folder: Path, made_epochs: list[
     assert same(SequenceStream(Mixture(made(folder), 3)).batch(4 * SEQUENCES, 3), expected)
 
 
-def test_other_seeds_indexes_and_orders_lie_apart(folder: Path, made_epochs: list[int]) -> None:
-    for index, seed, order in (
-        (made(folder), 0, HISTOGRAM),
-        (made(folder), 1, HISTOGRAM),
-        (made(folder), 0, WINDOWS),
-        (made(folder, 61), 0, HISTOGRAM),
-        (replace(made(folder), held=True), 0, HISTOGRAM),
+def test_other_seeds_indexes_and_weights_lie_apart(folder: Path, made_epochs: list[int]) -> None:
+    for index, seed, weight in (
+        (made(folder), 0, 1.0),
+        (made(folder), 1, 1.0),
+        (made(folder), 0, 2.0),
+        (made(folder, 61), 0, 1.0),
+        (replace(made(folder), held=True), 0, 1.0),
     ):
-        SequenceStream(Mixture(index, seed, order)).batch(0, 4)
+        SequenceStream(Mixture(index, seed, (Phase(0, [weight]),))).batch(0, 4)
     assert len(folders(folder)) == len(made_epochs) == 5
     # one that took another's place is noticed
     paths = folders(folder)
@@ -203,11 +199,6 @@ def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         SequenceStream(Mixture(made(folder), 3)).batch(0, 5),
         SequenceStream(Mixture(made(None), 3)).batch(0, 5),
     )
-
-
-def test_an_order_of_another_program() -> None:
-    with pytest.raises(MismatchError, match="order 4"):
-        SequenceStream(Mixture(made(None), 3, 4))
 
 
 MAKER = """

@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.data.arrays import mix
-from disttrain_cli.data.epochs import HISTOGRAM, streams
-from disttrain_cli.data.epochs.drawing import DRAW, ORDER
+from disttrain_cli.data.epochs import streams
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
+from disttrain_cli.data.epochs.streams import DRAW, ORDER
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import TEXT
 from tests.data.dataset import INPUTS, PROPERTY
-from tests.data.epochs.test_histogram import plain_fill
+from tests.data.epochs.test_best_fit import plain_fill
 from tests.data.epochs.test_permutation import plain as permuted
 from tests.data.test_packing import make_index, sequence_samples
 
@@ -99,7 +99,7 @@ def own_of(index: Index) -> list[list[int]]:
 
 
 def plain(case: Case, index: Index) -> Iterator[list[int]]:
-    """The samples of every sequence, in order, as docs/data.md defines the third order."""
+    """The samples of every sequence, in order, as docs/data.md defines the order."""
     rest = [plain_stream(rows, source, case.small) for source, rows in enumerate(own_of(index))]
     number = 0  # of the sequence
     for phase, (_, weights) in enumerate(case.phases):
@@ -230,10 +230,3 @@ def test_a_phase_that_draws_nothing_in_some_epochs_is_refused_in_the_first() -> 
     index = make_index([[TEXT]] * 30, [[20]] * 30, [0.03], np.zeros(30, np.int64))
     with pytest.raises(DataError, match="none in some epochs"):
         pack(Mixture(index, 0), 0)
-
-
-def test_as_full_as_the_second_order() -> None:
-    lengths = (mix(1, np.arange(20_000)) % 60 + 20).astype(np.int64)
-    index = make_index([[TEXT]] * len(lengths), [[length - 2] for length in lengths.tolist()])
-    second, third = (pack(Mixture(index, 0, order), 0).fill_fraction for order in (HISTOGRAM, 3))
-    assert third > second - 1e-4

@@ -1,4 +1,4 @@
-"""Which order of the data a run has: the one that it began with."""
+"""Checkpoints say how a run draws its data, and what they were made from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from disttrain_cli.data.epochs import HISTOGRAM, NEWEST, STREAMS, WINDOWS
 from disttrain_cli.errors import MismatchError
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, begun, check_belongs, sealed
+from disttrain_cli.runtime.checkpoints.folder import (
+    DESCRIPTION,
+    Begun,
+    begun,
+    check_belongs,
+    sealed,
+)
 
 
 def checkpoint(root: Path, step: int, **said: Any) -> Path:
@@ -21,21 +26,18 @@ def checkpoint(root: Path, step: int, **said: Any) -> Path:
     return folder
 
 
-def test_a_run_keeps_the_order_that_it_began_with(tmp_path: Path) -> None:
-    assert begun(tmp_path / "none").order == NEWEST == STREAMS
-    checkpoint(tmp_path / "old", 3)  # as they were written when there was one order
-    assert begun(tmp_path / "old").order == WINDOWS
-    checkpoint(tmp_path / "new", 3, order=HISTOGRAM)
-    assert begun(tmp_path / "new").order == HISTOGRAM
-    damaged = checkpoint(tmp_path / "old", 6, order=HISTOGRAM)
+def test_data_of_a_run_are_those_of_its_newest_sound_checkpoint(tmp_path: Path) -> None:
+    assert begun(tmp_path) == Begun(0, [], [])
+    checkpoint(tmp_path, 3, dataset=["a"], phases=[[0, [1.0]], [3, [2.0]]])
+    damaged = checkpoint(tmp_path, 6, dataset=["b"], phases=[])
     (damaged / DESCRIPTION).write_text("{")
-    assert begun(tmp_path / "old").order == WINDOWS
+    assert begun(tmp_path) == Begun(3, ["a"], [(0, [1.0])])
 
 
-def test_a_checkpoint_of_another_order_is_refused(tmp_path: Path) -> None:
-    old = checkpoint(tmp_path, 3)
-    assert check_belongs(old, {"order": WINDOWS}) == 3
-    with pytest.raises(MismatchError, match="another order of the data") as error:
-        check_belongs(old, {"order": HISTOGRAM})
-    assert error.value.why == "order of the checkpoint: 1; here: 2"
-    assert "disttrain profile && disttrain plan" in (error.value.next_step or "")
+def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 3, seed=1)
+    assert check_belongs(folder, {"seed": 1}) == 3
+    with pytest.raises(MismatchError, match="another seed") as error:
+        check_belongs(folder, {"seed": 2})
+    assert error.value.why == "seed of the checkpoint: 1; here: 2"
+    assert "train.seed" in (error.value.next_step or "")

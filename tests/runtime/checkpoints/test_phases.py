@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.data.epochs import HISTOGRAM, STREAMS
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.errors import MismatchError, SpecError
@@ -29,10 +28,10 @@ def indexed(sources: int, *phases: tuple[int, list[float]]) -> Index:
     return replace(index, of_sources=["a", "b", "c"][:sources], phases=list(phases))
 
 
-def profiled(sources: list[str], phases: Phases, order: int = STREAMS) -> Profile:
+def profiled(sources: list[str], phases: Phases) -> Profile:
     profile = synthetic.tiny(synthetic.run_file())
     phase_profiles = [PhaseProfile(step=step, weights=weights) for step, weights in phases]
-    data = {"sources": sources, "phases": phase_profiles, "order": order}
+    data = {"sources": sources, "phases": phase_profiles}
     return profile.model_copy(update={"data": profile.data.model_copy(update=data)})
 
 
@@ -50,31 +49,24 @@ def profiled(sources: list[str], phases: Phases, order: int = STREAMS) -> Profil
     ],
 )
 def test_what_a_run_goes_on_with(tmp_path: Path, index: Index, phases: Phases) -> None:
-    checkpoint(tmp_path, 60, order=STREAMS, dataset=["a", "b"], phases=PAST)
+    checkpoint(tmp_path, 60, dataset=["a", "b"], phases=PAST)
     before = begun(tmp_path)
-    assert before == Begun(60, STREAMS, ["a", "b"], PAST[:2])
+    assert before == Begun(60, ["a", "b"], PAST[:2])
     assert phases_of(index, before) == (phases, 0 if phases == index.phases else 60)
 
 
 def test_other_data_begin_anew(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 60, order=STREAMS, dataset=["a", "x"], phases=PAST)
+    checkpoint(tmp_path, 60, dataset=["a", "x"], phases=PAST)
     stated = (0, [3.0, 1.0]), (70, [1.0, 1.0])
     assert phases_of(indexed(2, *stated), begun(tmp_path)) == (list(stated), 0)
     assert phases_of(indexed(2, *stated), begun(tmp_path / "none")) == (list(stated), 0)
-
-
-def test_earlier_orders_have_no_phases(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 60, order=HISTOGRAM, dataset="abc")
-    assert phases_of(indexed(2, (0, [1.0, 1.0])), begun(tmp_path)) == ([], 0)
-    with pytest.raises(MismatchError, match="began with order 2"):
-        phases_of(indexed(2, (0, [1.0, 1.0]), (70, [1.0, 2.0])), begun(tmp_path))
 
 
 def test_which_checkpoint_belongs(tmp_path: Path) -> None:
     run = make_run(tmp_path)
 
     def said(profile: Profile) -> dict[str, object]:
-        return {name: made_from(run, profile)[name] for name in ("order", "dataset", "phases")}
+        return {name: made_from(run, profile)[name] for name in ("dataset", "phases")}
 
     folder = checkpoint(tmp_path, 60, **said(profiled(["a", "b"], PAST)))
     later = [*PAST[:2], (60, [1.0, 1.0, 1.0])]
@@ -89,9 +81,6 @@ def test_which_checkpoint_belongs(tmp_path: Path) -> None:
     ):
         with pytest.raises(MismatchError, match=why):
             check_belongs(folder, said(profiled(sources, phases)))
-    old = checkpoint(tmp_path / "old", 60, order=HISTOGRAM, dataset="abc")
-    with pytest.raises(MismatchError, match="another order"):
-        check_belongs(old, said(profiled(["a", "b"], PAST)))
 
 
 def test_a_start_anew_needs_its_own_profile() -> None:

@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.columns import Columns, alone, open_columns, writing_columns
-from disttrain_cli.data.epochs import HISTOGRAM, STREAMS, WINDOWS, histogram, streams, windows
+from disttrain_cli.data.epochs import streams
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.sizes import START, columns_of, joined
 from disttrain_cli.data.epochs.streams import Start
-from disttrain_cli.data.slots import Ints
-from disttrain_cli.errors import MismatchError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.progress import Progress
 
@@ -47,11 +45,7 @@ class Epoch:
 
 
 class Epochs:
-    """The epochs of a phase of a mixture; any thread and process may ask.
-
-    Raises:
-        MismatchError: this program does not know the mixture's order.
-    """
+    """The epochs of a phase of a mixture; any thread and process may ask."""
 
     def __init__(
         self,
@@ -63,16 +57,9 @@ class Epochs:
     ) -> None:
         """
         Args:
-            start: what the phase begins with; asked for when an epoch of order `STREAMS` is made.
+            start: what the phase begins with; asked for when an epoch is made.
             keep: earlier epochs, which are removed else when one is made.
         """
-        order = mixture.order
-        if order not in (WINDOWS, HISTOGRAM, STREAMS):
-            raise MismatchError(
-                f"The run has its data in order {order}",
-                f"this program knows {WINDOWS} to {STREAMS}",
-                "Go on with the disttrain that it began with.",
-            )
         self.mixture, self.phase = mixture, phase
         self._start, self._progress, self._keep = start, progress, keep
         self._made_for, self._folder = _made_for(mixture, phase), folder_of(mixture, phase)
@@ -150,38 +137,27 @@ class Epochs:
 
     def _pieces(self, number: int) -> Iterator[dict[str, NDArray[Any]]]:
         """Columns of the sequences of one block after the other."""
-        for block, blocks, start, samples in self._blocks(number):
+        for block, blocks, start, samples in streams.order_blocks(
+            self.mixture, self.phase, self._start(), number
+        ):
             self._progress(f"order of epoch {number}", block, blocks)
             yield columns_of(self.mixture.index, start, samples)
-
-    def _blocks(self, number: int) -> Iterator[tuple[int, int, Ints, Ints]]:
-        index, seed = self.mixture.index, self.mixture.seed
-        if self.mixture.order == WINDOWS:
-            yield 0, 1, *windows.order_epoch(index, seed, number)
-        elif self.mixture.order == HISTOGRAM:
-            yield from histogram.order_blocks(index, seed, number)
-        else:
-            yield from streams.order_blocks(self.mixture, self.phase, self._start(), number)
 
 
 def _made_for(mixture: Mixture, phase: int) -> dict[str, Any]:
     """What an order is made of."""
-    index, order = mixture.index, mixture.order
-    made_for: dict[str, Any] = {
-        "index": index.fingerprint,
-        "held out": index.held,
-        "inputs": index.inputs.fingerprint(),
-        "seed": mixture.seed,
-        "order": order,
-    }
-    if order != STREAMS:
-        return made_for
+    index = mixture.index
     phases = mixture.phases[: phase + 1]  # sources that come later change nothing
     own = index.of_sources[: max(len(one.weights) for one in phases)]
     if any(shard.held_out for shard in index.shards):
         own = []  # `of_sources` says nothing of them, and their rows lie among those of sources
-    said = [[one.first, list(one.weights)] for one in phases]
-    return made_for | {"index": own or index.fingerprint, "phases": said}
+    return {
+        "index": own or index.fingerprint,
+        "held out": index.held,
+        "inputs": index.inputs.fingerprint(),
+        "seed": mixture.seed,
+        "phases": [[one.first, list(one.weights)] for one in phases],
+    }
 
 
 def folder_of(mixture: Mixture, phase: int) -> Path | None:

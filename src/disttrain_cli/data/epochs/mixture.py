@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disttrain_cli.data.epochs import NEWEST, STREAMS
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.spec.profile import DataProfile
@@ -23,11 +22,10 @@ class Phase(NamedTuple):
 @dataclass(frozen=True)
 class Mixture:
     """Phases follow each other; the first begins at sequence 0, and without any there is one, of
-    the index's own weights. Orders before `STREAMS` have one."""
+    the index's own weights."""
 
     index: Index
     seed: int
-    order: int = NEWEST
     phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
@@ -35,14 +33,13 @@ class Mixture:
             object.__setattr__(self, "phases", (Phase(0, self.index.weights),))
         firsts = [phase.first for phase in self.phases]
         assert firsts[0] == 0 and firsts == sorted(set(firsts))
-        assert len(firsts) == 1 or self.order == STREAMS
 
 
 def mixture_of(index: Index, seed: int, data: DataProfile, batch: int) -> Mixture:
     """The mixture that a profile's run trains on, `batch` sequences a step; drawn sizes have no
     phases."""
     phases = [(phase.step, phase.weights) for phase in data.phases] if index.of_sources else []
-    return Mixture(index, seed, data.order, in_sequences(phases, batch))
+    return Mixture(index, seed, in_sequences(phases, batch))
 
 
 def in_sequences(phases: Phases, batch: int) -> tuple[Phase, ...]:

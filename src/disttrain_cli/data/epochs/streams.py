@@ -1,6 +1,6 @@
-"""The third order: every source is an endless stream of its own samples, one permutation of them
-after the other. A phase draws from all streams by its weights, in blocks of millions that are
-packed as in the second order, and goes on where the phase before it stopped.
+"""Every source is an endless stream of its own samples, one permutation of them after the other. A
+phase draws from all streams by its weights, in blocks of millions that are packed by best fit
+(`best_fit`), and continues where the phase before it stopped.
 
 What a phase had drawn into sequences that nobody used comes first in the next one: whatever the
 phases, no sample of a stream is left out and none is drawn twice.
@@ -11,20 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import mix
-from disttrain_cli.data.epochs.drawing import DRAW, ORDER, check_most, eligible
-from disttrain_cli.data.epochs.histogram import MOST_DRAWN, pack_block, places_of
+from disttrain_cli.data.epochs.best_fit import pack_block
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.epochs.permutation import permuted
+from disttrain_cli.data.index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
 
 BLOCK_SAMPLES = 1 << 22
+MOST_DRAWN = 200_000_000  # samples of an epoch, unless the index has a sixteenth of them
 SMALL = 1 << 12  # samples of a source, of which many permutations are sorted at once
+DRAW, ORDER = 1, 2  # purposes of `mix`, so that equal keys of different purposes hash apart
 
 
 class Start(NamedTuple):
@@ -40,6 +43,24 @@ def at_first(mixture: Mixture) -> Start:
     return Start([0 for _ in sources], [np.zeros(0, np.int64) for _ in sources])
 
 
+def _eligible(index: Index, source: int) -> NDArray[np.bool_]:
+    """[N] samples of a source that sequences are made of."""
+    own, chosen = index.source == source, index.chosen
+    return own if chosen is None else own & chosen
+
+
+def _rows_of(index: Index, source: int) -> NDArray[Any]:
+    """Rows of these samples, in the narrowest type."""
+    own = _eligible(index, source)
+    kind = np.int32 if len(own) < 1 << 31 else np.int64
+    return np.concatenate(
+        [
+            (first + np.flatnonzero(own[first : first + BLOCK_SAMPLES])).astype(kind)
+            for first in range(0, len(own), BLOCK_SAMPLES)
+        ]
+    )
+
+
 class Draws:
     """How many samples of each source a phase draws into which block of which epoch.
 
@@ -49,7 +70,7 @@ class Draws:
     def __init__(self, mixture: Mixture, phase: int) -> None:
         index, weights = mixture.index, mixture.phases[phase].weights
         self._index = index
-        self.counts = [int(eligible(index, at).sum()) for at in range(len(index.weights))]
+        self.counts = [int(_eligible(index, at).sum()) for at in range(len(index.weights))]
         self._each = [
             Fraction(weight) * count for weight, count in zip(weights, self.counts, strict=False)
         ]
@@ -72,7 +93,13 @@ class Draws:
             for each in self._each
         ]
         total = sum(end - begin for begin, end in ends)
-        check_most(self._index, total, MOST_DRAWN)
+        samples = len(self._index.source)
+        if total > (most := max(MOST_DRAWN, 16 * samples)):
+            raise DataError(
+                f"The weights of data.sources draw {total:,} samples in an epoch",
+                f"samples: {samples:,}; allowed: {most:,}",
+                "Lower all of them: the mixture follows from their ratios.",
+            )
         return ends
 
     def of_blocks(self, epoch: int) -> list[list[tuple[int, int]]]:
@@ -96,10 +123,9 @@ def order_blocks(
         DataError: the weights of the sources draw no sample, or too many.
     """
     index, seed = mixture.index, mixture.seed
-    kind = np.int32 if len(index.source) < 1 << 31 else np.int64
     blocks = Draws(mixture, phase).of_blocks(epoch)
     drawing = [at for at, (begin, _) in enumerate(blocks[0]) if blocks[-1][at][1] > begin]
-    own = {at: places_of(eligible(index, at), kind) for at in drawing}
+    own = {at: _rows_of(index, at) for at in drawing}
     for number, ends in enumerate(blocks):
         samples = np.concatenate(
             [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from disttrain_cli.data.epochs import NEWEST
 from disttrain_cli.data.epochs.mixture import Mixture, mixture_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.once import Once
@@ -68,7 +67,6 @@ class Orders:
     Args:
         profile: the policy `best` needs it.
         known: assignments of steps, found before for the very same arguments.
-        order: of the data (`data.epochs`), where there is no profile that says it.
         progress: told when an epoch's order is made or waited for.
     """
 
@@ -79,7 +77,6 @@ class Orders:
         index: Index,
         profile: Profile | None = None,
         known: Mapping[int, Assignment] | None = None,
-        order: int = NEWEST,
         progress: Progress = silent,
     ) -> None:
         self.layout, self.index = layout, index
@@ -95,7 +92,7 @@ class Orders:
         self._stream = SequenceStream(
             mixture_of(index, seed, profile.data, layout.global_batch_size)
             if profile
-            else Mixture(index, seed, order),
+            else Mixture(index, seed),
             progress,
         )
         self._known = known or {}

@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from disttrain_cli.data.epochs import NEWEST, WINDOWS
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.profile import Profile
@@ -117,21 +116,19 @@ class Begun(NamedTuple):
     """How the data of a run are drawn up to a step."""
 
     step: int
-    order: int
     sources: list[str]  # as `Index.of_sources`
     phases: list[tuple[int, list[float]]]  # (first step, weight of each source)
 
 
 def begun(checkpoints: Path) -> Begun:
-    """How a run draws its data, as its newest checkpoint says; the newest order, of which nothing
-    is drawn, where it has none."""
+    """How a run draws its data, as its newest checkpoint says; nothing drawn where it has none."""
     for folder in reversed(all_of(checkpoints)):
         with suppress(SpecError):  # damaged
-            said = BEFORE | describe(folder)
-            step, order, phases = int(said["step"]), int(said["order"]), said["phases"]
-            drawn = [(first, weights) for first, weights in phases if first < step]
-            return Begun(step, order, said["dataset"] if drawn else [], drawn)
-    return Begun(0, NEWEST, [], [])
+            said = describe(folder)
+            step = int(said["step"])
+            drawn = [(first, weights) for first, weights in said["phases"] if first < step]
+            return Begun(step, said["dataset"] if drawn else [], drawn)
+    return Begun(0, [], [])
 
 
 def made_from(run: Run, profile: Profile) -> dict[str, Any]:
@@ -140,7 +137,6 @@ def made_from(run: Run, profile: Profile) -> dict[str, Any]:
     data = profile.data
     return {
         **model_of(run),
-        "order": data.order,
         "dataset": data.sources or profile.fingerprints.data,
         "phases": [[phase.step, phase.weights] for phase in data.phases],
         "seed": run.file.train.seed,
@@ -176,21 +172,12 @@ REMEDIES = {
         "profile and plan again, which keeps those of the steps before the newest checkpoint:"
         " disttrain profile && disttrain plan",
     ),
-    "order": (
-        "another order of the data",
-        "profile and plan again, which keeps the order of the newest checkpoint: disttrain profile"
-        " && disttrain plan",
-    ),
     "seed": ("another seed", "give train.seed its old value"),
     "global_batch_size": (
         "another global batch size",
         "give train.global_batch_size its old value",
     ),
 }
-
-
-#: What checkpoints were made from that do not say it.
-BEFORE: dict[str, Any] = {"order": WINDOWS, "phases": []}
 
 
 def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
@@ -203,7 +190,7 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
     described = describe(folder)
     step = int(described["step"])
     for what, ours in here.items():
-        theirs = described.get(what, BEFORE.get(what, ours))
+        theirs = described.get(what, ours)
         if what == "phases":
             theirs, ours = ([one for one in phases if one[0] < step] for phases in (theirs, ours))
         more = what == "dataset" and isinstance(theirs, list) and isinstance(ours, list)

@@ -3,30 +3,16 @@ does."""
 
 from __future__ import annotations
 
-from disttrain_cli.data.epochs import STREAMS
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.mixtures import Phases, go_on
-from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.checkpoints.folder import Begun
 from disttrain_cli.spec.profile import Profile
 
 
 def phases_of(index: Index, before: Begun) -> tuple[Phases, int]:
-    """(how the sources are drawn from which step on, none in orders that have no phases; the step
-    of the checkpoint that says it, 0 where the run file does).
-
-    Raises:
-        MismatchError: the run began with such an order, and has a curriculum now.
-    """
-    if before.order != STREAMS:
-        if len(index.phases) > 1:
-            raise MismatchError(
-                f"The run began with order {before.order} of its data, which has no phases",
-                "given by data.curriculum",
-                "Leave data.curriculum out; or move the checkpoints away and start anew:"
-                " disttrain profile && disttrain plan && disttrain train",
-            )
-        return [], 0
+    """(how the sources are drawn from which step on; the step of the checkpoint that says it, 0
+    where the run file does)."""
     same = before.sources == index.of_sources[: len(before.sources)]
     phases = go_on(before.phases if same else [], before.step, index.phases)
     return phases, 0 if phases == index.phases else before.step

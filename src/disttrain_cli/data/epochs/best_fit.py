@@ -1,45 +1,22 @@
-"""The second order: samples in a drawn permutation, cut into blocks of millions, each packed at
-once: best fit decreasing over how many samples have which length.
+"""Packing a block of millions of samples at once: best fit decreasing over how many samples have
+which length.
 
-Samples of one length are alike, and so are sequences that are filled alike. What best fit does with
-the samples one after the other, the longest first, it does here with all of a length and runs of
-sequences: every step puts so many samples of a length into each sequence of a run. The result is
+Samples of one length are alike, and so are sequences that are filled alike. Where best fit takes
+samples one after the other, the longest first, all samples of a length are placed at once into runs
+of sequences: every step puts so many samples of a length into each sequence of a run. The result is
 the same, sample for sample.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
-from disttrain_cli.data.epochs.drawing import DRAW, ORDER, SEQUENCE_ORDER, check_drawn, eligible
-from disttrain_cli.data.epochs.permutation import permuted
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.slots import Ints
-
-BLOCK_SAMPLES = 1 << 22
-MOST_DRAWN = 200_000_000  # samples of an epoch, where there are not that many
-
-
-def order_blocks(
-    index: Index, seed: int, epoch: int, block_samples: int = BLOCK_SAMPLES
-) -> Iterator[tuple[int, int, Ints, Ints]]:
-    """(number of a block, of how many; start [Q + 1], samples) of one epoch's sequences.
-
-    Raises:
-        DataError: the weights of the sources draw no sample, or too many.
-    """
-    drawn = _drawn(index, seed, epoch)
-    blocks = -(-len(drawn) // block_samples)
-    for number in range(blocks):
-        first, last = (at * len(drawn) // blocks for at in (number, number + 1))
-        samples = drawn[permuted(first, last, len(drawn), seed, epoch, ORDER)]
-        yield number, blocks, *pack_block(index, samples, seed, epoch, SEQUENCE_ORDER, number)
 
 
 def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:
@@ -48,29 +25,6 @@ def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:
     order = np.argsort(mix(*key, np.arange(len(bins) - 1)), kind="stable")
     counts = np.diff(bins)[order]
     return starts_of(counts), samples[places[ranges(bins[order], counts)]]
-
-
-def _drawn(index: Index, seed: int, epoch: int) -> Ints:
-    """Rows of an epoch: weight 2.5 draws every sample twice and half of them once more."""
-    check_drawn(index, MOST_DRAWN)
-    kind = np.int32 if len(index.source) < 1 << 31 else np.int64
-    parts = []
-    for source, weight in enumerate(index.weights):
-        own = places_of(eligible(index, source), kind)
-        again = round((weight - int(weight)) * len(own))
-        parts += [own] * int(weight)
-        parts.append(own[permuted(0, again, len(own), seed, epoch, DRAW, source)])
-    return np.concatenate(parts)
-
-
-def places_of(chosen: NDArray[np.bool_], kind: DTypeLike) -> NDArray[Any]:
-    """Where `chosen` is true: `np.flatnonzero`, but as narrow as may be."""
-    return np.concatenate(
-        [
-            (first + np.flatnonzero(chosen[first : first + BLOCK_SAMPLES])).astype(kind)
-            for first in range(0, len(chosen), BLOCK_SAMPLES)
-        ]
-    )
 
 
 class _Run(NamedTuple):
