@@ -163,23 +163,6 @@ def arrow_schema(columns: dict[str, str]) -> pa.Schema:
     return pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
 
 
-#: Columns that came after the first traces: null in segments that lack them.
-LATER_COLUMNS = frozenset(
-    {
-        "learning_rates",
-        "skipped_steps",
-        "evaluation_loss",
-        "evaluation_loss_text",
-        "evaluation_loss_image",
-        "generator_losses",
-        "clips",
-        "cp_rank",
-        "late_ns",
-        "exchange_ns",
-    }
-)
-
-
 #: Ending of a segment that is being recorded.
 OPEN_SEGMENT = ".arrows"
 

@@ -13,7 +13,7 @@ from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.job.database import open_database
 from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.trace import LATER_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS
 from tests.analysis import synthetic
 
 
@@ -55,19 +55,6 @@ def test_rows_that_cannot_be_read_are_named(folder):
     with pytest.raises(DataError, match="cannot be read") as caught:
         analyze([folder])
     assert str(damaged) in caught.value.next_step
-
-
-def test_older_traces_lack_later_columns(folder):
-    for file in [*folder.glob("steps/*.parquet"), *folder.glob("sizes/*.parquet")]:
-        rows = pq.read_table(file)
-        pq.write_table(
-            rows.drop_columns([name for name in rows.column_names if name in LATER_COLUMNS]), file
-        )
-    found = analyze([folder])
-    assert not any("lacks the column" in warning for warning in found.warnings)
-    assert ask([folder], "SELECT count(*), count(skipped_steps), count(loss) FROM steps").rows == [
-        (8, 0, 8)
-    ]
 
 
 def test_missing_ranks_steps_and_job_are_said(folder):

@@ -31,7 +31,6 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir, run_folder
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import (
-    LATER_COLUMNS,
     SAMPLE_COLUMNS,
     SIZE_COLUMNS,
     STEP_COLUMNS,
@@ -223,7 +222,7 @@ def _make_source(
         connection.execute(f"CREATE TABLE {name}_open AS SELECT * FROM given")
         connection.unregister("given")
         parts.append(f"SELECT * FROM {name}_open")
-    if not parts or not LATER_COLUMNS.isdisjoint(columns):
+    if not parts:
         connection.execute(f"CREATE TABLE {name}_shape ({shape})")
         parts.append(f"SELECT * FROM {name}_shape")
     casts = ", ".join(

@@ -17,7 +17,6 @@ from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import (
-    LATER_COLUMNS,
     SAMPLE_COLUMNS,
     SIZE_COLUMNS,
     STEP_COLUMNS,
@@ -169,9 +168,7 @@ def _readable(
             problems.append(f"{name} is empty or half-written; skipped")
             continue
         there = {column for column, _ in footers[file].columns}
-        missing = [
-            column for column in columns if column not in LATER_COLUMNS and column not in there
-        ]
+        missing = [column for column in columns if column not in there]
         if missing:
             problems.append(f"{name} lacks the column(s) {', '.join(missing[:4])}; skipped")
         elif footers[file].rows:

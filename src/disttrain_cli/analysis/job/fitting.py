@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from disttrain_cli.spec.trace import LATER_COLUMNS, arrow_schema
+from disttrain_cli.spec.trace import arrow_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,7 +49,7 @@ def usable(name: str) -> str:
 
 
 def fitted(table: pa.Table, columns: dict[str, str]) -> pa.Table:
-    """The table with our columns' types, where it has them, without rows that tell no step.
+    """The table with our columns' types, without rows that tell no step.
 
     Raises:
         ValueError: it lacks columns, or some cannot be cast; says which.
@@ -57,16 +57,15 @@ def fitted(table: pa.Table, columns: dict[str, str]) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    there, schema = set(table.column_names), arrow_schema(columns)
-    if missing := set(columns) - LATER_COLUMNS - there:
+    schema = arrow_schema(columns)
+    if missing := set(columns) - set(table.column_names):
         raise ValueError(f"lacks the column(s) {', '.join(sorted(missing)[:4])}")
     cast = {}
     for name in columns:
-        if name in there:
-            try:
-                cast[name] = table.column(name).cast(schema.field(name).type)
-            except pa.ArrowException:
-                kind = table.schema.field(name).type
-                raise ValueError(f"has a column {name} of the type {kind}") from None
+        try:
+            cast[name] = table.column(name).cast(schema.field(name).type)
+        except pa.ArrowException:
+            kind = table.schema.field(name).type
+            raise ValueError(f"has a column {name} of the type {kind}") from None
     step = cast["step"]
     return pa.table(cast) if not step.null_count else pa.table(cast).filter(pc.is_valid(step))
