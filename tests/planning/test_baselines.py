@@ -40,6 +40,20 @@ def test_strategies_group_modules() -> None:
     assert units[5][0].name == "model" and units[0][0] is units[1][0]
 
 
+def test_each_module_beside_the_llm_is_divided_or_whole() -> None:
+    """Every choice, as U-Nets may not divide where an encoder is too large to be whole."""
+    profile = synthetic.tiny(synthetic.run_file(batch=24, gpus=8), tps=(1, 2))
+    image, _, generator = profile.modules
+
+    def found(strategy: Strategy) -> set[tuple[str, ...]]:
+        groups = groupings(profile, Cluster(8, 8, 4.0, 1, 24), strategy)
+        return {units[0].replicated for units in groups if len(units) == 1}
+
+    every = {(), (image,), (generator,), (image, generator)}
+    assert found("auto") == found("megatron") == every
+    assert found("disaggregated") == set()
+
+
 @pytest.mark.parametrize("sound", [False, True])
 def test_every_strategy_is_no_faster_than_the_search(sound: bool) -> None:
     run = synthetic.run_file(batch=24, gpus=8)

@@ -41,9 +41,9 @@ def test_whole_modules_of_a_unit_are_priced_as_its_layout(tp: int, dp: int, pp: 
     profile = synthetic.tiny(run, tps=(1, 2, 4))
     cluster = Cluster(8, 8, 4.0, 1, 24)
     divided = Unit("all", tuple(profile.modules), profile, cluster)
-    unit = replicating(divided)
-    assert unit is not None and unit.tps == [2, 4] and unit.widths == [(2, 1), (4, 1)]
-    assert replicating(Unit("llm", ("llm",), profile, cluster)) is None
+    unit = replicating(divided)[0]
+    assert unit.tps == [2, 4] and unit.widths == [(2, 1), (4, 1)]
+    assert replicating(Unit("llm", ("llm",), profile, cluster)) == []
     layout = layout_with([unit], cluster, [UnitShape(tp, dp, pp)], dp, "disaggregated")
     assert layout is not None and set(layout.units[0].module_tp) == {*profile.modules} - {"llm"}
     assert undealt(profile, layout.units[0]) is None

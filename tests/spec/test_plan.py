@@ -43,6 +43,8 @@ def test_delays_are_given_for_every_stage(delays: list[int | None], refused: str
         ({"module_tp": {"ear": 1}}, "module_tp names ear, .* modules: eye, llm"),
         ({"module_tp": {"eye": 2}}, "module_tp of eye must be 1.*given: 2"),
         ({"module_tp": {"eye": True}}, "integer"),
+        ({"dp": True}, "integer"),
+        ({"layers_per_stage": [True]}, "integer"),
         ({"tp": 1, "dp": 2}, "needs a TP group"),
         ({"cp": 2, "gpus": 4}, "module_tp and cp exclude each other"),
     ],

@@ -152,7 +152,7 @@ def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
     """
     listed = [] if given is None else [one.strip() for one in given.split(",")]
     for one in listed:
-        twice = sum(one.lower() == other.lower() for other in listed) > 1
+        twice = sum(_same(one) == _same(other) for other in listed) > 1
         wrong = not re.fullmatch(kind[0], one) or (kind == COUNT and int(one) > 65_536)
         if twice or wrong:
             raise UsageError(
@@ -161,6 +161,11 @@ def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
                 "disttrain plan --help",
             )
     return listed
+
+
+def _same(one: str) -> str:
+    """What all spellings of a number of devices, or of a device, have in common."""
+    return one.lower().removeprefix("analytic:").lstrip("0")
 
 
 def _document(result: PlanResult) -> dict[str, Any]:

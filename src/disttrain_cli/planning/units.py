@@ -388,8 +388,8 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
     """The units that a strategy's layouts may have, in pipeline order; the most units first.
 
     `auto`: the LLM's unit holds any run of encoders directly before the LLM and of generators
-    directly behind it, which its TP divides or which are whole on every rank (`replicating`); every
-    other module is a unit of its own. `megatron` puts every module into one unit, in the same two
+    directly behind it, each divided by its TP or whole on every rank (`replicating`); every other
+    module is a unit of its own. `megatron` puts every module into one unit, in all of these
     ways, the others each into its own, as far as there are GPUs for it; `distmm` and `paper` know
     no CP.
 
@@ -420,8 +420,7 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
         groups += [
             [whole if unit.holds_llm else unit for unit in units]
             for units in groups
-            for whole in map(replicating, units)
-            if whole is not None
+            for whole in replicating(units[holder_of(units)])
         ]
     possible = [units for units in groups if all(one.tps for one in units)]
     if not possible:
@@ -454,11 +453,13 @@ def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
     ]
 
 
-def replicating(unit: Unit) -> Unit | None:
-    """The unit with encoders and generators beside the LLM whole on every rank of its TP groups;
-    None where there are none, or TP has one degree."""
-    others = tuple(name for name in unit.modules if name != unit.profile.inputs.llm)
-    if not unit.holds_llm or not others:
-        return None
-    made = replace(unit, replicated=others)
-    return made if made.tps else None
+def replicating(unit: Unit) -> list[Unit]:
+    """The LLM's unit with some of the encoders and generators beside it whole on every rank of its
+    TP groups, every choice of them; none where TP has one degree."""
+    others = [name for name in unit.modules if name != unit.profile.inputs.llm]
+    made = [
+        replace(unit, replicated=names)
+        for count in range(len(others), 0, -1)
+        for names in itertools.combinations(others, count)
+    ]
+    return [one for one in made if one.tps]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.profile import Fingerprints
@@ -21,6 +21,17 @@ CpCommType = Literal["a2a", "all_gather"]
 Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
 #: Where a figure comes from: measured by this project, stated by a catalogue or by others, assumed.
 Basis = Literal["measured", "stated", "assumed"]
+
+
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("input should be a valid integer")
+    return value
+
+
+NoBoolean = BeforeValidator(_no_boolean)  # pydantic takes `yes` for 1
+GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS), NoBoolean]
+SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES), NoBoolean]
 
 
 class UnitShape(NamedTuple):
@@ -58,11 +69,9 @@ class UnitPlan(Strict):
 
     name: str = Field(pattern=UNIT_NAME)
     modules: list[str] = Field(min_length=1)
-    tp: int = Field(1, ge=1, le=MOST_GPUS)
-    cp: int = Field(
+    tp: GpuCount = 1
+    cp: GpuCount = Field(
         1,
-        ge=1,
-        le=MOST_GPUS,
         exclude_if=lambda given: given == 1,
         description=(
             "Ranks that share the tokens of a replica's sequences and the rows of its images, all"
@@ -77,10 +86,10 @@ class UnitPlan(Strict):
             " values for each rank's own queries, with tokens levelled by their work."
         ),
     )
-    dp: int = Field(1, ge=1, le=MOST_GPUS)
-    pp: int = Field(1, ge=1, le=MOST_GPUS)
-    gpus: int = Field(ge=1, le=MOST_GPUS, description="tp × cp × dp × pp.")
-    layers_per_stage: list[int] = Field(
+    dp: GpuCount = 1
+    pp: GpuCount = 1
+    gpus: GpuCount = Field(description="tp × cp × dp × pp.")
+    layers_per_stage: list[Annotated[int, NoBoolean]] = Field(
         description="Layers of each stage; their sum is the layers of the modules."
     )
     checkpointing: bool = Field(
@@ -231,15 +240,11 @@ class Layout(Strict):
     """The part of a plan that decides what runs where."""
 
     strategy: Strategy = "auto"
-    global_batch_size: int = Field(
-        ge=1, le=MOST_SEQUENCES, description="Packed sequences per step."
+    global_batch_size: SequenceCount = Field(description="Packed sequences per step.")
+    microbatch_size: SequenceCount = Field(
+        description="Packed sequences per LLM replica and slot (M)."
     )
-    microbatch_size: int = Field(
-        ge=1, le=MOST_SEQUENCES, description="Packed sequences per LLM replica and slot (M)."
-    )
-    microbatches: int = Field(
-        ge=1, le=MOST_SEQUENCES, description="Slots per step (n = BS / (DP_lm · M))."
-    )
+    microbatches: SequenceCount = Field(description="Slots per step (n = BS / (DP_lm · M)).")
     zero_stage: Literal[0, 1] = Field(
         1, description="1: optimizer states are split over the replicas of a unit."
     )
@@ -250,7 +255,7 @@ class Layout(Strict):
             " updated weights gathered ahead of the next step's forwards."
         ),
     )
-    gpus_used: int = Field(ge=1, le=MOST_GPUS)
+    gpus_used: GpuCount
     trained: list[str] | None = Field(
         None, description="Modules trained, and 'projectors'; None = everything."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import RootModel
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import parse_yaml, validate
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.cluster import Price
@@ -14,13 +15,14 @@ class Prices(RootModel[dict[str, Price]]):
 
 
 def read_prices(run: Run, device: str) -> dict[str, float]:
-    """Price of an hour by device, names in lower case.
+    """Price of an hour by device, names in lower case, without the `analytic:` of `cluster.device`.
 
     Args:
         device: the run's own, of which a single number is the price.
 
     Raises:
-        SpecError: the file that `cluster.price_per_gpu_hour` names is missing or wrong.
+        SpecError: the file that `cluster.price_per_gpu_hour` names is missing or wrong, or a device
+            has two prices.
     """
     stated = run.file.cluster.price_per_gpu_hour
     if stated is None:
@@ -31,4 +33,14 @@ def read_prices(run: Run, device: str) -> dict[str, float]:
         path, what = run.resolve(stated), "price file (cluster.price_per_gpu_hour)"
         lines = parse_yaml(path, what, "Write lines such as 'H100: 2.5' into it.")
         stated = validate(Prices, lines, path, what).root
-    return {name.lower(): price for name, price in stated.items()}
+    prices: dict[str, float] = {}
+    for name, price in stated.items():
+        device = name.lower().removeprefix("analytic:")
+        if device in prices:
+            raise SpecError(
+                f"cluster.price_per_gpu_hour has two prices of {name}",
+                f"{prices[device]:g} and {price:g}",
+                "Leave one of them out.",
+            )
+        prices[device] = price
+    return prices

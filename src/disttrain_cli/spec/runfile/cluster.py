@@ -15,7 +15,7 @@ from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
 #: apart.
 SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
 #: Price of one device for an hour, in any one currency.
-Price = Annotated[float, Field(gt=0, le=1e6)]
+Price = Annotated[float, Field(strict=True, gt=0, le=1e6)]
 #: Fields of `cluster` that say how ranks are started and what they are paid, and not what they run
 #: on.
 LAUNCHING = frozenset(
