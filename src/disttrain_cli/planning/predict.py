@@ -22,7 +22,7 @@ from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.simulation.makespan import steps_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.shared_cores import simulate_shared
-from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.step import pipeline_of, pipelines_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, UnitTime
@@ -100,10 +100,11 @@ def simulated_s(
         steps = simulated_steps(profile, layout, cluster, numbers, draws=draws)
         return float(np.mean([step.timeline.iteration_s for step in steps]))
     stages, draws = stages_of(profile, layout), draws or Draws(profile, cluster)
-    pipelines = [
-        pipeline_of(profile, layout, stages, draws.loads(layout, number), cluster.gpus_per_node)
+    loads = [
+        draws.loads(layout, number)
         for number in (batches(cluster) if numbers is None else numbers)
     ]
+    pipelines = pipelines_of(profile, layout, stages, loads, cluster.gpus_per_node)
     return float(steps_s(pipelines).mean())
 
 

@@ -21,7 +21,7 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.simulation.makespan import delays_s, steps_s
-from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.step import pipelines_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -60,28 +60,28 @@ def timed(
     draws = draws or Draws(profile, cluster)
     loads = [draws.loads(layout, number) for number in numbers]
 
-    def pipelines_of(layout: Layout, loads: Sequence[dict[str, Floats]]) -> list[Pipeline]:
-        stages, per_node = stages_of(profile, layout), cluster.gpus_per_node
-        return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
+    def pipelines(layout: Layout, loads: Sequence[dict[str, Floats]]) -> list[Pipeline]:
+        stages = stages_of(profile, layout)
+        return pipelines_of(profile, layout, stages, loads, cluster.gpus_per_node)
 
     def mean_s(layout: Layout) -> float:
         passes = layout.microbatches * sum(unit.pp * unit.dp for unit in layout.units)
         size = max(1, AT_ONCE // passes)
         parts = [loads[begin : begin + size] for begin in range(0, len(loads), size)]
-        return float(np.concatenate([steps_s(pipelines_of(layout, part)) for part in parts]).mean())
+        return float(np.concatenate([steps_s(pipelines(layout, part)) for part in parts]).mean())
 
     whole_s = mean_s(layout)
     most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
     if all(delay is None for delay in most):
         return layout, whole_s
     unsplit = with_delays(layout, [None if m is None else 0 for m in most])
-    pipelines = pipelines_of(unsplit, loads)
-    delays, split_s = _best(pipelines, [m or 0 for m in most], thorough)
+    split_steps = pipelines(unsplit, loads)
+    delays, split_s = _best(split_steps, [m or 0 for m in most], thorough)
     if split_s > whole_s * (1 - LEAST_GAIN):
         return layout, whole_s
     chosen = [
         # nobody waits for the gradients of a first stage's inputs
-        None if m is None or (not delay and not pipelines[0].before(stage)) else delay
+        None if m is None or (not delay and not split_steps[0].before(stage)) else delay
         for stage, (m, delay) in enumerate(zip(most, delays, strict=True))
     ]
     split = with_delays(layout, chosen)
