@@ -20,7 +20,7 @@ from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.simulation.makespan import delays_s, steps_s
+from disttrain_cli.simulation.makespan import Delayed, steps_s
 from disttrain_cli.simulation.step import pipelines_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout
@@ -147,22 +147,23 @@ def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[l
         lambda part_s: np.mean(part_s, axis=2, where=present),
         lambda part_s: np.max(part_s, axis=2, where=present, initial=0.0),
     ):
-        ones = [_of_one(pipeline, summary) for pipeline in pipelines]
+        ones = [Delayed(_of_one(pipeline, summary)) for pipeline in pipelines]
         times_s = _means_s(ones, starts)
         place = np.lexsort((starts.sum(axis=1), times_s))[0]
         found.append(_climbed(ones, most, float(times_s[place]), starts[place].tolist())[1])
-    times_s = _means_s(pipelines, np.array(found))
+    every = list(map(Delayed, pipelines))
+    times_s = _means_s(every, np.array(found))
     best_s, delays = min(zip(times_s.tolist(), found, strict=True))
     slots, stages, _ = pipelines[0].forward_s.shape
     if thorough and slots * stages <= MOST_PASSES:
         # of neighbours that are fast with the longest durations, the last of `ones`
-        best_s, delays = _climbed(pipelines, most, best_s, delays, ones)
+        best_s, delays = _climbed(every, most, best_s, delays, ones)
     return delays, best_s
 
 
-def _means_s(pipelines: list[Pipeline], delays: NDArray[np.int64]) -> Floats:
+def _means_s(steps: list[Delayed], delays: NDArray[np.int64]) -> Floats:
     """[K] mean times of the steps for each of some delays [K, S]."""
-    return np.mean([delays_s(pipeline, delays) for pipeline in pipelines], axis=0)
+    return np.mean([step.times_s(delays) for step in steps], axis=0)
 
 
 def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline:
@@ -182,17 +183,17 @@ def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline
 
 
 def _climbed(
-    pipelines: list[Pipeline],
+    steps: list[Delayed],
     most: list[int],
     best_s: float,
     delays: list[int],
-    quick: list[Pipeline] | None = None,
+    quick: list[Delayed] | None = None,
 ) -> tuple[float, list[int]]:
     """Better delays, one block of stages or all stages changed at a time; of equal ones the
     smallest sum.
 
     Args:
-        quick: pipelines that take less time, in which only the `TRIED` fastest neighbours are
+        quick: steps that take less time, in which only the `TRIED` fastest neighbours are
             chosen; None = all are tried.
     """
     while True:
@@ -200,7 +201,7 @@ def _climbed(
         if quick is not None:
             order = np.lexsort((tried.sum(axis=1), _means_s(quick, tried)))
             tried = tried[order[:TRIED]]
-        times_s = _means_s(pipelines, tried)
+        times_s = _means_s(steps, tried)
         place = np.lexsort((tried.sum(axis=1), times_s))[0]
         if times_s[place] > best_s * (1 - LEAST_STEP):
             return best_s, delays
