@@ -226,9 +226,9 @@ def plan(
         first = costs.data.priced_step
         note(f"Priced are the data from step {first:,} on, the phase with the most steps to go.")
     cluster = cluster_of(opened.file, costs, gpus)
-    best = solve(opened.file, costs, gpus=gpus, strategy=strategy, top=top)
     ranked = ranked_as(cluster)
     draws = Draws(costs, ranked)
+    best = solve(opened.file, costs, gpus=gpus, strategy=strategy, top=top, draws=draws)
     predicted = with_range(best.predicted, costs, best.plan, ranked, draws)
     best = best.model_copy(update={"predicted": predicted})
     orders = orders_of(best, costs, ranked, draws)
@@ -240,7 +240,7 @@ def plan(
     elif before is not None:
         change = changes(before, best, opened.file, costs, cluster)
     path = write_plan(out or opened.dir.plan, best)
-    step = simulated_step(costs, best.plan, cluster)
+    step = simulated_step(costs, best.plan, cluster, draws=draws)
     picture = draw(path, step.pipeline, step.timeline, best.plan)
     explanation = explain(
         best,
@@ -323,13 +323,13 @@ def compare_clusters(
         file, costs = _costs_on(opened, device, max(counts), known, progress, note)
         for count in counts:
             progress("plan clusters", len(offers), len(counts) * max(1, len(devices)))
+            cluster = ranked_as(cluster_of(file, costs, count))
+            draws = Draws(costs, cluster)
             try:
-                best = solve(file, costs, gpus=count, strategy=strategy, top=0)
+                best = solve(file, costs, gpus=count, strategy=strategy, top=0, draws=draws)
             except InfeasibleError as error:
                 offers.append(offer(costs, count, file.train.steps, prices, error.why))
                 continue
-            cluster = ranked_as(cluster_of(file, costs, count))
-            draws = Draws(costs, cluster)
             predicted = with_range(best.predicted, costs, best.plan, cluster, draws)
             best = best.model_copy(update={"predicted": predicted})
             offers.append(offer(costs, count, file.train.steps, prices, best))

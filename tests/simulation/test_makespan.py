@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.simulation import makespan
-from disttrain_cli.simulation.makespan import delays_s, iterations_s, of_replica, orders_s
+from disttrain_cli.simulation.makespan import Delayed, iterations_s, of_replica, orders_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.timeline import Pipeline
 from tests.simulation.test_pipeline import equal, pipelines
@@ -48,7 +48,7 @@ def test_other_delays(pipeline: Pipeline, count: int, seed: int) -> None:
     if pipeline.weight_s is None:
         pipeline = dataclasses.replace(pipeline, weight_s=random.random(pipeline.forward_s.shape))
     delays = random.integers(0, 2 * len(pipeline.forward_s), (count, len(pipeline.replicas)))
-    assert delays_s(pipeline, delays).tolist() == [
+    assert Delayed(pipeline).times_s(delays).tolist() == [
         simulate(dataclasses.replace(pipeline, weight_delay=one)).iteration_s for one in delays
     ]
 

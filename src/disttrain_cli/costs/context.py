@@ -43,6 +43,7 @@ VALUE_BYTES = {"bf16": 2.0, "fp32": 4.0}
 #: What the busiest rank of a group has more to attend to than the mean where tokens are levelled:
 #: 1.011 to 1.021 of the mean for CP 2 to 16 on long documents (`python -m benchmarks.context`).
 UNEVEN = 0.02
+NOTHING = Polynomial()
 
 
 def misfit(
@@ -96,14 +97,14 @@ def exchanged_ms(
     """Times that exchanges, inside a node or between some, and the copies around them add to a
     layer of a module in its forward and in its backward, by the work of a replica."""
     if unit.cp == 1:
-        return Polynomial(), Polynomial()
+        return NOTHING, NOTHING
     attention = _gathered_ms if unit.gathers else _attention_ms
     forward, gradient = (
         combine(*((1.0, part) for part in (sent, _gathering_ms(profile, cost, unit))))
         for sent in attention(profile, name, cost, unit)
     )
     if does == "still":
-        return forward, Polynomial()
+        return forward, NOTHING
     return forward, combine((1.0, gradient), (float(unit.checkpointing), forward))
 
 
@@ -113,7 +114,7 @@ def _attention_ms(
     """Times of a pass's two exchanges of an attention and the copies around them: of the forward,
     and of the gradients' way."""
     if (heads := cost.heads) is None:
-        return Polynomial(), Polynomial()
+        return NOTHING, NOTHING
     own_bytes, moved_bytes = (
         of_row(profile, heads, unit) / unit.cp for of_row in (_row_bytes, _moved_bytes)
     )
@@ -134,7 +135,7 @@ def _gathered_ms(
     """Times in which keys and values are gathered, or their gradients scattered, with the copies
     around that and what the busiest rank attends to beyond its share."""
     if (heads := cost.heads) is None:
-        return Polynomial(), Polynomial()
+        return NOTHING, NOTHING
     query, key = _widths(profile, heads, unit)
     link, times = _link(profile, unit), cost.tp[str(unit.tp)]
     levelled = name == profile.inputs.llm  # others' rows stay in their order
@@ -176,8 +177,8 @@ def _link(profile: Profile, unit: UnitPlan | UnitShape) -> LinkTimes:
 def _gathering_ms(profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape) -> Polynomial:
     """Time in which ranks gather what encoders left, or scatter its gradient, each TP rank's part
     of it."""
-    if cost.gathered_bytes == Polynomial():
-        return Polynomial()
+    if cost.gathered_bytes == NOTHING:
+        return NOTHING
     link = _link(profile, unit)
     latency_s, byte_s = (all_gather_s(link, size, unit.cp) for size in (0.0, 1.0))
     return combine(

@@ -18,9 +18,10 @@ from disttrain_cli.costs.flops import flops_parts
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import COLLECTIVES, all_gather_s, all_reduce_s, p2p_s, ring_link
 from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
+from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
 from disttrain_cli.spec.stage_graph import Stage, cuts_of, stage_graph
 
@@ -157,28 +158,49 @@ def _costs(
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
-            shard = shard_of(profile.modules[name], kind, stage.unit.tp_of(name))
-            layer = profile.modules[name].costs[kind]
-            counted = flops_parts(layer, does)
+            shape, tp = stage.unit.shape._replace(dp=1, pp=1), stage.unit.tp_of(name)
             later = does == "trained" and stage.weight_delay is not None
-            parts = (
-                forward_parts(shard, stage.unit.tp_overlap),
-                backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap, later),
-                [shard.weight_ms] * later,
-                counted,
-                counted[:1],
-                [layer.weight_flops] * later,
-            )
-            one = np.array([_sum(polynomials) for polynomials in parts])
-            one[:3, 1:] /= stage.cp
-            for row, exchanged in enumerate(exchanged_ms(profile, name, layer, stage.unit, does)):
-                one[row] += _sum([exchanged])
+            one = _layer(profile, name, kind, does, shape, tp, stage.unit.tp_overlap, later)
             rows += kinds.count((name, kind, does)) * one
         if name in stage.unit.module_tp:
             back = any(does != "still" for module, _, does in kinds if module == name)
             rows[:2] += [_sum([sent]) for sent in dealt_ms(profile, name, stage.tp, back)]
         rows[1] -= rows[2]
         yield Cost(name, *rows)
+
+
+@remembered
+def _layer(
+    profile: Profile,
+    name: str,
+    kind: str,
+    does: Backward,
+    shape: UnitShape,
+    tp: int,
+    overlap: bool,
+    later: bool,
+) -> Floats:
+    """[6, 4] costs of one layer, in the order of `Cost`, its backward with its weights' part.
+
+    Args:
+        tp: that divides its module.
+    """
+    shard = shard_of(profile.modules[name], kind, tp)
+    layer = profile.modules[name].costs[kind]
+    counted = flops_parts(layer, does)
+    parts = (
+        forward_parts(shard, overlap),
+        backward_parts(shard, does, shape.checkpointing, overlap, later),
+        [shard.weight_ms] * later,
+        counted,
+        counted[:1],
+        [layer.weight_flops] * later,
+    )
+    one = np.array([_sum(polynomials) for polynomials in parts])
+    one[:3, 1:] /= shape.cp
+    for row, exchanged in enumerate(exchanged_ms(profile, name, layer, shape, does)):
+        one[row] += _sum([exchanged])
+    return one
 
 
 def _sum(polynomials: list[Polynomial]) -> Floats:

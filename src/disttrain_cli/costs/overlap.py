@@ -91,7 +91,8 @@ def hidden(
 ) -> tuple[Hidden, Hidden]:
     """Reductions behind the step's last passes; optimizer steps and gathers behind its first
     forwards."""
-    rows = [_of_stage(profile, layout, stage, gpus_per_node) for stage in stages]
+    known: Layers = {}
+    rows = [_of_stage(profile, layout, stage, gpus_per_node, known) for stage in stages]
     last = [BACKWARD if stage.weight_delay is None else WEIGHTS for stage in stages]
     reductions, gathers = zip(*rows, strict=True)
     return (
@@ -100,6 +101,9 @@ def hidden(
     )
 
 
+#: ms of a layer's forward and of its part of the last pass, by unit, whether backwards have two
+#: parts, and what the layer is.
+Layers = dict[tuple[str, bool, tuple[str, str, str]], tuple[float, float]]
 # of one stage: [K] until_s and before, and mean_s
 Messages = tuple[list[float], list[float], float]
 
@@ -116,11 +120,11 @@ def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
 
 
 def _of_stage(
-    profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int
+    profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int, known: Layers
 ) -> tuple[Messages, Messages]:
-    """Reduction and gather of a stage."""
+    """Reduction and gather of a stage; layers become known."""
     numbers = stage.numbers
-    forward_ms, last_ms = _layers(profile, layout, stage)
+    forward_ms, last_ms = _layers(profile, layout, stage, known)
     link, holders = replicas_link(profile, stage, gpus_per_node), stage.unit.holders
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
@@ -145,13 +149,15 @@ def _before(found: Sequence[range], layers_ms: Sequence[float]) -> list[float]:
 
 
 def _layers(
-    profile: Profile, layout: Layout, stage: CostedStage
+    profile: Profile, layout: Layout, stage: CostedStage, known: Layers
 ) -> tuple[list[float], list[float]]:
     """By layer of a stage: ms of its forward and of its part of the step's last pass, each of one
     slot."""
     sequences = layout.global_batch_size / layout.microbatches / stage.unit.dp
-    rows: dict[tuple[str, str, str], tuple[float, float]] = {}
+    alike = stage.unit.name, stage.weight_delay is None
     for name, kind, does in dict.fromkeys(stage.held):
+        if (*alike, (name, kind, does)) in known:
+            continue
         module = profile.modules[name]
         shard = shard_of(module, kind, stage.unit.tp_of(name))
         shared = sequences / stage.unit.dealt_over(name)
@@ -164,11 +170,11 @@ def _layers(
         else:
             last, exchanging_ms = [shard.weight_ms] if does == "trained" else [], 0.0
         own = work.scaled(1.0 / stage.cp)
-        rows[name, kind, does] = (
+        known[*alike, (name, kind, does)] = (
             _ms(forward, own) + _ms([exchanged[0]], work),
             _ms(last, own) + exchanging_ms,
         )
-    forward_ms, last_ms = zip(*(rows[layer] for layer in stage.held), strict=True)
+    forward_ms, last_ms = zip(*(known[*alike, layer] for layer in stage.held), strict=True)
     return list(forward_ms), list(last_ms)
 
 

@@ -52,7 +52,7 @@ Ints = NDArray[np.int64]
 #: Which rows a strategy allows: (unit number, slot, rows) → rows kept.
 Keep = Callable[[int, int, Rows], NDArray[np.bool_]]
 STEPS = 48  # GPU counts at which a bound of a slot size is evaluated
-PARTS = 8  # of the devices, in which rows are listed, so that other searches find them again
+PARTS = 8  # of a power of two of devices, in which rows are listed: other searches find them again
 BLOCKS = 64  # GPU ranges in which more than two units besides the LLM are combined
 
 
@@ -88,7 +88,7 @@ def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
     base, root = sum(side[0] for side in sides), sum(side[1] ** 0.5 for side in sides)
     fewest, most = edges[:-1], edges[1:]  # of the LLM
     left = cluster.gpus - fewest
-    rows = list_rows(holder, size, slots, cluster.gpus, 0)
+    rows = list_rows(holder, size, slots, _listed(cluster, cluster.gpus), 0)
     pp = np.minimum(most // rows.stage_gpus, holder.layers)
     steady = np.maximum(rows.slowest_ms(np.maximum(pp, rows.least_stages)), work / left)
     times = rows.unit_ms + base + root**2 / left + (slots - 1) * steady
@@ -151,10 +151,9 @@ def space_of(
     The other units have no more GPUs than the LLM leaves them in a layout within the limit.
     """
     slots, holder, afters = cluster.batch // size, holder_of(units), units_after(units)
-    part = -(-cluster.gpus // PARTS)
 
     def rows_of(number: int, share: int) -> Rows:
-        listed = min(cluster.gpus, -(-share // part) * part)
+        listed = _listed(cluster, share)
         rows = list_rows(units[number], size, slots, listed, afters[number])
         rows = take(rows, rows.stage_gpus * rows.least_stages <= share)
         return rows if keep is None else take(rows, keep(number, size, rows))
@@ -186,6 +185,12 @@ def space_of(
         llm,
         [float(part.unit_ms.min(initial=np.inf)) for part in rows],
     )
+
+
+def _listed(cluster: Cluster, share: int) -> int:
+    """Devices for which rows are listed where a unit has a share of a cluster's."""
+    part = max(1, (1 << cluster.gpus.bit_length()) // PARTS)
+    return -(-share // part) * part
 
 
 def _least_ms(rows: Rows, stages: Ints, share: int, gpus: int) -> Floats:

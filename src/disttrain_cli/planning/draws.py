@@ -27,6 +27,7 @@ from disttrain_cli.data.slots import Assignment, Ints
 from disttrain_cli.planning.units import Cluster
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile.train import Ordering
 
 Floats = NDArray[np.float64]
 Slots = tuple[int, tuple[str, ...], int, int, int]  # batch, modules of the LLM's unit, DP, n, M
@@ -43,22 +44,20 @@ class Draws:
         self._batch = lru_cache(KEPT)(self._drawn)
         self._positions = lru_cache(KEPT)(self._levelled)
         self._loads = lru_cache(KEPT)(self._loads_of)
+        self._ordered: dict[tuple[str, int, Ordering], dict[str, Floats]] = {}
 
-    def loads(self, layout: Layout, number: int) -> dict[str, Floats]:
+    def loads(
+        self, layout: Layout, number: int, ordering: Ordering | None = None
+    ) -> dict[str, Floats]:
         """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch, as
-        training would order it."""
-        profile, cluster = self._profile, self._cluster
+        training would order it by a policy; None = the cluster's."""
+        profile, ordering = self._profile, ordering or self._cluster.ordering
         inputs, (sizes, costs) = profile.inputs, self._batch(number)
-        if cluster.ordering != "paper":
-            policy = Policy(
-                cluster.ordering,
-                layout,
-                inputs,
-                profile,
-                cluster.gpus_per_node,
-                cluster.memory_gib,
-            )
-            return replica_loads(sizes, inputs, layout, policy(sizes))
+        if ordering != "paper":
+            alike = layout.model_copy(update={"strategy": "auto"}).model_dump_json()
+            if (alike, number, ordering) not in self._ordered:
+                self._ordered[alike, number, ordering] = self._by(ordering, layout, sizes)
+            return self._ordered[alike, number, ordering]
         llm = layout.unit_of(inputs.llm)
         n, m = layout.microbatches, layout.microbatch_size
         slots: Slots = (number, tuple(llm.modules), llm.dp, n, m)
@@ -70,6 +69,12 @@ class Draws:
             for unit in layout.units
             for module in unit.modules
         }
+
+    def _by(self, ordering: Ordering, layout: Layout, sizes: Sizes) -> dict[str, Floats]:
+        profile, cluster = self._profile, self._cluster
+        known = layout, profile.inputs, profile, cluster.gpus_per_node, cluster.memory_gib
+        policy = Policy(ordering, *known)
+        return replica_loads(sizes, profile.inputs, layout, policy(sizes))
 
     def _drawn(self, number: int) -> tuple[Sizes, Costs]:
         sizes = sampled_batch(self._sample, self._cluster.batch, number)

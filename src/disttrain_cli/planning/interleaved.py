@@ -15,6 +15,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +36,7 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import BACKWARD, FORWARD
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 CHUNKS = (2, 4, 8)  # of a device, that are tried
 Operation = tuple[int, int, int]  # its place in `COMPUTE`, chunk of the whole model, slot
 
@@ -159,37 +163,75 @@ def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
     """
     slots, count, replicas = pipeline.forward_s.shape
     devices = len(reduced_s)
-    orders = [order(devices, count // devices, slots, device) for device in range(devices)]
-    ends: dict[Operation, Floats] = {}
-    free = np.zeros((devices, replicas))
+    program = _program(devices, count, slots)
     leads = _leads_s(pipeline, devices)
-    done, left = [0] * devices, sum(map(len, orders))
-    while left:
-        before = left
-        for device in range(devices):
-            for what, chunk, slot in orders[device][done[device] :]:
-                ready = leads[chunk] if (what, slot) == (FORWARD, 0) else np.zeros(replicas)
-                source, cut = _source(what, chunk, slot, count)
-                if source is not None:
-                    if source not in ends:
-                        break
-                    transfer_s = 0.0 if cut is None else pipeline.transfer_s[cut]
-                    ready = np.maximum(ready, ends[source] + transfer_s)
-                times_s = pipeline.forward_s if what == FORWARD else pipeline.backward_s
-                free[device] = np.maximum(free[device], ready) + times_s[slot, chunk]
-                ends[what, chunk, slot] = free[device].copy()
-                done[device] += 1
-                left -= 1
-        assert left < before, "the schedule waits for itself"
+    # by place in the program; none waits for the last row
+    times_s = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(0, 2, 1, 3)
+    times_s = times_s.reshape(-1, replicas)[program.numbers]
+    least_s = np.zeros_like(times_s)
+    least_s[program.places[FORWARD, :, 0]] = leads
+    hold_s = np.append(pipeline.transfer_s, 0.0)[program.cuts][:, None]
+    ends_s, free = np.zeros((len(times_s) + 1, replicas)), np.zeros((devices, replicas))
+    for begin, stop in pairwise(program.turns):
+        turn, device = slice(begin, stop), program.devices[begin:stop]
+        ready = ends_s.take(program.sources[turn], axis=0)
+        ready += hold_s[turn]
+        np.maximum(ready, least_s[turn], out=ready)
+        np.maximum(ready, free.take(device, axis=0), out=ready)
+        ready += times_s[turn]
+        free[device] = ends_s[turn] = ready
     if pipeline.reducing is None:
         return float((free + reduced_s[:, None]).max()) + pipeline.closing_s
     left_s = pipeline.reducing.left_s(pipeline.backward_s[-1])
     sent_s = pipeline.reducing.until_s.max(axis=0)
     sent = np.zeros_like(free)  # until a chunk's messages are, behind those of later chunks
     for chunk in reversed(range(count)):
-        device, end_s = chunk % devices, ends[BACKWARD, chunk, slots - 1]
+        device, end_s = chunk % devices, ends_s[program.places[BACKWARD, chunk, -1]]
         sent[device] = np.maximum(sent[device] + sent_s[chunk], end_s + left_s[chunk])
     return float(sent.max()) + pipeline.closing_s
+
+
+class _Program(NamedTuple):
+    """All operations of a step in turns, in each of which none waits for another one; numbers are
+    places in a table [2, chunks of the model, slots]."""
+
+    numbers: Ints
+    devices: Ints
+    sources: Ints  # place in the program of what each waits for, the number of all if for nothing
+    cuts: Ints  # over which; -1: none
+    turns: list[int]  # first place of each, and the number of all
+    places: Ints  # [2, chunks of the model, slots]
+
+
+@lru_cache(maxsize=1)
+def _program(devices: int, count: int, slots: int) -> _Program:
+    orders = [order(devices, count // devices, slots, device) for device in range(devices)]
+    turn_of: dict[Operation, int] = {}
+    rows: list[tuple[int, int, int, int, int]] = []  # turn, number, device, number of source, cut
+    done, last, every = [0] * devices, [-1] * devices, 2 * count * slots
+    while len(rows) < every:
+        before = len(rows)
+        for device, mine in enumerate(orders):
+            while done[device] < len(mine):
+                operation = what, chunk, slot = mine[done[device]]
+                source, cut = _source(what, chunk, slot, count)
+                if source is not None and source not in turn_of:
+                    break
+                turn = 1 + max(last[device], -1 if source is None else turn_of[source])
+                turn_of[operation] = last[device] = turn
+                done[device] += 1
+                number, awaited = (
+                    every if each is None else (each[0] * count + each[1]) * slots + each[2]
+                    for each in (operation, source)
+                )
+                rows.append((turn, number, device, awaited, -1 if cut is None else cut))
+        assert len(rows) > before, "the schedule waits for itself"
+    turns, numbers, of, sources, cuts = np.array(sorted(rows)).T
+    places = np.empty(every + 1, np.int64)
+    places[np.append(numbers, every)] = np.arange(every + 1)
+    begins = np.flatnonzero(np.diff(turns, prepend=-1, append=turns[-1] + 1)).tolist()
+    shape = 2, count, slots
+    return _Program(numbers, of, places[sources], cuts, begins, places[:-1].reshape(shape))
 
 
 def _source(what: int, chunk: int, slot: int, count: int) -> tuple[Operation | None, int | None]:

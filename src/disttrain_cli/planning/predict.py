@@ -22,7 +22,7 @@ from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.simulation.makespan import steps_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.shared_cores import simulate_shared
-from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.step import pipeline_of, pipelines_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, UnitTime
@@ -64,7 +64,7 @@ def simulated_steps(
     stages, draws = stages_of(profile, layout), draws or Draws(profile, cluster)
     device = profile.device
     for number in batches(cluster) if numbers is None else numbers:
-        loads = draws.loads(layout, number)
+        loads = draws.loads(layout, number, cluster.ordering)
         pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
         if device.kind == "cpu" and shared:
             timeline = simulate_shared(pipeline, device.cores, device.shared_by)
@@ -73,9 +73,15 @@ def simulated_steps(
         yield Step(stages, loads, pipeline, timeline)
 
 
-def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0) -> Step:
+def simulated_step(
+    profile: Profile,
+    layout: Layout,
+    cluster: Cluster,
+    number: int = 0,
+    draws: Draws | None = None,
+) -> Step:
     """The step over the `number`-th global batch drawn from the data."""
-    return next(simulated_steps(profile, layout, cluster, [number]))
+    return next(simulated_steps(profile, layout, cluster, [number], draws=draws))
 
 
 def batches(cluster: Cluster) -> range:
@@ -100,25 +106,31 @@ def simulated_s(
         steps = simulated_steps(profile, layout, cluster, numbers, draws=draws)
         return float(np.mean([step.timeline.iteration_s for step in steps]))
     stages, draws = stages_of(profile, layout), draws or Draws(profile, cluster)
-    pipelines = [
-        pipeline_of(profile, layout, stages, draws.loads(layout, number), cluster.gpus_per_node)
+    loads = [
+        draws.loads(layout, number, cluster.ordering)
         for number in (batches(cluster) if numbers is None else numbers)
     ]
+    pipelines = pipelines_of(profile, layout, stages, loads, cluster.gpus_per_node)
     return float(steps_s(pipelines).mean())
 
 
-def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
+def predict(
+    units: list[Unit], layout: Layout, cluster: Cluster, draws: Draws | None = None
+) -> Prediction:
     """Time, MFU, memory and traffic of a layout.
 
     Times come from the simulator, `warmup_s` and `steady_s` from the formula, which takes every
     rank to have a device of its own and all sequences to be alike. FLOPs are those of the batches
     that were simulated.
 
+    Args:
+        draws: the batches; None = drawn anew.
+
     Raises:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
-    steps = list(simulated_steps(profile, layout, cluster))
+    steps = list(simulated_steps(profile, layout, cluster, draws=draws))
     stages = steps[0].stages
     iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
     work = {

@@ -72,6 +72,10 @@ class Sensitivity:
     changes: list[Change]
 
 
+#: By their modules, and those of them that TP does not divide.
+_Units = dict[tuple[tuple[str, ...], tuple[str, ...]], Unit]
+
+
 @dataclass(frozen=True)
 class _Best:
     total_ms: float
@@ -97,20 +101,32 @@ def sensitivity(
     Returns None where nothing fits the cluster itself.
     """
     strategy = layout.strategy
-    before, most = _best(profile, cluster, strategy, None), None
+    # of every size of cluster that is asked about, with what was asked of them
+    largest = replace(cluster, gpus=cluster.gpus + max(cluster.gpus, cluster.gpus_per_node))
+    units = {
+        (unit.modules, unit.replicated): unit
+        for grouping in groupings(profile, largest, strategy)
+        for unit in grouping
+    }
+
+    def known(data: Profile, machines: Cluster) -> _Units:
+        same = replace(machines, gpus=cluster.gpus, batch=cluster.batch) == cluster
+        return units if data is profile and same else {}
+
+    before, most = _best(profile, cluster, strategy, None, units), None
     if (
         before is not None
         and strategy in EXACT
         and layout.unit_of(profile.inputs.llm).holders < before.llm_replicas
     ):
         most = layout.unit_of(profile.inputs.llm).holders
-        before = _best(profile, cluster, strategy, most)
+        before = _best(profile, cluster, strategy, most, units)
     if before is None:
         return None
 
     def best(data: Profile, machines: Cluster, within_ms: float = math.inf) -> _Best | None:
         replicas = most and max(1, most * machines.batch // cluster.batch)
-        return _best(data, machines, strategy, replicas, within_ms)
+        return _best(data, machines, strategy, replicas, known(data, machines), within_ms)
 
     def faster(more: int) -> int | None:
         """GPUs of a faster layout on so many more."""
@@ -223,16 +239,19 @@ def _best(
     cluster: Cluster,
     strategy: Strategy,
     most: int | None,
+    known: _Units,
     within_ms: float = math.inf,
 ) -> _Best | None:
     """The formula's best layout, with at most `most` replicas of the LLM; none that takes longer
-    than `within_ms` is wanted."""
+    than `within_ms` is wanted. Of units that are known, what was asked of them is not computed
+    again."""
     found: tuple[list[Unit], Candidate] | None = None
     if strategy in ("distmm", "paper"):
         units, result = by_rule(profile, cluster, strategy, 1)
         found = (units, result.best[0]) if result.best else None
     else:
-        for units in groupings(profile, cluster, strategy):
+        for fresh in groupings(profile, cluster, strategy):
+            units = [known.get((unit.modules, unit.replicated), unit) for unit in fresh]
             keep = None if most is None else fewer_replicas(units, most)
             limit = within_ms if found is None else found[1].total_ms
             result = search(units, cluster, 1, keep=keep, within_ms=limit)

@@ -129,6 +129,7 @@ def solve(
     gpus: int | None = None,
     strategy: Strategy = "auto",
     top: int = 5,
+    draws: Draws | None = None,
 ) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
@@ -146,6 +147,9 @@ def solve(
     taken. Ranks share tokens (CP), and CP groups lie on several nodes, where the best plan without
     takes longer, by `CP_GAIN` at least.
 
+    Args:
+        draws: the batches that layouts are tried on (`cluster_of`); None = drawn anew.
+
     Raises:
         MismatchError: the profile belongs to another model or cluster.
         InfeasibleError: no layout fits; names the stage that does not fit and the smallest change
@@ -153,7 +157,7 @@ def solve(
     """
     check_profile(run, profile)
     cluster, either_zero = cluster_of(run, profile, gpus), run.train.zero_stage == "auto"
-    return solve_for(profile, cluster, strategy, top, either_zero)
+    return solve_for(profile, cluster, strategy, top, either_zero, draws)
 
 
 def solve_for(
@@ -162,6 +166,7 @@ def solve_for(
     strategy: Strategy = "auto",
     top: int = 0,
     either_zero: bool = False,
+    draws: Draws | None = None,
 ) -> Plan:
     """`solve` for a cluster, with what layouts may do there to be faster.
 
@@ -170,7 +175,7 @@ def solve_for(
     """
     everything, cluster = cluster, run_by(cluster, strategy)
     started = time.perf_counter()
-    draws = Draws(profile, ranked_as(cluster))
+    draws = draws or Draws(profile, ranked_as(cluster))
     baselines: dict[Strategy, Baseline | None] = {}
     others: list[Layout] = []
     combinations = simulated = 0
@@ -188,11 +193,11 @@ def solve_for(
             draws,
         )
         if name == "disaggregated" and found:
-            found, shown = _as_trained(profile, theirs, found)
+            found, shown = _as_trained(profile, theirs, found, draws)
             baselines[name] = _baseline(found[0].layout, shown)
         else:
             theirs = ranked_as(theirs)
-            baselines[name] = other = baseline_of(profile, theirs, found)
+            baselines[name] = other = baseline_of(profile, theirs, found, draws)
             if name == "megatron" and other and profile.device.kind != "cpu":
                 layouts = [one.layout for one in found]
                 baselines[name] = with_chunks(profile, theirs, draws, layouts, other)
@@ -205,12 +210,12 @@ def solve_for(
     combinations, simulated = combinations + looked_at, simulated + tried
     if not ranked:
         raise infeasible(profile, cluster, strategy)
-    ranked, predicted = _as_trained(profile, cluster, ranked)
+    ranked, predicted = _as_trained(profile, cluster, ranked, draws)
     # where training differs from what ranks layouts: shared cores, another ordering
     limit_s = min([one.iteration_s for one in baselines.values() if one], default=math.inf)
     if limit_s < predicted.iteration_s:
         for layout in others:
-            prediction = _predicted(profile, cluster, layout)
+            prediction = _predicted(profile, cluster, layout, draws)
             if prediction.iteration_s < predicted.iteration_s:
                 predicted = prediction
                 alone_s = (
@@ -224,7 +229,7 @@ def solve_for(
                 ]
     simplest = _simplest(profile, cluster, draws, ranked)
     if simplest is not ranked[0]:
-        predicted = _predicted(profile, cluster, simplest.layout)
+        predicted = _predicted(profile, cluster, simplest.layout, draws)
         ranked = [simplest, *(one for one in ranked if one is not simplest)]
     best = ranked[0]
     solve_s = time.perf_counter() - started
@@ -418,7 +423,7 @@ def _climbed(
 
 
 def _as_trained(
-    profile: Profile, cluster: Cluster, ranked: list[Ranked]
+    profile: Profile, cluster: Cluster, ranked: list[Ranked], draws: Draws
 ) -> tuple[list[Ranked], Prediction]:
     """The layouts as the policy ranks them by which they would be trained, and what is predicted of
     the best one.
@@ -426,12 +431,12 @@ def _as_trained(
     Under another policy than they were ranked by only the first few are simulated, if they are
     close: the others take as many times longer as the best one does.
     """
-    predictions = [_predicted(profile, cluster, ranked[0].layout)]
+    predictions = [_predicted(profile, cluster, ranked[0].layout, draws)]
     if ranked_as(cluster) == cluster or profile.device.kind == "cpu":
         return ranked, predictions[0]
     first_s = ranked[0].iteration_s
     predictions += [
-        _predicted(profile, cluster, one.layout)
+        _predicted(profile, cluster, one.layout, draws)
         for one in ranked[1:TRIED]
         if one.iteration_s <= CLOSE * first_s
     ]
@@ -471,8 +476,10 @@ def _as_ours(
     return [layout for layout in ours if fits(profile, layout, cluster.memory_gib)]
 
 
-def _predicted(profile: Profile, cluster: Cluster, layout: Layout) -> Prediction:
-    return predict(units_of(profile, cluster, layout), layout, cluster)
+def _predicted(
+    profile: Profile, cluster: Cluster, layout: Layout, draws: Draws | None = None
+) -> Prediction:
+    return predict(units_of(profile, cluster, layout), layout, cluster, draws)
 
 
 def with_own_prediction(plan: Plan, run: RunFile, profile: Profile) -> Plan:
@@ -538,11 +545,13 @@ def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
     return simulated_s(profile, other.layout, ranked_as(cluster))
 
 
-def baseline_of(profile: Profile, cluster: Cluster, ranked: list[Ranked]) -> Baseline | None:
+def baseline_of(
+    profile: Profile, cluster: Cluster, ranked: list[Ranked], draws: Draws | None = None
+) -> Baseline | None:
     """The best of another strategy's layouts in the same simulator; None where none fits."""
     if not ranked:
         return None
-    return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout))
+    return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout, draws))
 
 
 def _baseline(layout: Layout, predicted: Prediction) -> Baseline:

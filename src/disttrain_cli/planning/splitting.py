@@ -20,8 +20,8 @@ from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.units import Cluster
-from disttrain_cli.simulation.makespan import delays_s, steps_s
-from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.makespan import Delayed, steps_s
+from disttrain_cli.simulation.step import pipelines_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -60,28 +60,28 @@ def timed(
     draws = draws or Draws(profile, cluster)
     loads = [draws.loads(layout, number) for number in numbers]
 
-    def pipelines_of(layout: Layout, loads: Sequence[dict[str, Floats]]) -> list[Pipeline]:
-        stages, per_node = stages_of(profile, layout), cluster.gpus_per_node
-        return [pipeline_of(profile, layout, stages, each, per_node) for each in loads]
+    def pipelines(layout: Layout, loads: Sequence[dict[str, Floats]]) -> list[Pipeline]:
+        stages = stages_of(profile, layout)
+        return pipelines_of(profile, layout, stages, loads, cluster.gpus_per_node)
 
     def mean_s(layout: Layout) -> float:
         passes = layout.microbatches * sum(unit.pp * unit.dp for unit in layout.units)
         size = max(1, AT_ONCE // passes)
         parts = [loads[begin : begin + size] for begin in range(0, len(loads), size)]
-        return float(np.concatenate([steps_s(pipelines_of(layout, part)) for part in parts]).mean())
+        return float(np.concatenate([steps_s(pipelines(layout, part)) for part in parts]).mean())
 
     whole_s = mean_s(layout)
     most = most_delays(profile, layout, cluster.memory_gib) if cluster.splits else [None]
     if all(delay is None for delay in most):
         return layout, whole_s
     unsplit = with_delays(layout, [None if m is None else 0 for m in most])
-    pipelines = pipelines_of(unsplit, loads)
-    delays, split_s = _best(pipelines, [m or 0 for m in most], thorough)
+    split_steps = pipelines(unsplit, loads)
+    delays, split_s = _best(split_steps, [m or 0 for m in most], thorough)
     if split_s > whole_s * (1 - LEAST_GAIN):
         return layout, whole_s
     chosen = [
         # nobody waits for the gradients of a first stage's inputs
-        None if m is None or (not delay and not pipelines[0].before(stage)) else delay
+        None if m is None or (not delay and not split_steps[0].before(stage)) else delay
         for stage, (m, delay) in enumerate(zip(most, delays, strict=True))
     ]
     split = with_delays(layout, chosen)
@@ -147,22 +147,23 @@ def _best(pipelines: list[Pipeline], most: list[int], thorough: bool) -> tuple[l
         lambda part_s: np.mean(part_s, axis=2, where=present),
         lambda part_s: np.max(part_s, axis=2, where=present, initial=0.0),
     ):
-        ones = [_of_one(pipeline, summary) for pipeline in pipelines]
+        ones = [Delayed(_of_one(pipeline, summary)) for pipeline in pipelines]
         times_s = _means_s(ones, starts)
         place = np.lexsort((starts.sum(axis=1), times_s))[0]
         found.append(_climbed(ones, most, float(times_s[place]), starts[place].tolist())[1])
-    times_s = _means_s(pipelines, np.array(found))
+    every = list(map(Delayed, pipelines))
+    times_s = _means_s(every, np.array(found))
     best_s, delays = min(zip(times_s.tolist(), found, strict=True))
     slots, stages, _ = pipelines[0].forward_s.shape
     if thorough and slots * stages <= MOST_PASSES:
         # of neighbours that are fast with the longest durations, the last of `ones`
-        best_s, delays = _climbed(pipelines, most, best_s, delays, ones)
+        best_s, delays = _climbed(every, most, best_s, delays, ones)
     return delays, best_s
 
 
-def _means_s(pipelines: list[Pipeline], delays: NDArray[np.int64]) -> Floats:
+def _means_s(steps: list[Delayed], delays: NDArray[np.int64]) -> Floats:
     """[K] mean times of the steps for each of some delays [K, S]."""
-    return np.mean([delays_s(pipeline, delays) for pipeline in pipelines], axis=0)
+    return np.mean([step.times_s(delays) for step in steps], axis=0)
 
 
 def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline:
@@ -182,17 +183,17 @@ def _of_one(pipeline: Pipeline, summary: Callable[[Floats], Floats]) -> Pipeline
 
 
 def _climbed(
-    pipelines: list[Pipeline],
+    steps: list[Delayed],
     most: list[int],
     best_s: float,
     delays: list[int],
-    quick: list[Pipeline] | None = None,
+    quick: list[Delayed] | None = None,
 ) -> tuple[float, list[int]]:
     """Better delays, one block of stages or all stages changed at a time; of equal ones the
     smallest sum.
 
     Args:
-        quick: pipelines that take less time, in which only the `TRIED` fastest neighbours are
+        quick: steps that take less time, in which only the `TRIED` fastest neighbours are
             chosen; None = all are tried.
     """
     while True:
@@ -200,7 +201,7 @@ def _climbed(
         if quick is not None:
             order = np.lexsort((tried.sum(axis=1), _means_s(quick, tried)))
             tried = tried[order[:TRIED]]
-        times_s = _means_s(pipelines, tried)
+        times_s = _means_s(steps, tried)
         place = np.lexsort((tried.sum(axis=1), times_s))[0]
         if times_s[place] > best_s * (1 - LEAST_STEP):
             return best_s, delays

@@ -15,6 +15,7 @@ from disttrain_cli.costs.activations import kept_share, working_share
 from disttrain_cli.costs.context import fits_nodes, misfit, most_cp
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.memory import GIB, state_bytes
+from disttrain_cli.costs.remembering import remembered as known_by_profile
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
@@ -261,12 +262,29 @@ class Unit:
     def kinds(self) -> Kinds:
         """Time and memory of the unit's layers at every TP and CP degree, equal ones counted
         once."""
+        cluster = self.cluster
+        # clusters of other sizes, or for other batches, have the same layers
+        alike = Cluster(
+            gpus=0,
+            gpus_per_node=0,
+            memory_gib=0.0,
+            zero_stage=cluster.zero_stage,
+            batch=0,
+            trained=cluster.trained,
+            checkpointing=cluster.checkpointing,
+            gathers=cluster.gathers,
+            hides=cluster.hides,
+        )
+        return _kinds(self.profile, self.modules, self.replicated, alike, self.widths)
+
+    def kinds_at(self, widths: Sequence[tuple[int, int]]) -> Kinds:
+        """`kinds` at these (TP, CP) degrees."""
         choices = {"none": [False], "full": [True], "auto": [False, True]}[
             self.cluster.checkpointing
         ]
         variants = [
             shape
-            for tp, cp in self.widths
+            for tp, cp in widths
             for checkpointing in choices
             for shape in self._undominated(tp, cp, checkpointing)
         ]
@@ -365,6 +383,17 @@ class Unit:
             if name in self.replicated:
                 mask[:, start + 1 : stop] = mask[start + 1 : stop, :] = False
         return mask
+
+
+@known_by_profile
+def _kinds(
+    profile: Profile,
+    modules: tuple[str, ...],
+    replicated: tuple[str, ...],
+    cluster: Cluster,
+    widths: Sequence[tuple[int, int]],
+) -> Kinds:
+    return Unit("", modules, profile, cluster, replicated).kinds_at(widths)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
 TABLE_NUMBERS = 1 << 24  # that a table of all updates holds
+MOST_PARTS = 256  # stages with a delay, of which the weights' parts are kept
 
 
 def steps_s(pipelines: Sequence[Pipeline]) -> Floats:
@@ -53,35 +55,55 @@ def iterations_s(
     return times_s
 
 
-def delays_s(pipeline: Pipeline, delays: NDArray[np.int64]) -> Floats:
-    """[K] times of a pipeline with backwards in two parts, for other delays [K, S] of the weights'
-    parts; data are always there."""
-    assert pipeline.weight_s is not None
-    program, times_s = program_of(pipeline), np.empty(len(delays))
-    ranks = len(program.stage_of)
-    spent_s = np.zeros((program.steps, ranks))
-    program.table(pipeline.forward_s, True, spent_s)
-    program.table(pipeline.backward_s, False, spent_s)
-    reducing = pipeline.reducing and pipeline.reducing.of(program.stage_of)
-    for chunk in _chunks(program, len(delays)):
-        mine = delays[chunk]
-        follow_s, last_s = np.zeros((program.steps, ranks, len(mine))), np.zeros((ranks, len(mine)))
-        for stage, replicas in enumerate(pipeline.replicas.tolist()):
-            places = program.backwards_of(stage)
-            which, counts = np.unique(mine[:, stage], return_counts=True)
-            for number, delay in enumerate(which[np.argsort(-counts, kind="stable")].tolist()):
-                # the most frequent one everywhere first: searches change one stage at a time
-                having = np.flatnonzero(mine[:, stage] == delay) if number else slice(None)
-                after_s = following(pipeline.weight_s[:, stage, :replicas], delay)
-                follow_s[places][..., having] = after_s[..., None]
-                if reducing is not None:
-                    own_s = pipeline.last_pass_s(stage, delay)[:replicas, None]
-                    last_s[places[1]][:, having] = own_s
-        exposed_s = (
-            _of_ranks(pipeline, pipeline.exposed_s) if reducing is None else reducing.left_s(last_s)
-        )
-        times_s[chunk] = _run(pipeline, program, spent_s[..., None], follow_s, exposed_s)
-    return times_s
+class Delayed:
+    """A pipeline with backwards in two parts, whose weights' parts have other delays; data are
+    always there. What steps have in common is computed once."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        assert pipeline.weight_s is not None
+        self.pipeline, self._weight_s = pipeline, pipeline.weight_s
+        self._program = program = program_of(pipeline)
+        spent_s = np.zeros((program.steps, len(program.stage_of)))
+        program.table(pipeline.forward_s, True, spent_s)
+        program.table(pipeline.backward_s, False, spent_s)
+        self._spent_s = spent_s[..., None]
+        self._reducing = pipeline.reducing and pipeline.reducing.of(program.stage_of)
+        self._parts = lru_cache(MOST_PARTS)(self._parts_of)
+
+    def times_s(self, delays: NDArray[np.int64]) -> Floats:
+        """[K] times for some delays [K, S] of all stages."""
+        pipeline, program, times_s = self.pipeline, self._program, np.empty(len(delays))
+        ranks, reducing = len(program.stage_of), self._reducing
+        for chunk in _chunks(program, len(delays)):
+            mine = delays[chunk]
+            follow_s = np.zeros((program.steps, ranks, len(mine)))
+            last_s = np.zeros((ranks, len(mine)))
+            for stage in range(len(program.depth)):
+                places = program.backwards_of(stage)
+                which, counts = np.unique(mine[:, stage], return_counts=True)
+                for number, delay in enumerate(which[np.argsort(-counts, kind="stable")].tolist()):
+                    # the most frequent one everywhere first: searches change one stage at a time
+                    having = np.flatnonzero(mine[:, stage] == delay) if number else slice(None)
+                    after_s, own_s = self._parts(stage, delay)
+                    follow_s[places][..., having] = after_s
+                    if own_s is not None:
+                        last_s[places[1]][:, having] = own_s
+            exposed_s = (
+                _of_ranks(pipeline, pipeline.exposed_s)
+                if reducing is None
+                else reducing.left_s(last_s)
+            )
+            times_s[chunk] = _run(pipeline, program, self._spent_s, follow_s, exposed_s)
+        return times_s
+
+    def _parts_of(self, stage: int, delay: int) -> tuple[Floats, Floats | None]:
+        """[n, R, 1] weights' parts that follow the backwards of a stage, and [R, 1] the last pass
+        before its reductions, if there are such."""
+        replicas = int(self.pipeline.replicas[stage])
+        after_s = following(self._weight_s[:, stage, :replicas], delay)[..., None]
+        if self._reducing is None:
+            return after_s, None
+        return after_s, self.pipeline.last_pass_s(stage, delay)[:replicas, None]
 
 
 def _of_ranks(pipeline: Pipeline, each_s: Floats) -> Floats:
@@ -119,7 +141,7 @@ def _run(
         for stage in program.awaited
     ]
     for step in range(program.steps):
-        np.take(clock, program.sources[step % 2], axis=0, out=start, mode="clip")
+        clock.take(program.sources[step % 2], axis=0, out=start, mode="clip")
         start += hold_s[step]
         for ranks_of, other, transfer_s in program.joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])

@@ -155,8 +155,8 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         feed.begin_step(pipeline)
     for step in range(program.steps):
         start = starts[step]
-        np.take(clock, program.sources[step % 2], out=start, mode="clip")
-        np.take(program.hold_s[step], stage_of, out=held, mode="clip")
+        clock.take(program.sources[step % 2], out=start, mode="clip")
+        program.hold_s[step].take(stage_of, out=held, mode="clip")
         start += held
         for ranks_of, other, transfer_s in program.joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])

@@ -30,6 +30,50 @@ def pipeline_of(
 ) -> Pipeline:
     """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3], of
     modules whose items are dealt out over a TP group of every rank [n slots, DP · TP, 3]."""
+    return pipelines_of(profile, layout, stages, [loads], gpus_per_node)[0]
+
+
+def pipelines_of(
+    profile: Profile,
+    layout: Layout,
+    stages: list[CostedStage],
+    several: Sequence[dict[str, Floats]],
+    gpus_per_node: int,
+) -> list[Pipeline]:
+    """Steps of a layout that differ in their loads."""
+    times_s = [_times_s(layout, stages, loads) for loads in several]
+    split = any(stage.weight_delay is not None for stage in stages)
+    reducing, gathering = (
+        hidden(profile, layout, stages, gpus_per_node) if layout.overlap else (None, None)
+    )
+    first = Pipeline(
+        replicas=np.array([stage.unit.dp for stage in stages]),
+        entry=np.array([stage.index == 0 for stage in stages]),
+        cuts=tuple(cuts_of(stages)),
+        forward_s=times_s[0][FORWARD],
+        backward_s=times_s[0][BACKWARD],
+        transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
+        reduce_s=np.array([reduce_s(profile, layout, stage, gpus_per_node) for stage in stages]),
+        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
+        reducing=reducing,
+        gathering=gathering,
+        weight_s=times_s[0][WEIGHTS] if split else None,
+        weight_delay=np.array([stage.weight_delay or 0 for stage in stages]) if split else None,
+    )
+    others = [
+        dataclasses.replace(
+            first,
+            forward_s=parts_s[FORWARD],
+            backward_s=parts_s[BACKWARD],
+            weight_s=parts_s[WEIGHTS] if split else None,
+        )
+        for parts_s in times_s[1:]
+    ]
+    return [first, *others]
+
+
+def _times_s(layout: Layout, stages: list[CostedStage], loads: dict[str, Floats]) -> Floats:
+    """[operations, n, S, R] times of all passes."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
     times_s = np.zeros((len(COMPUTE), *shape))
     known: dict[tuple[str, bytes], Floats] = {}  # many stages hold the same layers
@@ -40,24 +84,7 @@ def pipeline_of(
                 if key not in known:
                     known[key] = replica_ms(part_ms, loads[cost.module], stage.unit.dp) / 1e3
                 part_s[:, number, : stage.unit.dp] += known[key]
-    split = any(stage.weight_delay is not None for stage in stages)
-    reducing, gathering = (
-        hidden(profile, layout, stages, gpus_per_node) if layout.overlap else (None, None)
-    )
-    return Pipeline(
-        replicas=np.array([stage.unit.dp for stage in stages]),
-        entry=np.array([stage.index == 0 for stage in stages]),
-        cuts=tuple(cuts_of(stages)),
-        forward_s=times_s[FORWARD],
-        backward_s=times_s[BACKWARD],
-        transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
-        reduce_s=np.array([reduce_s(profile, layout, stage, gpus_per_node) for stage in stages]),
-        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
-        reducing=reducing,
-        gathering=gathering,
-        weight_s=times_s[WEIGHTS] if split else None,
-        weight_delay=np.array([stage.weight_delay or 0 for stage in stages]) if split else None,
-    )
+    return times_s
 
 
 def fed(

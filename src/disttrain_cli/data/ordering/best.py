@@ -14,7 +14,7 @@ and searches end after a fixed number of evaluations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from disttrain_cli.data.sizes import Sizes, sizes_of_sample
 from disttrain_cli.data.slots import Assignment, Ints
 from disttrain_cli.simulation.grouping import grouped
 from disttrain_cli.simulation.makespan import steps_s
-from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.step import pipelines_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
@@ -59,9 +59,10 @@ class Best:
     def order(self, sizes: Sizes) -> Assignment:
         """The fastest assignment of a global batch that is found."""
         tried = list(self.orders(sizes))
+        loads_of = partial(replica_loads, sizes, self._inputs, self._layout)
         times_ns = [
             round(1e9 * time_s)
-            for time_s in steps_s([self.pipeline(sizes, one) for one in tried]).tolist()
+            for time_s in steps_s(self._pipelines(list(map(loads_of, tried)))).tolist()
         ]
         return tried[times_ns.index(min(times_ns))]
 
@@ -105,7 +106,10 @@ class Best:
         return self._pipeline(replica_loads(sizes, self._inputs, self._layout, assignment))
 
     def _pipeline(self, loads: dict[str, Floats]) -> Pipeline:
-        return pipeline_of(self._profile, self._layout, self._stages, loads, self._gpus_per_node)
+        return self._pipelines([loads])[0]
+
+    def _pipelines(self, loads: list[dict[str, Floats]]) -> list[Pipeline]:
+        return pipelines_of(self._profile, self._layout, self._stages, loads, self._gpus_per_node)
 
     def _levelled(self, costs: dict[str, Ints]) -> Ints:
         """Places of one unit's sequences: replicas level in every module's cost, microbatches by
