@@ -1,12 +1,12 @@
 """DistTrain's evaluation, planned and simulated: each part of it is one command.
 
     python -m benchmarks.paper end_to_end     throughput and MFU of the three models on 1,296 A800
-    python -m benchmarks.paper curve          the same gain over images per sequence python -m
-    benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B python -m
-    benchmarks.paper orchestration  plans alone, 96 devices, samples in the order they come python
-    -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices python -m
-    benchmarks.paper freezing       parts of the model frozen python -m benchmarks.paper overhead
-    time to plan
+    python -m benchmarks.paper curve          the same gain over images per sequence
+    python -m benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B
+    python -m benchmarks.paper orchestration  plans alone, 96 devices, samples as they come
+    python -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices
+    python -m benchmarks.paper freezing       parts of the model frozen
+    python -m benchmarks.paper overhead       time to plan
 
 Nothing is measured on a device: costs are those of the hardware catalogue (one efficiency curve for
 all models), data the distribution `laion-like`. "Megatron-LM of the paper" has TP 8 everywhere and
@@ -38,7 +38,7 @@ from disttrain_cli.planning.layouts import layout_of, layout_with
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import predict, simulated_steps
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import cluster_of, ranking, solve
+from disttrain_cli.planning.solve import cluster_of, ranking, solve, solve_for
 from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
@@ -101,10 +101,10 @@ def changed(
 def ours(
     run: RunFile, profile: Profile, gpus: int, strategy: Strategy = "auto"
 ) -> tuple[Layout, Prediction, Cluster]:
-    """The plan, without its baselines."""
+    """The plan of a strategy."""
     cluster = cluster_of(run, profile, gpus)
-    layout = ranking(profile, cluster, strategy)[0][0].layout
-    return layout, predict(units_of(profile, cluster, layout), layout, cluster), cluster
+    plan = solve_for(profile, cluster, strategy)
+    return plan.plan, plan.predicted, cluster
 
 
 def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Prediction] | None:

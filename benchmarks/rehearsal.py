@@ -87,7 +87,7 @@ GROUPED = (
     Case("mllm-9b", 32, 64, "auto"),
     Case("mllm-72b", 32, 32, "auto"),
 )
-GROUPED_STEP_S = 20.0  # that a step takes here, so that a busy host keeps up
+GROUPED_STEP_S = 40.0  # that a step takes here, so that a busy host keeps up
 DATA = {
     "few images": (2, 2),
     "many images": (16, 16),
@@ -209,6 +209,7 @@ def rehearsed(
     images: tuple[float, float] | None = None,
     time_scale: float | str = "auto",
     ordering: str | None = None,
+    step_s: float | None = None,
 ) -> Row:
     """Rehearse a plan: mean iteration times without the first step, and how the rehearsal went.
 
@@ -217,8 +218,11 @@ def rehearsed(
         ordering: None = `paper`, but samples come unordered to the paper's Megatron-LM.
         images: mean images read and generated per sequence, instead of those of the data it was
             planned for.
+        step_s: seconds that a step takes here, in the place of a time scale.
     """
     path = run.plan(name)
+    plan = read_plan(path)
+    layout, predicted = plan.plan, plan.predicted
     own, other = read_run(run.folder / RUN_FILE).file.data.distribution, None
     if images is not None and own is not None:
         counts = {"images_per_sequence": images[0], "generated_per_sequence": images[1]}
@@ -229,12 +233,10 @@ def rehearsed(
         rehearse={
             "faults": [fault] if fault else [],
             "distribution": other,
-            "time_scale": time_scale,
+            "time_scale": step_s / predicted.iteration_s if step_s else time_scale,
         },
     )
     document = disttrain(run.folder, "train", "--rehearse", "--plan", path, "--steps", steps)
-    plan = read_plan(path)
-    layout, predicted = plan.plan, plan.predicted
     return {
         "layout": shapes(layout),
         "M": layout.microbatch_size,
@@ -275,16 +277,20 @@ def grouped(small: bool, keep: Keep) -> Tables:
     rows: list[Row] = []
     for case in (replace(SMALL, strategy="megatron"),) if small else GROUPED:
         with opened(case) as run:
-            key = {"part": "grouped", **asdict(case), "data": "as planned for"}
-            rows.append(keep(key, partial(_slowly, run, SMALL_STEPS if small else ACCURACY_STEPS)))
+            rows.append(
+                keep(
+                    {"part": "grouped", **asdict(case), "data": "as planned for"},
+                    partial(
+                        rehearsed,
+                        run,
+                        case.strategy,
+                        SMALL_STEPS if small else ACCURACY_STEPS,
+                        ordering="best",
+                        step_s=GROUPED_STEP_S,
+                    ),
+                )
+            )
     return _apart(rows, [])
-
-
-def _slowly(run: Prepared, steps: int) -> Row:
-    name = run.case.strategy
-    planned_s = read_plan(run.plan(name)).predicted.iteration_s
-    scale = GROUPED_STEP_S / planned_s
-    return rehearsed(run, name, steps, ordering="best", time_scale=scale)
 
 
 def _apart(rows: list[Row], data: list[str]) -> Tables:
