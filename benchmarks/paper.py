@@ -163,9 +163,11 @@ def gain(
 
 
 def shapes(layout: Layout) -> str:
-    """TP×DP×PP of every unit, with CP where there is some."""
+    """TP×DP×PP of every unit, with CP and modules that are whole on every TP rank where there are
+    some."""
     return " → ".join(
         f"{unit.tp}×{f'CP {unit.cp}×' if unit.cp > 1 else ''}{unit.dp}×{unit.pp}"
+        + (f" ({', '.join(unit.module_tp)} whole)" if unit.module_tp else "")
         for unit in layout.units
     )
 
