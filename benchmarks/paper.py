@@ -211,7 +211,6 @@ def curve(small: bool) -> Tables:
             layout, predicted, cluster = ours(run, profile, GPUS)
             published = megatron_lm(profile, cluster, LLM_PP[preset])
             given, used = gain((layout, predicted), published)
-            free = gain((layout, predicted), one_unit(profile, cluster))
             rows.append(
                 {
                     "model": preset,
@@ -220,8 +219,6 @@ def curve(small: bool) -> Tables:
                     "MFU %": 100 * predicted.mfu,
                     "over Megatron-LM of the paper, per device given": given,
                     "per device used": used,
-                    "over the best megatron, given": free[0],
-                    "used": free[1],
                 }
             )
     return {
