@@ -1,12 +1,12 @@
 """DistTrain's evaluation, planned and simulated: each part of it is one command.
 
     python -m benchmarks.paper end_to_end     throughput and MFU of the three models on 1,296 A800
-    python -m benchmarks.paper curve          the same gain over images per sequence python -m
-    benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B python -m
-    benchmarks.paper orchestration  plans alone, 96 devices, samples in the order they come python
-    -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices python -m
-    benchmarks.paper freezing       parts of the model frozen python -m benchmarks.paper overhead
-    time to plan
+    python -m benchmarks.paper curve          the same gain over images per sequence
+    python -m benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B
+    python -m benchmarks.paper orchestration  plans alone, 96 devices, samples as they come
+    python -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices
+    python -m benchmarks.paper freezing       parts of the model frozen
+    python -m benchmarks.paper overhead       time to plan
 
 Nothing is measured on a device: costs are those of the hardware catalogue (one efficiency curve for
 all models), data the distribution `laion-like`. "Megatron-LM of the paper" has TP 8 everywhere and
@@ -38,7 +38,7 @@ from disttrain_cli.planning.layouts import layout_of, layout_with
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import predict, simulated_steps
 from disttrain_cli.planning.search import search
-from disttrain_cli.planning.solve import cluster_of, ranking, solve
+from disttrain_cli.planning.solve import cluster_of, ranking, solve, solve_for
 from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
@@ -101,10 +101,10 @@ def changed(
 def ours(
     run: RunFile, profile: Profile, gpus: int, strategy: Strategy = "auto"
 ) -> tuple[Layout, Prediction, Cluster]:
-    """The plan, without its baselines."""
+    """The plan of a strategy."""
     cluster = cluster_of(run, profile, gpus)
-    layout = ranking(profile, cluster, strategy)[0][0].layout
-    return layout, predict(units_of(profile, cluster, layout), layout, cluster), cluster
+    plan = solve_for(profile, cluster, strategy)
+    return plan.plan, plan.predicted, cluster
 
 
 def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Prediction] | None:
@@ -163,9 +163,11 @@ def gain(
 
 
 def shapes(layout: Layout) -> str:
-    """TP×DP×PP of every unit, with CP where there is some."""
+    """TP×DP×PP of every unit, with CP and modules that are whole on every TP rank where there are
+    some."""
     return " → ".join(
         f"{unit.tp}×{f'CP {unit.cp}×' if unit.cp > 1 else ''}{unit.dp}×{unit.pp}"
+        + (f" ({', '.join(unit.module_tp)} whole)" if unit.module_tp else "")
         for unit in layout.units
     )
 
@@ -209,7 +211,6 @@ def curve(small: bool) -> Tables:
             layout, predicted, cluster = ours(run, profile, GPUS)
             published = megatron_lm(profile, cluster, LLM_PP[preset])
             given, used = gain((layout, predicted), published)
-            free = gain((layout, predicted), one_unit(profile, cluster))
             rows.append(
                 {
                     "model": preset,
@@ -218,8 +219,6 @@ def curve(small: bool) -> Tables:
                     "MFU %": 100 * predicted.mfu,
                     "over Megatron-LM of the paper, per device given": given,
                     "per device used": used,
-                    "over the best megatron, given": free[0],
-                    "used": free[1],
                 }
             )
     return {

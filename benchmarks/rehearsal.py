@@ -2,6 +2,7 @@
 `profile`, `plan`, `train`).
 
     python -m benchmarks.rehearsal accuracy   simulator's iteration time against the rehearsed one
+    python -m benchmarks.rehearsal grouped    the same for units of several modules
     python -m benchmarks.rehearsal gain       disaggregated over monolithic, rehearsed and
                                               simulated, alternating
     python -m benchmarks.rehearsal ordering   the policy best over none on the same plan,
@@ -26,7 +27,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -76,6 +77,17 @@ CASES = (
     Case("mllm-72b", 96, 64, "megatron"),
     Case("mllm-72b", 192, 144),
 )
+#: Plans that put several modules into a unit, of the default strategy or of the best co-located
+#: layout.
+GROUPED = (
+    Case("qwen2.5-vl-7b", 16, 64, "auto"),
+    Case("internvl3-8b", 32, 128, "megatron"),
+    Case("qwen3-vl-8b", 24, 96, "auto"),
+    Case("qwen3-vl-32b", 32, 64, "auto"),
+    Case("mllm-9b", 32, 64, "auto"),
+    Case("mllm-72b", 32, 32, "auto"),
+)
+GROUPED_STEP_S = 40.0  # that a step takes here, so that a busy host keeps up
 DATA = {
     "few images": (2, 2),
     "many images": (16, 16),
@@ -197,6 +209,7 @@ def rehearsed(
     images: tuple[float, float] | None = None,
     time_scale: float | str = "auto",
     ordering: str | None = None,
+    step_s: float | None = None,
 ) -> Row:
     """Rehearse a plan: mean iteration times without the first step, and how the rehearsal went.
 
@@ -205,8 +218,11 @@ def rehearsed(
         ordering: None = `paper`, but samples come unordered to the paper's Megatron-LM.
         images: mean images read and generated per sequence, instead of those of the data it was
             planned for.
+        step_s: seconds that a step takes here, in the place of a time scale.
     """
     path = run.plan(name)
+    plan = read_plan(path)
+    layout, predicted = plan.plan, plan.predicted
     own, other = read_run(run.folder / RUN_FILE).file.data.distribution, None
     if images is not None and own is not None:
         counts = {"images_per_sequence": images[0], "generated_per_sequence": images[1]}
@@ -217,12 +233,10 @@ def rehearsed(
         rehearse={
             "faults": [fault] if fault else [],
             "distribution": other,
-            "time_scale": time_scale,
+            "time_scale": step_s / predicted.iteration_s if step_s else time_scale,
         },
     )
     document = disttrain(run.folder, "train", "--rehearse", "--plan", path, "--steps", steps)
-    plan = read_plan(path)
-    layout, predicted = plan.plan, plan.predicted
     return {
         "layout": shapes(layout),
         "M": layout.microbatch_size,
@@ -256,6 +270,31 @@ def accuracy(small: bool, keep: Keep) -> Tables:
                         partial(rehearsed, run, case.strategy, steps, images=images),
                     )
                 )
+    return _apart(rows, [*data])
+
+
+def grouped(small: bool, keep: Keep) -> Tables:
+    rows: list[Row] = []
+    for case in (replace(SMALL, strategy="megatron"),) if small else GROUPED:
+        with opened(case) as run:
+            rows.append(
+                keep(
+                    {"part": "grouped", **asdict(case), "data": "as planned for"},
+                    partial(
+                        rehearsed,
+                        run,
+                        case.strategy,
+                        SMALL_STEPS if small else ACCURACY_STEPS,
+                        ordering="best",
+                        step_s=GROUPED_STEP_S,
+                    ),
+                )
+            )
+    return _apart(rows, [])
+
+
+def _apart(rows: list[Row], data: list[str]) -> Tables:
+    """Rows of rehearsals, and how far simulator and rehearsal are apart by kind of `data`."""
     return {
         "Iteration time, simulated beside rehearsed": [
             {
@@ -270,6 +309,7 @@ def accuracy(small: bool, keep: Keep) -> Tables:
                 "rehearsed s": row["rehearsed_s"],
                 "simulated s": row["simulated_s"],
                 "off %": _off_pct(row),
+                "late ms, mean": row["late_mean_ms"],
             }
             for row in rows
         ],
@@ -550,6 +590,7 @@ def keeper(path: Path | None) -> Keep:
 
 PARTS: dict[str, Callable[[bool, Keep], Tables]] = {
     "accuracy": accuracy,
+    "grouped": grouped,
     "gain": gain,
     "ordering": ordering,
     "faults": faults,

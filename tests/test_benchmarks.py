@@ -408,11 +408,18 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
             "time_scale": 1.0,
             "gpus_per_process": 2,
             "operations": 10,
+            "late_mean_ms": 1.0,
         }
 
     monkeypatch.setattr(rehearsal, "rehearsed", rehearsed)
     rows = {}
-    for part, calls in (("accuracy", 36), ("gain", 33), ("ordering", 40), ("faults", 10)):
+    for part, calls in {
+        "accuracy": 36,
+        "grouped": 6,
+        "gain": 33,
+        "ordering": 40,
+        "faults": 10,
+    }.items():
         for _ in range(2):
             rows[part] = rehearsal.PARTS[part](False, rehearsal.keeper(tmp_path / "rows.jsonl"))
         assert len(made) == calls
@@ -420,6 +427,7 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
     layouts, off = rows["accuracy"].values()
     assert len(layouts) == 36 and off[-1]["data"] == "all" and off[-1]["rehearsals"] == 36
     assert off[-1]["median %"] == pytest.approx(5)
+    assert [row["rehearsals"] for row in [*rows["grouped"].values()][1]] == [6]
     gains, why = rows["gain"].values()
     assert all(row["gain rehearsed"] == pytest.approx(1.1) for row in gains)
     assert {row["pairs"] for row in gains if row["over"] == rehearsal.PUBLISHED} == {5}

@@ -160,7 +160,13 @@ class TestThreeModules:
         rows = 256 * 32 * 4 / 2  # that move over a link for [256 rows, 32] in fp32
         sent = {name: size(Work(items=1)) / rows for name, size in block.tp["2"].sent_bytes.items()}
         assert sent == pytest.approx(
-            {"forward": 4, "backward": 6, "backward_input": 4, "recomputing": 7}
+            {
+                "forward": 4,
+                "backward": 6,
+                "backward_input": 4,
+                "recomputing": 7,
+                "recomputing_overlapped": 9,
+            }
         )
 
     def test_says_which_layers_join_the_modules(self, measured: tuple[Run, Profile]) -> None:

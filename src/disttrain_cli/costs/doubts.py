@@ -199,8 +199,8 @@ def _scaled_shard(
 
     times = {field: with_messages(getattr(shard, field), name) for field, name in PASSES.items()}
     times |= {
-        field: combine((kernels, getattr(shard, field)))
-        for field in ("weight_ms", "recomputing_ms")
+        field: combine((factor, getattr(shard, field)))
+        for field, factor in (("weight_ms", kernels), ("recomputing_ms", link))
     }
     saved = {name: combine((link * overlap, time)) for name, time in shard.hidden_ms.items()}
     return shard.model_copy(update=times | {"hidden_ms": saved})

@@ -178,15 +178,13 @@ def _sent_bytes(
     if module.work_per_sequence == Work():
         return 0.0
     sent = module.costs[kind].tp[str(unit.tp_of(name))].sent_bytes
-    passes: dict[Backward, list[Pass]] = {
-        "still": ["forward"],
-        "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],
-        "passes": ["forward", "forward", "backward_input"]
-        if unit.checkpointing
-        else ["forward", "backward_input"],
-    }
+    back: Pass = "backward" if does == "trained" else "backward_input"
+    if unit.checkpointing:  # only gradients of weights need rows that are gathered again
+        again = unit.tp_overlap and does == "trained" and "recomputing_overlapped" in sent
+        back = "recomputing_overlapped" if again else "recomputing"
+    passes: list[Pass] = ["forward"] if does == "still" else ["forward", back]
     return layout.global_batch_size * sum(
-        sent[one](module.work_per_sequence) for one in passes[does] if one in sent
+        sent[one](module.work_per_sequence) for one in passes if one in sent
     )
 
 

@@ -224,7 +224,10 @@ def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:
 def sent_bytes(messages: Messages, tp: int) -> Polynomial:
     """Bytes of a layer's collectives in one pass over the link of one rank, in rings."""
     return combine(
-        *((ring_bytes(operation, 1.0, tp), size) for operation, size in messages.bytes.items())
+        *(
+            (1.0 if operation == "pass" else ring_bytes(operation, 1.0, tp), size)
+            for operation, size in messages.bytes.items()
+        )
     )
 
 
@@ -258,6 +261,7 @@ def _shard(
         "recomputing": running.recomputing,
     }
     messages = {name: message_ms(links, sent, tp) for name, sent in passes.items()}
+    passes["recomputing_overlapped"] = running.recomputing_overlapped
     forward_ms, backward_ms = trained[tp].times[part]
     _, input_ms = frozen[tp].times[part]
     works, input_works = trained[tp].works, frozen[tp].works

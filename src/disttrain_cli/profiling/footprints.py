@@ -64,6 +64,8 @@ class Running:
     backward_input: Messages = field(default_factory=Messages)  # the weights are frozen
     # a backward that runs the forward again first
     recomputing: Messages = field(default_factory=Messages)
+    # the same where its messages travel behind products
+    recomputing_overlapped: Messages = field(default_factory=Messages)
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def _shared(layer: PipelineLayer, index: int, probes: Probes, tp: int, run: Run)
     more = np.array([ring.most(), symmetric.most()]) - most
     return replace(
         running,
+        recomputing_overlapped=_messages(probes.works, [one.backward for one in ring.recomputed]),
         overlapping_bytes=fit(probes.works, more.max(axis=(0, 1), initial=0.0)),
         symmetric_bytes=fit(probes.works, [one.symmetric_bytes for one in symmetric.kept]),
     )

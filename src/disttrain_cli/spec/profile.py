@@ -45,7 +45,7 @@ def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
     )
 
 
-Pass = Literal["forward", "backward", "backward_input", "recomputing"]
+Pass = Literal["forward", "backward", "backward_input", "recomputing", "recomputing_overlapped"]
 #: Passes in which a TP group's messages may travel behind products; "split": a backward whose
 #: weights' part is computed later.
 HidingPass = Literal["forward", "backward", "backward_input", "recomputing", "split"]
@@ -131,7 +131,8 @@ class LayerShard(Strict):
         default_factory=dict,
         description=(
             "Bytes that the TP group's messages move over the link of one rank, by pass; "
-            "'recomputing' is a backward that runs the forward again."
+            "'recomputing' is a backward that runs the forward again, 'recomputing_overlapped' one"
+            " whose messages travel behind products, which gathers rows twice."
         ),
     )
     hidden_ms: dict[HidingPass, Polynomial] = Field(
