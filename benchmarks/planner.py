@@ -1,5 +1,5 @@
 """The planner on synthetic costs: search time, gap to brute force, and how long saying that nothing
-fits takes.
+fits takes; and what `disttrain plan` takes as a whole, on frozen costs (`grouping`).
 
 Costs: `tiny` (three small modules), and the shapes of the paper's 9B and 72B models with a batch of
 1,920 sequences (tests/planning/synthetic.py: plausible, not measured). In the 72B cases memory
@@ -12,11 +12,19 @@ repository with the `dev` extra installed.
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
+import yaml
+
 from benchmarks.common import Tables, alternate, main, paired_ratio
+from benchmarks.grouping import frozen
 from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.search import search
@@ -141,8 +149,27 @@ def gap(name: str, case: Case, rounds: int) -> dict[str, Any]:
     }
 
 
+def whole_command(model: str, device: str, gpus: int) -> dict[str, Any]:
+    """CPU seconds of one `disttrain plan`, with starting Python and everything that it prints."""
+    run, profile = frozen(model, device)
+    with TemporaryDirectory() as folder:
+        run_file, costs = Path(folder) / "disttrain.yaml", Path(folder) / "profile.json"
+        run_file.write_text(yaml.safe_dump(run.model_dump(mode="json", exclude_unset=True)))
+        costs.write_text(profile.model_dump_json())
+        command = [sys.executable, "-m", "disttrain_cli", "plan", str(run_file), "--json"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [*command, "--profile", str(costs), "--gpus", str(gpus)],
+            check=True,
+            capture_output=True,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"model": model, "device": device, "GPUs": gpus, "CPU s": cpu_s}
+
+
 def measure(small: bool = False) -> Tables:
-    """Four tables."""
+    """Five tables."""
     rounds = 1 if small else 5
     cases = [("tiny", tiny(6))]
     if not small:
@@ -157,6 +184,11 @@ def measure(small: bool = False) -> Tables:
             ("72B", paper("72B", PAPER_GPUS, memory_gib=10.0)),
             ("9B", paper("9B", PAPER_GPUS, memory_gib=1.0)),
         ]
+    commands = [("qwen2.5-vl-7b", "H100", 2)]
+    if not small:
+        commands += [("qwen2.5-vl-7b", "H100", gpus) for gpus in (8, 64, 512, 16384)]
+        commands += [("mllm-9b", "A800", gpus) for gpus in (20, PAPER_GPUS, 16384)]
+        commands += [("mllm-72b", "A800", PAPER_GPUS)]
     # 0.02 GiB binds
     gaps = [tiny(3)] if small else [tiny(5), tiny(6), tiny(6, memory_gib=0.02), tiny(8)]
     return {
@@ -169,6 +201,7 @@ def measure(small: bool = False) -> Tables:
             *(gap("tiny", case, rounds) for case in gaps),
             gap("tiny, with CP", sharing(gaps[-1]), rounds),
         ],
+        "The whole command": [whole_command(*case) for case in commands],
     }
 
 

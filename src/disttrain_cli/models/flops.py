@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.graph import build_layers, describe, layer_table, of_model
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.signatures import SignatureMode
@@ -108,6 +108,7 @@ def _without_scores(operator: Any) -> Callable[..., int]:
     return counted
 
 
+@of_model
 def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
     """FLOPs of all layers of a run's model, by module and kind of layer.
 

@@ -6,9 +6,11 @@ before layer i is crossed by `live_tensors(table, i)`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, wraps
 from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -27,6 +29,10 @@ from disttrain_cli.spec.heads import Head, ImageInput
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.stage_graph import parallel_to
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+#: Answers of a function about models that are kept.
+MOST = 128
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,32 @@ def _remember_makers(run: Run) -> str:
         _makers[key] = _make(run, configs, heads)
     _latest = run, key
     return key
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A run, as equal to others as its layers are without their weights."""
+
+    key: tuple[str, str, str]
+    run: Run = field(compare=False)
+
+
+def of_model(function: Function) -> Function:
+    """A function of a run's layers without their weights, and of what else it is given; remembered
+    within a process, as clusters of several devices run the same ones. Nobody changes what it
+    returns."""
+
+    @lru_cache(maxsize=MOST)
+    def known(model: _Model, arguments: tuple[Any, ...]) -> Any:
+        return function(model.run, *arguments)
+
+    @wraps(function)
+    def answer(run: Run, *arguments: Any) -> Any:
+        key = _remember_makers(run), run.file.train.precision, describe(run).model_dump_json()
+        hashable = (tuple(one) if isinstance(one, list) else one for one in arguments)
+        return known(_Model(key, run), tuple(hashable))
+
+    return cast(Function, answer)
 
 
 def _heads(run: Run, configs: Mapping[str, ModuleConfig]) -> dict[str, Head]:

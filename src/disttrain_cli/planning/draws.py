@@ -3,7 +3,8 @@
 All layouts of a plan are tried on the same batches, and many of them differ in one unit only. So
 batches are drawn once, and what an ordering makes of them is remembered by what it depends on: of
 the policy `paper` the sequences of every slot, before slots are ordered, by the LLM's replicas and
-microbatch, and a module's work by these and its unit's replicas. The last few of each stay.
+microbatch, and a module's work by these and its unit's replicas. The last few of each stay; of
+other policies, which take longer, every layout's work.
 """
 
 from __future__ import annotations

@@ -173,13 +173,13 @@ def step_s(pipeline: Pipeline, reduced_s: Floats) -> float:
     hold_s = np.append(pipeline.transfer_s, 0.0)[program.cuts][:, None]
     ends_s, free = np.zeros((len(times_s) + 1, replicas)), np.zeros((devices, replicas))
     for begin, stop in pairwise(program.turns):
-        turn, device = slice(begin, stop), program.devices[begin:stop]
+        turn, at = slice(begin, stop), program.devices[begin:stop]
         ready = ends_s.take(program.sources[turn], axis=0)
         ready += hold_s[turn]
         np.maximum(ready, least_s[turn], out=ready)
-        np.maximum(ready, free.take(device, axis=0), out=ready)
+        np.maximum(ready, free.take(at, axis=0), out=ready)
         ready += times_s[turn]
-        free[device] = ends_s[turn] = ready
+        free[at] = ends_s[turn] = ready
     if pipeline.reducing is None:
         return float((free + reduced_s[:, None]).max()) + pipeline.closing_s
     left_s = pipeline.reducing.left_s(pipeline.backward_s[-1])

@@ -29,10 +29,16 @@ from disttrain_cli.costs.hardware import (
     memory_s,
 )
 from disttrain_cli.models.flops import count_flops
-from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
+from disttrain_cli.models.graph import (
+    LayerInfo,
+    build_layers,
+    describe,
+    layer_table,
+    of_model,
+)
 from disttrain_cli.models.group import Group
-from disttrain_cli.models.layer import Batch, PipelineLayer
-from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.operators import LayerOperators, layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.tensor_parallel import join
@@ -87,14 +93,11 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         kind = file.model.modules[module].kind
         shards = {tp: _shards(run, table, module, tp) for tp in tps}
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
-        for tp, layers in shards.items():
+        for tp in tps:
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
-            sizes = _sizes(inputs, module, tp)
-            probes = [(size, probe_batch(inputs, device="meta", **size)) for size in sizes]
             for frozen, times in series.items():
-                for layer in layers.values():
-                    layer.ask_for_gradients(not frozen)
-                times[tp] = _series(inputs, table, module, layers, tp, probes, device, precision)
+                counted = _counted(run, module, tp, frozen)
+                times[tp] = _series(inputs, module, tp, counted, device, precision)
         kinds = {
             tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
         }
@@ -134,39 +137,54 @@ def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int,
     return layers
 
 
+@of_model
+def _counted(run: Run, module: str, tp: int, frozen: bool) -> dict[str, list[LayerOperators]]:
+    """By kind of layer of a module, the kernels of one rank's part at each of `_sizes`, its weights
+    frozen or not."""
+    inputs, table = describe(run), layer_table(run)
+    shards = _shards(run, table, module, tp)
+    found: dict[str, list[LayerOperators]] = {layer.kind: [] for layer in shards.values()}
+    for size in _sizes(inputs, module, tp):
+        batch = probe_batch(inputs, device="meta", **size)
+        for index, layer in shards.items():
+            layer.ask_for_gradients(not frozen)
+            dtype = next(layer.parameters()).dtype
+            state = state_at(table, index, inputs, batch, "meta", dtype, tp=tp)
+            found[layer.kind].append(layer_operators(layer, state, batch))
+    return found
+
+
 def _series(
     inputs: ModelInputs,
-    table: list[LayerInfo],
     module: str,
-    shards: Mapping[int, PipelineLayer],
     tp: int,
-    probes: Sequence[tuple[dict[str, Any], Batch]],
+    counted: Mapping[str, Sequence[LayerOperators]],
     device: Device,
     precision: Precision,
 ) -> Series:
-    """Times and kept bytes of every layer of a module at a few sizes, messages not included."""
-    item = inputs.item(module)
-    works: list[Work] = []
-    times: dict[str, list[tuple[float, float, float]]] = {
-        layer.kind: [] for layer in shards.values()
+    """Times and kept bytes of every layer of a module at `_sizes`, messages not included."""
+    works = [
+        probe_work(
+            inputs,
+            module,
+            windows=False,
+            **{name: value for name, value in size.items() if name != "length"},
+        )
+        for size in _sizes(inputs, module, tp)
+    ]
+    times = {
+        kind: [
+            (
+                kernels_ms(device, precision, one.forward),
+                kernels_ms(device, precision, one.backward),
+                float(one.saved_bytes),
+            )
+            for one in done
+        ]
+        for kind, done in counted.items()
     }
-    for size, batch in probes:
-        fixed = {name: value for name, value in size.items() if name != "length"}
-        works.append(probe_work(inputs, module, windows=False, **fixed))
-        for index, layer in shards.items():
-            dtype = next(layer.parameters()).dtype
-            done = layer_operators(
-                layer, state_at(table, index, inputs, batch, "meta", dtype, tp=tp), batch
-            )
-            times[layer.kind].append(
-                (
-                    kernels_ms(device, precision, done.forward),
-                    kernels_ms(device, precision, done.backward),
-                    float(done.saved_bytes),
-                )
-            )
     values = {part: np.array(rows).T for part, rows in times.items()}
-    if item == "sequence":
+    if inputs.item(module) == "sequence":
         works, values = _padded(inputs.sequence_length, works, values)
     return Series(
         works,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation, footprint
-from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
+from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table, of_model
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.tensor_parallel import join, pieces
@@ -100,6 +100,7 @@ def probes_of(run: Run, module: str, tps: Sequence[int]) -> Probes:
     )
 
 
+@of_model
 def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Running]]:
     """By TP size (1 among them) and kind of layer.
 

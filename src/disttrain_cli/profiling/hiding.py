@@ -16,7 +16,7 @@ import numpy as np
 from disttrain_cli.costs.hardware import Device, KernelWork, Precision, kernels_ms
 from disttrain_cli.costs.links import COLLECTIVES, p2p_s
 from disttrain_cli.models.footprint import Begun, Message, Noted
-from disttrain_cli.models.graph import build_layers
+from disttrain_cli.models.graph import build_layers, of_model
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.timeline import Event, timeline
@@ -30,6 +30,8 @@ from disttrain_cli.spec.work import Work
 
 #: Events of a pass → ms.
 Duration = Callable[[Sequence[Event]], float]
+#: By pass, what happens at each probe.
+Passes = dict[HidingPass, list[list[Event]]]
 
 
 def hidden(
@@ -49,18 +51,36 @@ def hidden(
     Raises:
         SpecError: the model's configuration is wrong.
     """
-    probes, found = probes_of(run, module, tps), dict[int, dict[str, Hidden]]()
+    works, by_tp = _events(run, module, tps)
+    found: dict[int, dict[str, Hidden]] = {}
+    for tp, kinds in by_tp.items():
+        duration, found[tp] = on_device(device, precision, links, tp), {}
+        for kind, both in kinds.items():
+            overlapped, plain = (
+                {name: np.array(list(map(duration, each))) for name, each in passes.items()}
+                for passes in both
+            )
+            found[tp][kind] = {
+                name: _through(works, plain[name] - overlapped[name]) for name in overlapped
+            }
+    return found
+
+
+@of_model
+def _events(
+    run: Run, module: str, tps: Sequence[int]
+) -> tuple[list[Work], dict[int, dict[str, tuple[Passes, Passes]]]]:
+    """The works of all probes, and by TP size above 1 and kind of layer that can overlap, what
+    happens in each pass at each of them, with overlap and without."""
+    probes = probes_of(run, module, tps)
+    found: dict[int, dict[str, tuple[Passes, Passes]]] = {}
     for tp in (tp for tp in tps if tp > 1):
-        duration = on_device(device, precision, links, tp)
         found[tp] = {}
         for index in probes.layers:
-            if overlapped := times_ms(run, probes, index, tp, True, duration):
-                plain = times_ms(run, probes, index, tp, False, duration)
-                found[tp][probes.table[index].kind] = {
-                    name: _through(probes.works, np.array(plain[name]) - np.array(overlapped[name]))
-                    for name in overlapped
-                }
-    return found
+            if overlapped := passes(run, probes, index, tp, True):
+                plain = passes(run, probes, index, tp, False)
+                found[tp][probes.table[index].kind] = overlapped, plain
+    return probes.works, found
 
 
 def on_device(device: Device, precision: Precision, links: LinkTimes, tp: int) -> Duration:
@@ -102,19 +122,24 @@ def message_ms(message: Message, links: LinkTimes, tp: int) -> float:
 def times_ms(
     run: Run, probes: Probes, index: int, tp: int, overlap: bool, duration: Duration
 ) -> dict[HidingPass, list[float]]:
-    """By pass, times at each probe; nothing where the layer does not overlap though it is asked
-    to."""
+    """By pass, times at each probe."""
+    found = passes(run, probes, index, tp, overlap)
+    return {name: list(map(duration, each)) for name, each in found.items()}
+
+
+def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Passes:
+    """What happens in a layer; nothing where it does not overlap though it is asked to."""
     layer = joined_shard(run, probes, index, tp, overlap)
-    times: dict[HidingPass, list[float]] = {}
+    events: Passes = {}
     if layer.group is None or layer.group.overlap != overlap:
-        return times
+        return events
 
     def take(forward: HidingPass | None, backward: HidingPass, **how: bool) -> None:
         for batch in probes.batches:
             line = timeline(layer, probes.state(layer, index, batch, tp), batch, **how)
             if forward is not None:
-                times.setdefault(forward, []).append(duration(line.forward))
-            times.setdefault(backward, []).append(duration(line.backward))
+                events.setdefault(forward, []).append(line.forward)
+            events.setdefault(backward, []).append(line.backward)
 
     _freeze(layer, True)
     take(None, "backward_input")
@@ -123,7 +148,7 @@ def times_ms(
     take(None, "recomputing", recompute=True)
     split(layer)
     take(None, "split", deferring=True)
-    return times
+    return events
 
 
 def joined_shard(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> PipelineLayer:

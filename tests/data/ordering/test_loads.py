@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from disttrain_cli.data.epochs.mixture import Mixture
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
-from disttrain_cli.data.ordering.levelling import deal, dealt, even_shares, level, owners
+from disttrain_cli.data.ordering.levelling import (
+    deal,
+    dealt,
+    even_shares,
+    image_owners,
+    level,
+    owners,
+)
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import Packing, pack
 from disttrain_cli.data.sizes import sampled_batch, sizes_of, sizes_of_sample
@@ -118,3 +125,15 @@ def test_sampled_batches_hold_every_sequence_equally_often() -> None:
     assert sorted(first.tokens) == sorted(second.tokens) == sorted([*sizes.tokens, *sizes.tokens])
     assert first.tokens.tolist() != second.tokens.tolist()
     assert len(sampled_batch(sizes, 5, 0)) == 5
+
+
+@pytest.mark.parametrize(("slots", "most", "replicas"), [(40, 7, 3), (40, 7, 100), (3, 9, 2)])
+def test_images_of_all_slots_go_where_each_slot_alone_sends_them(
+    slots: int, most: int, replicas: int
+) -> None:
+    random = np.random.default_rng(0)
+    counts = random.integers(0, most, slots)
+    patches = random.integers(0, 4, counts.sum())  # many ties, some without any
+    alone = [owners(each, replicas) for each in np.split(patches, np.cumsum(counts)[:-1])]
+    found = image_owners(patches, counts, replicas, carry=False)
+    assert found.tolist() == np.concatenate(alone).tolist()

@@ -85,9 +85,7 @@ def _side_by_side(patches: Ints, counts: Ints, replicas: int) -> Ints:
     order = np.lexsort((-patches, slot))
     place = np.arange(len(patches)) - np.repeat(np.cumsum(counts) - counts, counts)
     load, owner = np.zeros((len(counts), replicas), np.int64), np.empty(len(patches), np.int64)
-    turns = np.split(
-        order[np.argsort(place, kind="stable")], np.cumsum(np.bincount(place))[:-1]
-    )
+    turns = np.split(order[np.argsort(place, kind="stable")], np.cumsum(np.bincount(place))[:-1])
     for images in turns:
         slots = slot[images]
         owner[images] = takers = load[slots].argmin(axis=1)
