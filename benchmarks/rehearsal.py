@@ -85,7 +85,7 @@ GROUPED = (
     Case("qwen3-vl-8b", 24, 96, "auto"),
     Case("qwen3-vl-32b", 32, 64, "auto"),
     Case("mllm-9b", 32, 64, "auto"),
-    Case("mllm-72b", 32, 32, "auto"),
+    Case("mllm-15b", 48, 96, "megatron"),
 )
 GROUPED_STEP_S = 40.0  # that a step takes here, so that a busy host keeps up
 DATA = {

@@ -111,19 +111,24 @@ def test_a_tp_groups_messages_take_longer_by_their_links_and_not_by_kernels() ->
         module = profile.modules["llm"]
         block = module.costs["block"]
         shard = block.tp["2"].model_copy(
-            update={"forward_ms": messages, "sent_bytes": {"forward": sent}}
+            update={
+                "forward_ms": messages,
+                "recomputing_ms": combine((-1.0, messages)),
+                "sent_bytes": {"forward": sent},
+            }
         )
         costs = module.costs | {"block": block.model_copy(update={"tp": block.tp | {"2": shard}})}
         changed = module.model_copy(update={"costs": costs})
         return profile.model_copy(update={"modules": profile.modules | {"llm": changed}})
 
-    def forward_ms(profile: Profile) -> float:
-        return profile.modules["llm"].costs["block"].tp["2"].forward_ms(WORK)
+    def times_ms(profile: Profile) -> list[float]:
+        shard = profile.modules["llm"].costs["block"].tp["2"]
+        return [shard.forward_ms(WORK), shard.recomputing_ms(WORK)]
 
     only = with_messages(profile)
     for level, factor in (("expected", 1.0), ("pessimistic", 1.15)):
         changed = costs_at(only, level, 4)  # type: ignore[arg-type]
-        assert forward_ms(changed) == pytest.approx(factor * forward_ms(only))
+        assert times_ms(changed) == pytest.approx([factor * time for time in times_ms(only)])
 
 
 def test_errors_of_fits_go_both_ways_and_a_measured_profile_is_surer() -> None:
