@@ -469,6 +469,7 @@ def train(
     """
     check_start(resume, restart, origin)
     opened = open_run(run)
+    from disttrain_cli.analysis.learning import learning, recorded_steps
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
@@ -486,7 +487,7 @@ def train(
         say_start(opened, total, weights, resume, note)
         file = plan if isinstance(plan, Path) else opened.dir.plan
         with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
-            return running.train(
+            result = running.train(
                 opened,
                 chosen,
                 costs,
@@ -499,6 +500,14 @@ def train(
                 progress=progress,
                 replanner=replanner,
             )
+    samples = result.samples
+    learned = learning(
+        recorded_steps(opened.dir.traces),
+        costs,
+        opened.file.train.global_batch_size,
+        (samples.matched, len(samples.answers)) if samples else None,
+    )
+    return result.model_copy(update={"learning": learned})
 
 
 def rehearse(

@@ -15,7 +15,7 @@ from disttrain_cli.data.statistics import (
     distribution,
     mean_and_max_work,
     sequence_work,
-    unigram_entropy,
+    text_loss_to_beat,
 )
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, interleaved, text
@@ -55,9 +55,11 @@ def test_distribution_of_nothing() -> None:
     assert distribution(np.zeros(0, np.int64)).max == 0
 
 
-def test_unigram_entropy(own_run: Callable[..., Run]) -> None:
+def test_the_text_loss_to_beat_of_documents(own_run: Callable[..., Run]) -> None:
     run = own_run(
         {"a.tar": [interleaved("0", text("ab"), text("c")), interleaved("1", text("abc"))]}
     )
     index = build_index(run, INPUTS)
-    assert unigram_entropy(run, index) == pytest.approx(np.log(4))  # a, b, c and EOS, equally often
+    assert text_loss_to_beat(run, index).value == pytest.approx(
+        np.log(4)
+    )  # a, b, c and EOS, equally often

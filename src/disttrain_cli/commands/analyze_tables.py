@@ -45,6 +45,10 @@ def _verdict(console: Console, analysis: Analysis) -> None:
     console.say(f"Where       {where}" if where else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
+    if analysis.learning is not None:
+        console.say(
+            f"Losses      {analysis.learning.headline}. {analysis.learning.advice}".rstrip()
+        )
 
 
 def _evidence(console: Console, analysis: Analysis) -> None:

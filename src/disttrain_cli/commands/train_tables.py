@@ -37,11 +37,12 @@ def show_result(
             f"\nMedian step {median_s:.3f} s; the plan predicted"
             f" {chosen.predicted.iteration_s:.3f} s."
         )
-    for name, value in result.reference_losses.items():
-        console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
     say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
     _say_history(console, result)
     _say_files(console, result)
+    console.say(f"\nVerdict     {result.learning.headline}")
+    if result.learning.advice:
+        console.say(f"            {result.learning.advice}")
 
 
 def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:

@@ -17,9 +17,7 @@ from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
 from disttrain_cli.data.packing import SequenceStream
-from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
-from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
@@ -42,6 +40,7 @@ from disttrain_cli.runtime.launching.supervise import (
     merged,
     stop_request,
 )
+from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
@@ -62,7 +61,7 @@ class TrainResult(BaseModel):
     trace: str
     images: list[str]
     samples: Samples | None = None  # what the trained model drew and wrote, where it did
-    reference_losses: dict[str, float]
+    learning: Learning = Learning("too early to say")
     restarts: list[str] = []  # why ranks were started again
     replans: list[Replanned] = []  # those of them that went on with another plan
     stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
@@ -179,7 +178,6 @@ def train(
             else []
         ),
         samples=samples,
-        reference_losses=_references(run, index),
         restarts=went.restarts,
         replans=went.replans,
         stopped_by=went.stopped,
@@ -301,19 +299,3 @@ def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) ->
         run.dir.logs / "sampling",
     )
     return read_samples(folder)
-
-
-def _references(run: Run, index: Index) -> dict[str, float]:
-    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting
-    zero noise.
-
-    Where a generator predicts more than the noise, zero costs what its images do, which nobody has
-    measured.
-    """
-    references = {"text_unigram_entropy": unigram_entropy(run, index)}
-    predicted = {
-        config.noise.prediction for config in read_configs(run).values() if config.noise is not None
-    }
-    if predicted == {"epsilon"}:
-        references["image_zero_noise"] = 1.0
-    return references

@@ -37,6 +37,7 @@ from disttrain_cli.analysis.job.remedies.replanning import can_replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
 from disttrain_cli.analysis.job.staleness import moved_data, stale
+from disttrain_cli.analysis.learning import learning, recorded_steps
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.result.rows import (
     Comparison,
@@ -51,6 +52,7 @@ from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.trace import Job
 
 
@@ -133,8 +135,19 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
         clocks=database.clocks,
         inside=profiled,
         memory=_memory(database),
+        learning=_learning(database),
         warnings=list(dict.fromkeys(database.warnings)),
     )
+
+
+def _learning(database: Database) -> Learning | None:
+    """By all steps that the run's folder tells, older ones whose traces are gone included."""
+    job = database.job
+    traces = [path / "traces" if (path / "traces").is_dir() else path for path in database.paths]
+    rows = [row for folder in traces for row in recorded_steps(folder)]
+    if job is None or job.rehearsed is not None or not rows:
+        return None
+    return learning(rows, job.profile, job.layout.global_batch_size)
 
 
 def _rehearsed(job: Job) -> str | None:

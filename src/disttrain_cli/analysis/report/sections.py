@@ -393,6 +393,34 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
     return f'<div class="two" id="curves">{drawn}</div>' if drawn else ""
 
 
+def learned(analysis: Analysis) -> str:
+    """Whether the run learns, loss by loss."""
+    judged = analysis.learning
+    if judged is None:
+        return ""
+    rows = [
+        [
+            escape(one.loss),
+            escape(one.verdict),
+            figure(one.first, 4),
+            figure(one.last, 4),
+            "–" if one.error is None else f"± {figure(one.error, 2)}",
+            "–" if one.to_beat is None else f"{figure(one.to_beat, 4)} ({escape(one.basis)})",
+            figure(one.held_out[-1][1], 4) if one.held_out else "–",
+            figure(min(loss for _, loss in one.held_out), 4) if one.held_out else "–",
+        ]
+        for one in judged.losses
+    ]
+    head = ["Loss", "Verdict", "First steps", "Last steps", "Noise of the change"]
+    head += ["To beat", "Held out", "Best held out"]
+    return section(
+        f"Does it learn? {escape(judged.verdict.capitalize())}",
+        escape(judged.advice or f"Medians of the first and last of {judged.steps:,} steps."),
+        table(head, rows) if rows else "",
+        "learning",
+    )
+
+
 def warnings(analysis: Analysis) -> str:
     if not analysis.warnings:
         return ""
