@@ -123,7 +123,7 @@ def learning(
     settled = len(rows) - int(np.argmax(rates >= rates.max() * (1 - 1e-9)))
     passes = (rows[-1]["step"] + 1) * batch / max(1, profile.data.sequences)
     known = begin == 0 and rows[0]["step"] == 0
-    bars = {bar.loss: bar for bar in profile.data.losses_to_beat}
+    bars: dict[str, LossToBeat] = {bar.loss: bar for bar in profile.data.losses_to_beat}
     courses = [
         _course(name, course, bars.get(name if name == TEXT else "image"), settled, known, passes)
         for name, course in _courses(rows, profile).items()

@@ -48,6 +48,7 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DistributionSpec
+from disttrain_cli.spec.runfile.train import EvaluationSpec
 
 #: Fields of `Index` that are columns, of every index and of some.
 FIELDS = (
@@ -397,7 +398,7 @@ def _index(
         known={**of_all, **{name: counts[name] for name in COUNTED}},
         **fields,
     )
-    if run.file.train.evaluation is not None:
+    if isinstance(run.file.train.evaluation, EvaluationSpec):  # asked for
         held_out(index)
     return index
 

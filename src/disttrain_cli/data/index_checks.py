@@ -20,6 +20,7 @@ from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.train import EvaluationSpec
 
 REINDEX = "Index the data again with: disttrain profile --reindex"
 MEANT = (
@@ -119,9 +120,9 @@ class Listed(NamedTuple):
 
 
 def evaluates_split(run: Run) -> bool:
-    """True if evaluation is on the validation splits of the data's folders: where no share of the
-    samples is held out."""
-    return run.file.train.evaluation is not None and not run.file.data.held_out
+    """True if evaluation is on the validation splits of the data's folders: where it is asked for,
+    and no share of the samples is held out."""
+    return isinstance(run.file.train.evaluation, EvaluationSpec) and not run.file.data.held_out
 
 
 def list_shards(run: Run) -> Listed:

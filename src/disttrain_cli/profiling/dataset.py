@@ -82,7 +82,7 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
         for step, weights in left
     }
     packed = {step: pack(mixture, 0, progress) for step, mixture in mixtures.items()}
-    priced = _longest(left, before.step, run.file.train.steps)
+    priced = _longest(left, before.step, run.file.train.steps or 0)
     epoch = packed[priced]
     _check_work(run, inputs, epoch)
     drawn = SequenceStream(mixtures[priced]).batch(0, SEQUENCES)

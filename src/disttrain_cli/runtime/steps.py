@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,7 +106,7 @@ def run_steps(
         size_writer(*traced, run.file.train.keep_trace_steps),
         sample_writer(*traced, run.file.train.keep_trace_steps),
     )
-    step, stopped, warned = task.first, "", False
+    step, last, stopped, warned = task.first, task.last, "", False
     with (
         Saver(
             task.dir.checkpoints,
@@ -114,10 +114,11 @@ def run_steps(
             engine,
             run.file.train.checkpoint.keep,
             task.average,
+            task.evaluation is not None and task.evaluation.spec.keep_best,
         ) as saver,
         told_at_once(),
     ):
-        while step < task.last and not stopped:
+        while step < last and not stopped:
             tracer.step = step
             mixed, begins = _mixed(run, profile, step)
             if rank0 and begins:
@@ -148,11 +149,12 @@ def run_steps(
             end_ns = tracer.now()
             if task.profiler is not None:
                 task.profiler.end(step)
-            evaluated = (
-                task.evaluation.losses(engine)
-                if task.evaluation and task.evaluation.due(step)
-                else {}
-            )
+            evaluated: dict[str, Any] = {}
+            best = False
+            if task.evaluation and task.evaluation.due(step):
+                evaluated = task.evaluation.losses(engine)
+                best = task.evaluation.take(step, evaluated["evaluation_loss"])
+            enough = task.evaluation is not None and task.evaluation.stops
             if rank0:
                 row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
                 row |= {
@@ -174,17 +176,34 @@ def run_steps(
                 for writer in writers:
                     writer.keep()
             step += 1
+            if enough and not stopped and step < last and task.evaluation and rank0:
+                standing = task.evaluation.standing
+                task.say(
+                    f"Training ends after step {step:,}: the held-out loss has not fallen in"
+                    f" {standing.since} evaluations since step {standing.step:,}"
+                    f" ({standing.loss:.4f}); train.evaluation.stop_after."
+                )
+            last = step if enough else last
             saver.check()
-            if stopped or step == task.last or (every and step % every == 0):
+            best = best and task.evaluation is not None and task.evaluation.spec.keep_best
+            if stopped or step == last or best or (every and step % every == 0):
                 begun = tracer.mark()
                 tracer.begin("checkpoint")
-                saver.save(step, sound=engine.skipped_steps == skipped)
+                saver.save(step, engine.skipped_steps == skipped, _standing(task, evaluated))
                 tracer.anchor()
                 tracer.record("checkpoint", begun)
                 for writer in writers:
                     writer.flush()
             tracer.end_step()
-    return stopped if step < task.last else ""
+    return stopped if step < last else ""
+
+
+def _standing(task: Task, evaluated: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of held-out losses: its own, and the lowest so far."""
+    if task.evaluation is None:
+        return {}
+    own = {"held_out_loss": evaluated["evaluation_loss"]} if evaluated else {}
+    return own | {"held_out": asdict(task.evaluation.standing)}
 
 
 def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], bool]:

@@ -19,7 +19,7 @@ from disttrain_cli.data.latents import described
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
-from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.checkpoints.folder import best_of, latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.devices import visible_devices
@@ -57,7 +57,7 @@ class TrainResult(BaseModel):
     resumed_from_step: int | None
     # folder of the checkpoint or export with whose weights it began
     started_from: str | None = None
-    checkpoint: str | None
+    checkpoint: str | None  # the newest, or with train.evaluation.keep_best the best
     trace: str
     images: list[str]
     samples: Samples | None = None  # what the trained model drew and wrote, where it did
@@ -105,7 +105,7 @@ def train(
     _check_one_host(run, plan, profile)
     check_judge(run)
     index = _checked_index(run, profile)
-    root, total = run.dir, steps if steps is not None else run.file.train.steps
+    root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
     if not (resume or restart):
         check_fresh(root)
@@ -158,7 +158,9 @@ def train(
             lambda: len(rows),
             replanner,
         ).run(resume, start)
-    newest = latest(root.checkpoints)
+    spec = run.file.train.evaluated
+    best = best_of(root.checkpoints) if spec and spec.keep_best else None
+    newest = best or latest(root.checkpoints)
     samples = (
         None
         if went.stopped or newest is None

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -347,13 +348,14 @@ def ranks_chart(analysis: Analysis) -> str:
 
 
 def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
-    """Losses, MFU, time and gradient norm over steps, with the plan's figures."""
+    """Losses, MFU, time, tokens, gradient norm and learning rate over steps, with the plan's
+    figures."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [
             (row["step"], row[name])
             for row in rows
-            if row.get(name) is not None and row["step"] is not None
+            if row["step"] is not None and row.get(name) is not None and math.isfinite(row[name])
         ]
 
     plan = {
@@ -370,7 +372,10 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
                     ("text", points("loss_text")),
                     ("image", points("loss_image")),
                     ("sum", points("loss")),
+                    ("text held out", points("evaluation_loss_text")),
+                    ("image held out", points("evaluation_loss_image")),
                 ],
+                log=True,
             )
             if learns
             else ""
@@ -387,7 +392,15 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
             " s",
             plan.get("iteration_s"),
         ),
-        line_chart("Gradient norm", [("global", points("grad_norm"))]) if learns else "",
+        line_chart("Tokens per second", [("job", points("tokens_per_s"))]),
+        *(
+            [
+                line_chart("Gradient norm", [("global", points("grad_norm"))], log=True),
+                line_chart("Learning rate", [("rate", points("learning_rate"))]),
+            ]
+            if learns
+            else []
+        ),
     ]
     drawn = "".join(f"<section>{chart}</section>" for chart in charts if chart)
     return f'<div class="two" id="curves">{drawn}</div>' if drawn else ""

@@ -4,7 +4,9 @@ unit per field."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +25,7 @@ from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
 from disttrain_cli.spec.runfile.published import fetched, with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
 from disttrain_cli.spec.runfile.samples import SampleSpec
-from disttrain_cli.spec.runfile.train import TrainSpec
+from disttrain_cli.spec.runfile.train import EvaluationSpec, TrainSpec
 
 
 class RunFile(Strict):
@@ -100,9 +102,15 @@ class RunFile(Strict):
                 f"train.ema.modules: no such module: {', '.join(unknown)}; allowed: "
                 f"{', '.join(self.model.modules)}"
             )
-        if self.train.evaluation and self.data.distribution is not None:
+        asked = isinstance(self.train.evaluation, EvaluationSpec)
+        if asked and self.data.distribution is not None:
             raise ValueError(
                 "train.evaluation needs data.sources: a distribution has no samples to evaluate on"
+            )
+        if self.train.epochs is not None and self.data.curriculum:
+            raise ValueError(
+                "train.epochs does not go with data.curriculum, whose phases begin at steps: an"
+                " epoch would differ from phase to phase; give train.steps"
             )
         return self
 
@@ -210,6 +218,10 @@ def read_run(path: Path) -> Run:
     run = Run(path=path, file=validate(RunFile, value, path, "run file"))
     run.file._named.update(named)
     run.file._weights.update(_weight_files(run))
+    if run.file.train.epochs is not None:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not profiled, or in vain
+            profile = json.loads(run.dir.profile.read_bytes())
+            run.file.train.count_epochs(int(profile["data"]["sequences"]))
     return run
 
 
