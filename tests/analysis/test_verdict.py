@@ -84,6 +84,8 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
     said = f"Steps take {times:.2g} times as long as the profile predicts for this work"
     assert (said in found.headline) == (cores and slower > 1)
     assert ("likely reason" in found.headline) == (cores and slower > 1)
+    assert found.headline.startswith("Steps take") == (cores and slower > 1)
+    assert (found.confidence <= 0.5) == (cores and slower > 1)
     assert ("Every unit takes at least 3.3 times" in found.headline) == (not cores)
     if slower > 1:
         assert times > 2.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.figures import counted, seconds
+from disttrain_cli.analysis.result.rows import GROWN
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.device_tables import figure, ms, short_name, show_devices
 from disttrain_cli.console import Console
@@ -176,6 +177,8 @@ def _memory(console: Console, analysis: Analysis) -> None:
             for row in analysis.memory
         ],
     )
+    if any(row.of_process for row in analysis.memory):
+        console.say(f"            {GROWN}")
 
 
 def _lost(console: Console, analysis: Analysis) -> None:

@@ -31,6 +31,7 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, lrs, set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.launching.ending import told_at_once
+from disttrain_cli.runtime.watching.core_wait import UNKNOWN, CoreWait
 from disttrain_cli.runtime.watching.host_memory import (
     HostMemory,
     share_of_host,
@@ -63,6 +64,7 @@ class Task:
     # what the process held before it had a stage (`peak_gib`); None: not recorded
     idle_gib: float | None = None
     memory: HostMemory = field(default_factory=watched_memory)
+    core_wait: CoreWait = field(default_factory=CoreWait)
 
 
 class Data(Protocol):
@@ -217,19 +219,21 @@ def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], boo
 
 
 def _figures(engine: UnitEngine, task: Task) -> list[float]:
-    """A rank's figures of a step: how long it waited for data, its memory, the share of its host's
-    available memory by which its ranks grow each step, and what asked it to stop."""
+    """A rank's figures of a step: how long it waited for data and for a core, its memory, the share
+    of its host's available memory by which its ranks grow each step, and what asked it to stop."""
     reason = task.watch.stop_reason() if task.watch is not None else ""
     growth = share_of_host(task.memory.end_step(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return [engine.data_wait_ns / 1e9, peak_gib(engine.device), growth, REASONS.index(reason)]
+    waits = [engine.data_wait_ns / 1e9, task.core_wait.end_step()]
+    return [*waits, peak_gib(engine.device), growth, REASONS.index(reason)]
 
 
 def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], float, str]:
-    """Return what all ranks agree on after a step: `world_losses` with the longest data wait and
-    the most memory; the largest growth of memory; what asked one to stop."""
-    data_wait_s, memory_gib, growth, reason = engine.largest
+    """Return what all ranks agree on after a step: `world_losses` with the longest waits for data
+    and for a core and the most memory; the largest growth of memory; what asked one to stop."""
+    data_wait_s, core_wait_s, memory_gib, growth, reason = engine.largest
     losses = world_losses(engine, run.file.model.loss_weights)
     figures = losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}
+    figures["core_wait_s"] = None if core_wait_s == UNKNOWN else core_wait_s
     return figures, growth, REASONS[int(reason)]
 
 

@@ -40,6 +40,7 @@ from disttrain_cli.runtime.launching.supervise import (
     merged,
     stop_request,
 )
+from disttrain_cli.runtime.watching.core_wait import OtherProcesses
 from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
@@ -64,6 +65,8 @@ class TrainResult(BaseModel):
     learning: Learning = Learning("too early to say")
     restarts: list[str] = []  # why ranks were started again
     replans: list[Replanned] = []  # those of them that went on with another plan
+    # mean number of cores of this host that other processes held; None where that is not known
+    other_cores: float | None = None
     stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
 
 
@@ -147,6 +150,7 @@ def train(
             ),
         )
 
+    others = OtherProcesses()
     with stop_request() as request:
         went = Supervisor(
             root,
@@ -158,6 +162,7 @@ def train(
             lambda: len(rows),
             replanner,
         ).run(resume, start)
+    other_cores = others.cores()
     spec = run.file.train.evaluated
     best = best_of(root.checkpoints) if spec and spec.keep_best else None
     newest = best or latest(root.checkpoints)
@@ -182,6 +187,7 @@ def train(
         samples=samples,
         restarts=went.restarts,
         replans=went.replans,
+        other_cores=other_cores,
         stopped_by=went.stopped,
     )
 

@@ -111,6 +111,8 @@ STEP_COLUMNS: dict[str, str] = {
     "evaluation_loss_text": "float64",
     "evaluation_loss_image": "float64",  # or null
     "generator_losses": "map<string,float64>",  # where there are several; loss_image is their mean
+    # longest time that a rank's main thread could run and had no core; null where not known
+    "core_wait_s": "float64",
 }
 
 
@@ -169,6 +171,7 @@ LATER_COLUMNS = frozenset(
         "evaluation_loss_text",
         "evaluation_loss_image",
         "generator_losses",
+        "core_wait_s",
         "clips",
         "cp_rank",
         "late_ns",

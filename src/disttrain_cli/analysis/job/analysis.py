@@ -264,6 +264,9 @@ def _straggle(
         gpus=len(ranks) if job is None else job.layout.gpus_used,
         present=present,
         shared_cores=job is not None and shares_cores(job) and len(ranks) > 1,
+        core_wait_s=database.sql(
+            "SELECT avg(core_wait_s) AS waited FROM steps JOIN windows USING (step) WHERE measured"
+        )[0]["waited"],
         operations=operations,
         waited_for=beside(graph, held_up(graph)),
         clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
@@ -340,6 +343,7 @@ def _memory(database: Database) -> list[MemoryRow]:
                 **row,
                 predicted_gib=stage.peak_gib if stage else None,
                 limit_gib=stage.limit_gib if stage else None,
+                of_process=database.job is not None and shares_cores(database.job),
             )
         )
     return rows

@@ -41,7 +41,7 @@ def reported(row: dict[str, Any]) -> dict[str, Any]:
                 "targets",
             )
         },
-        **{key: row[key] for key in (*FIGURES, "unit_mfu") if key in row},
+        **{key: row[key] for key in (*FIGURES, "unit_mfu", "core_wait_s") if key in row},
     }
     if "evaluation_loss" in row:
         step["evaluation"] = {

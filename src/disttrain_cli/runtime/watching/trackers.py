@@ -30,6 +30,7 @@ FIGURES = {
     "tokens_per_s": "speed/tokens_per_s",
     "images_per_s": "speed/images_per_s",
     "data_wait_s": "speed/data_wait_s",
+    "core_wait_s": "speed/core_wait_s",
     "memory_gib": "memory/peak_gib",
 }
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # extra of the package, by tracker
