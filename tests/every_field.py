@@ -169,6 +169,7 @@ RANGES: dict[str, Any] = {
     "samples.prompts": [["Draw a seven.", "Draw a two."], []],
     "samples.read": [1, 2],
     "samples.answers": [1, 2],
+    "samples.metrics": lambda draw, file: ["exact_match"],
     "rehearse.steps": [1, 2],
     "rehearse.time_scale": [0.5, "auto"],
     "rehearse.gpus_per_process": [1, "auto"],

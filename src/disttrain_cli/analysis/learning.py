@@ -48,8 +48,11 @@ BEATEN = 0.03
 WORSE, BY_HEART = 0.03, 0.5
 #: By which share of the best a loss is above it, or of what was learned, where a run diverges.
 RISEN, LOST = 0.25, 0.5
-_COLUMNS = ("step", "end_ns", "learning_rate", "loss_text", "loss_image", "generator_losses")
-_COLUMNS += ("evaluation_loss_text", "evaluation_loss_image", "learning_rates", "run")
+_COLUMNS = (
+    *("step", "run", "end_ns", "learning_rate", "learning_rates"),
+    *("loss_text", "loss_image", "generator_losses"),
+    *("evaluation_loss_text", "evaluation_loss_image"),
+)
 
 
 class Course(NamedTuple):

@@ -173,6 +173,10 @@ def _show_answers(console: Console, samples: Samples) -> None:
             f"{samples.matched} of {len(samples.answers)} answers are those of the data, word for"
             " word"
         )
+    means = {name: mean for name, mean in samples.metrics.items() if name != "exact_match"}
+    if means:
+        said = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        console.say(f"Mean scores of these answers: {said}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -16,6 +16,7 @@ from disttrain_cli.data.epochs.mixture import mixture_of
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
+from disttrain_cli.data.metrics import metrics_named
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
@@ -107,6 +108,7 @@ def train(
     """
     _check_one_host(run, plan, profile)
     check_judge(run)
+    metrics_named(run.file.samples.metrics)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None

@@ -20,6 +20,7 @@ from disttrain_cli.data.digits import DigitJudge, named
 from disttrain_cli.data.index import held_out, read_index
 from disttrain_cli.data.index_checks import checked_tokenizer
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.metrics import scored
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
@@ -79,7 +80,9 @@ def main(payload: dict[str, Any]) -> None:
     if spec.answers:
         asked = list(islice(held_out_questions(run, model.inputs), spec.answers))
         said = write_after(model, [one.prompt for one in asked], TEXT_TOKENS)
-        answers = [one.answered(text, out) for one, text in zip(asked, said, strict=True)]
+        answers = scored(
+            [one.answered(text, out) for one, text in zip(asked, said, strict=True)], spec.metrics
+        )
     save(model, folder, out, [(text, None) for text in texts], images, written, answers)
 
 

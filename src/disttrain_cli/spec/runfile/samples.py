@@ -35,6 +35,14 @@ class SampleSpec(Strict):
             " writes beside theirs."
         ),
     )
+    metrics: list[str] = Field(
+        default_factory=list,
+        max_length=100,
+        description=(
+            "Scores of these answers besides exact match: names of entry points of the group"
+            " disttrain.metrics, functions of a spec.samples.Answer to a number."
+        ),
+    )
     judge: Literal["digits"] | None = Field(
         None,
         description=(
