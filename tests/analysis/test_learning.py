@@ -131,7 +131,7 @@ def test_losses_that_training_cannot_change_are_left_out() -> None:
 def test_the_worst_loss_is_the_verdict() -> None:
     """A generator that was trained before may learn what its loss does not show: only one that
     stays above the loss to beat is called bad."""
-    stands = noisy(np.full(COUNT, 0.8), 0.02)
+    stands = noisy(np.full(COUNT, 0.8), 0.02) * (AT % 7 != 3)  # 0: the batch had no image
     both = rows(noisy(FALLING), image=stands)
     assert judge(both, text=BAR).verdict == "learning"
     assert judge(both, text=BAR, image=0.7).verdict == "not learning"

@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.analysis.figures import figure
+from disttrain_cli.analysis.job.files import whole_batches
+from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.spec.learning import Learning, LossCourse, Verdict
 from disttrain_cli.spec.profile import LossToBeat, Profile
-from disttrain_cli.spec.trace import segments_of
+from disttrain_cli.spec.trace import STEP_COLUMNS, segments_of
 
 Floats = NDArray[np.float64]
 TEXT = "text"
@@ -73,12 +75,18 @@ def recorded_steps(traces: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for file in [*written, *recording]:
         try:
-            if file in recording:
-                rows += _streamed(file)
-            else:
-                rows += pq.read_table(file).to_pylist()
+            table = (
+                pq.read_table(file)
+                if file in written
+                else pa.Table.from_batches(whole_batches(file))
+            )
+            found = fitted(table, STEP_COLUMNS)
+            rows += found.select(
+                [name for name in _COLUMNS if name in found.column_names]
+            ).to_pylist()
         except (OSError, ValueError, pa.ArrowException):  # deleted just now, or damaged
             continue
+    rows = [row for row in rows if row["run"] is not None and row["end_ns"] is not None]
     begins: dict[str, tuple[int, int]] = {}  # by start: its first row's time and step
     for row in rows:
         begins[row["run"]] = min(begins.get(row["run"], (1 << 62, 0)), (row["end_ns"], row["step"]))
@@ -89,20 +97,6 @@ def recorded_steps(traces: Path) -> list[dict[str, Any]]:
         if not any(since > row["end_ns"] and row["step"] >= step for since, step in later)
     }
     return [steps[step] for step in sorted(steps)]
-
-
-def _streamed(file: Path) -> list[dict[str, Any]]:
-    """Rows of a segment that is being recorded; its last batch may be cut."""
-    import pyarrow as pa
-
-    rows: list[dict[str, Any]] = []
-    try:
-        with pa.ipc.open_stream(pa.BufferReader(file.read_bytes())) as stream:
-            for batch in stream:
-                rows += batch.to_pylist()
-    except pa.ArrowInvalid:
-        pass
-    return rows
 
 
 def learning(
@@ -161,7 +155,7 @@ def _pairs(value: Any) -> list[tuple[str, float]]:
 
 def _courses(rows: Sequence[Mapping[str, Any]], profile: Profile) -> dict[str, Course]:
     """By name, the losses that training can change: not those behind modules that are all frozen,
-    nor those of no weight, which are recorded as zero."""
+    nor those of no weight, or of steps without anything to compute them of, recorded as zero."""
     rated = {name for row in rows for name, rate in _pairs(row["learning_rates"]) if rate}
     several = sorted({name for row in rows for name, _ in _pairs(row["generator_losses"])})
     names = [TEXT] if not rated or rated - set(profile.inputs.generators) else []
@@ -176,8 +170,8 @@ def _courses(rows: Sequence[Mapping[str, Any]], profile: Profile) -> dict[str, C
             )
             for row in rows
         ]
-        found = [(step, loss) for step, loss in losses if loss is not None]
-        if not any(loss != 0 for _, loss in found):
+        found = [(step, loss) for step, loss in losses if loss]  # 0: the batch had none
+        if not found:
             continue
         held = f"evaluation_loss_{name}"
         courses[name] = Course(

@@ -192,14 +192,16 @@ def _add_open(
     found = [tables[name]] if name in tables else []
     for file in files:
         try:
-            found += [fitted(pa.Table.from_batches([batch]), columns) for batch in _batches(file)]
+            found += [
+                fitted(pa.Table.from_batches([batch]), columns) for batch in whole_batches(file)
+            ]
         except ValueError as error:
             problems.append(f"{file.parent.name}/{file.name} {error}; skipped")
     if found:
         tables[name] = pa.concat_tables(found, promote_options="default").combine_chunks()
 
 
-def _batches(file: Path) -> list[Any]:
+def whole_batches(file: Path) -> list[Any]:
     """Whole batches of an Arrow stream; one may have no end."""
     import pyarrow as pa
 
