@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import best_of, latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
-from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.devices import visible_devices
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.starts import (
@@ -41,13 +41,14 @@ from disttrain_cli.runtime.launching.supervise import (
     merged,
     stop_request,
 )
+from disttrain_cli.runtime.outputs.during import During, sample
 from disttrain_cli.runtime.watching.core_wait import OtherProcesses
 from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.samples import Samples, read_samples
+from disttrain_cli.spec.samples import Samples
 
 
 class TrainResult(BaseModel):
@@ -132,7 +133,13 @@ def train(
         if on_step is not None:
             on_step(step)
 
+    during = During(run, profile, total, progress)
+
     def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
+        def look() -> None:
+            during.look()
+            watch()
+
         return run_ranks(
             root,
             job_of(run, *planned),
@@ -143,7 +150,7 @@ def train(
             resume=resume,
             on_step=take,
             progress=progress,
-            watch=watch,
+            watch=look,
             variables=visible_devices(
                 planned.profile.device.kind,
                 planned.profile.device.count,
@@ -153,7 +160,7 @@ def train(
         )
 
     others = OtherProcesses()
-    with stop_request() as request:
+    with closing(during), stop_request() as request:
         went = Supervisor(
             root,
             Planned(plan, profile),
@@ -168,11 +175,10 @@ def train(
     spec = run.file.train.evaluated
     best = best_of(root.checkpoints) if spec and spec.keep_best else None
     newest = best or latest(root.checkpoints)
-    samples = (
-        None
-        if went.stopped or newest is None
-        else _sample(run, went.planned.profile, newest, progress)
-    )
+    samples = None
+    if newest is not None and not went.stopped:
+        progress("sampling", 0, 0)
+        samples = sample(run, went.planned.profile, newest)
     return TrainResult(
         run_dir=str(root.root),
         steps=merged(rows),
@@ -283,29 +289,3 @@ def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
         for name, reason in json.loads(path.read_text())
     }
     return [{"sample": name, "reason": reason} for name, reason in sorted([*skipped, *of_ranks])]
-
-
-def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> Samples | None:
-    """What the trained model draws and writes, where it can."""
-    asked = run.file.samples
-    if not (
-        asked.answers
-        or (asked.images and profile.inputs.target is not None)
-        or (asked.read and profile.inputs.image is not None)
-    ):
-        return None
-    progress("sampling", 0, 0)
-    folder = run.dir.images / checkpoint.name
-    launching.launch(
-        1,
-        "disttrain_cli.runtime.outputs.sampling:main",
-        {
-            "run": str(run.path.resolve()),
-            "profile": profile.model_dump(mode="json"),
-            "device": profile.device.kind,
-            "checkpoint": str(checkpoint),
-            "images": str(folder),
-        },
-        run.dir.logs / "sampling",
-    )
-    return read_samples(folder)

@@ -81,6 +81,16 @@ class Samples(BaseModel):
         return sum(one.text == one.recorded for one in self.answers)
 
     @property
+    def told(self) -> str:
+        """What there is, for people."""
+        parts = [f"{len(self.drawn)} images drawn"] if self.drawn else []
+        parts += [f"{len(self.written)} images read"] if self.written else []
+        parts += [f"{self.matched} of {len(self.answers)} held-out answers right"] * bool(
+            self.answers
+        )
+        return ", ".join(parts)
+
+    @property
     def metrics(self) -> dict[str, float]:
         """By name, the mean score of the answers that have one."""
         names = dict.fromkeys(name for one in self.answers for name in one.scores)
