@@ -268,7 +268,8 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
     slower = _slower_than_predicted(record)
     notes = [note.removesuffix(".") for note in slower]
     # what cores were short of hides who is slow: it is said first, and the rest is half as sure
-    crowded = bool(notes) and record.shared_cores
+    waits = (record.core_wait_s or 0.0) > LEAST_SHARE * measured_s
+    crowded = bool(notes) and (record.shared_cores or waits)
     headline = ". ".join([*notes, headline] if crowded else [headline, *notes])
     fill = record.shares["warmup"] + record.shares["drain"] if record.pipelined else 0.0
     evidence += bubbles
@@ -354,9 +355,16 @@ def _slower_than_predicted(record: Record) -> list[str]:
     ]
     if min(off, default=0.0) < 100 * LEAST_SHARE:
         return []
+    waited_s = record.core_wait_s or 0.0
+    why = (
+        f"a rank that could run waited {waited_s:.3g} s of each step for a core"
+        f" ({100 * waited_s / record.measured_s:.0f} %), which other processes held."
+        if waited_s > LEAST_SHARE * record.measured_s
+        else "either the profile is wrong (disttrain profile), or all devices are slow."
+    )
     return [
         f"Every unit takes at least {1 + min(off) / 100:.2g} times as long as the profile predicts:"
-        " either the profile is wrong (disttrain profile), or all devices are slow."
+        f" {why}"
     ]
 
 

@@ -48,7 +48,6 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DistributionSpec
-from disttrain_cli.spec.runfile.train import EvaluationSpec
 
 #: Fields of `Index` that are columns, of every index and of some.
 FIELDS = (
@@ -398,7 +397,7 @@ def _index(
         known={**of_all, **{name: counts[name] for name in COUNTED}},
         **fields,
     )
-    if isinstance(run.file.train.evaluation, EvaluationSpec):  # asked for
+    if run.file.train.asks_evaluation:
         held_out(index)
     return index
 

@@ -20,7 +20,6 @@ from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.runfile.train import EvaluationSpec
 
 REINDEX = "Index the data again with: disttrain profile --reindex"
 MEANT = (
@@ -122,7 +121,7 @@ class Listed(NamedTuple):
 def evaluates_split(run: Run) -> bool:
     """True if evaluation is on the validation splits of the data's folders: where it is asked for,
     and no share of the samples is held out."""
-    return isinstance(run.file.train.evaluation, EvaluationSpec) and not run.file.data.held_out
+    return run.file.train.asks_evaluation and not run.file.data.held_out
 
 
 def list_shards(run: Run) -> Listed:

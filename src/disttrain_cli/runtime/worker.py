@@ -138,7 +138,7 @@ def main(payload: dict[str, Any]) -> None:
             if told["resume"]
             else 0
         )
-        spec = run.file.train.evaluated
+        spec = run.file.train.evaluation
         newest = latest(run.dir.checkpoints) if told["resume"] else None
         evaluation = (
             Evaluation(
@@ -212,7 +212,7 @@ def _remove_orders(job: Joined) -> None:
     SequenceStream(mixture_of(index, train.seed, data, batch)).remove_unneeded(
         begun(job.run.dir.checkpoints).step * batch,
         [Mixture(held_out(index), train.seed, data.order)]
-        if train.evaluated and index.held_count
+        if train.evaluation and index.held_count
         else [],
     )
 

@@ -25,7 +25,7 @@ from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
 from disttrain_cli.spec.runfile.published import fetched, with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
 from disttrain_cli.spec.runfile.samples import SampleSpec
-from disttrain_cli.spec.runfile.train import EvaluationSpec, TrainSpec
+from disttrain_cli.spec.runfile.train import TrainSpec
 
 
 class RunFile(Strict):
@@ -102,8 +102,7 @@ class RunFile(Strict):
                 f"train.ema.modules: no such module: {', '.join(unknown)}; allowed: "
                 f"{', '.join(self.model.modules)}"
             )
-        asked = isinstance(self.train.evaluation, EvaluationSpec)
-        if asked and self.data.distribution is not None:
+        if self.train.asks_evaluation and self.data.distribution is not None:
             raise ValueError(
                 "train.evaluation needs data.sources: a distribution has no samples to evaluate on"
             )

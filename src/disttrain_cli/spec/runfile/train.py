@@ -174,11 +174,11 @@ class TrainSpec(Strict):
         ),
     )
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
-    evaluation: EvaluationSpec | Literal["auto"] | None = Field(
-        "auto",
+    evaluation: EvaluationSpec | None = Field(
+        default_factory=EvaluationSpec,
         description=(
-            "Losses on held-out data; auto: with the defaults, where data.held_out is above 0; {}:"
-            " so on a folder's validation split, too; null: none."
+            "Losses on held-out data: where data.held_out is above 0 also if not given; {}: on a"
+            " folder's validation split, too; null: none."
         ),
     )
     ema: EmaSpec | None = Field(None, description="Moving averages of weights; none if not given.")
@@ -259,9 +259,9 @@ class TrainSpec(Strict):
         self._sequences = sequences
 
     @property
-    def evaluated(self) -> EvaluationSpec | None:
-        """`evaluation`, or what `auto` stands for where data are held out."""
-        return EvaluationSpec() if self.evaluation == "auto" else self.evaluation
+    def asks_evaluation(self) -> bool:
+        """True where the run file has `evaluation`: data must be held out then."""
+        return self.evaluation is not None and "evaluation" in self.model_fields_set
 
     @property
     def longest_hang_s(self) -> float:
