@@ -39,6 +39,8 @@ ORDER: tuple[Verdict, ...] = (
 #: Steps at the highest learning rate before a loss is called anything but diverging.
 SETTLED = 30
 LEAST = 20  # steps that are judged at all, but for losses that are not finite
+#: The same where a loss has fallen, though not below the one to beat: it may wait there.
+PLATEAU = 100
 FIRST, LAST = 25, 200  # steps at most whose median begins and ends a course
 SIGMAS = 3.0
 #: Shares of a loss: what counts as movement, and what of one that stands still may be hidden.
@@ -244,11 +246,11 @@ def _course(
     fell |= len(held) > 1 and held[-1] < (1 - MOVED) * held[0]
     falls = trend < -2
     if not beat:
-        return replace(
-            told,
-            verdict="too early to say" if falls else "not learning",
-            why=f"{said}; it still falls" if falls else said,
-        )
+        if falls:
+            return replace(told, why=f"{said}; it still falls")
+        if fell and settled < PLATEAU:
+            return replace(told, why=f"{said}; {_steps(settled)} since the warm-up")
+        return replace(told, verdict="not learning")
     if fell:
         return replace(told, verdict="learning")
     stands = first - last + 2 * error < HIDDEN * first or (

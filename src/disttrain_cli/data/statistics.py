@@ -32,6 +32,7 @@ ENTROPY_SAMPLES = 20_000  # samples read at most, evenly spaced
 REPEATED = (
     5  # times that a question with its answer is there on average, or an answer, to be counted
 )
+OPEN = 0.1  # nats of an answer that must be left to know
 NAMED = 3  # samples left out that the profile names
 SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
 
@@ -142,9 +143,10 @@ def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
 def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
     """The text loss of a model that has not learned the task, in nats per label token.
 
-    Of conversations it knows how often each answer is given to the question before it, without
-    looking at images; where hardly a question is asked `REPEATED` times, how often each answer is
-    given at all; where answers differ, and of all other texts, how often each token is.
+    Of conversations about images it knows how often each answer is given to the question before it;
+    of others, and where hardly a question is asked `REPEATED` times, how often each answer is given
+    at all. Where answers differ, or nothing is left to know of them (`OPEN`), and of all other
+    texts, it knows how often each token is.
 
     Over all samples, or evenly spaced ones where there are more than `ENTROPY_SAMPLES`; raises
     DataError where a shard changed.
@@ -153,13 +155,16 @@ def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
     reader = ShardReader(index, tokenizer)
     tokens = Counter[int]()  # of labels that are no answers
     answered: dict[bytes, Counter[bytes]] = {}  # by question
+    ends = 0  # of samples that end with an answer: nothing is left to know of them
+    shown = False  # whether a conversation has more than texts
     spaced = np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)
     for sample in np.unique(spaced).tolist():
         segments = slice(*index.segment_start[sample : sample + 2])
         texts = index.kinds[segments] == TEXT
         trained = index.trained[segments][texts]
         asks = index.own_texts[segments][texts] & ~trained
-        talks = bool(len(trained) and asks[: int(trained.nonzero()[0][-1])].any())
+        talks = bool(trained.any() and asks[: int(trained.nonzero()[0][-1])].any())
+        shown |= talks and not texts.all()
         asked, ids = array("q"), array("q")
         for text, answers in zip(reader.texts(sample), trained.tolist(), strict=False):
             if not answers:
@@ -171,24 +176,26 @@ def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
             else:
                 ids.extend(text)
         tokens.update(ids)
-        if index.end_trained[sample] and not talks:
-            tokens[tokenizer.eos] += 1
+        if index.end_trained[sample]:
+            ends += talks
+            tokens.update([] if talks else [tokenizer.eos])
     alone = sum(answered.values(), Counter[bytes]())
-    basis = "tokens by their frequency"
-    for groups, known in (
-        (list(answered.values()), "answers by their frequency after each question"),
+    labels = ends + tokens.total() + sum(len(one) // 8 * count for one, count in alone.items())
+    for groups, basis in (
+        ([*answered.values()] * shown, "answers by their frequency after each question"),
         ([alone], "answers by their frequency"),
     ):
-        if alone.total() >= REPEATED * sum(map(len, groups)) > 0:
-            labels = sum(len(answer) // 8 * count for answer, count in alone.items())
-            nats = sum(map(_nats, groups)) + _nats(tokens)
-            return LossToBeat(
-                loss="text", value=nats / max(1, labels + tokens.total()), basis=known
-            )
+        nats = sum(map(_nats, groups))
+        repeated = alone.total() >= REPEATED * sum(map(len, groups)) > 0
+        if repeated and nats >= OPEN * alone.total():
+            value = (nats + _nats(tokens)) / labels
+            return LossToBeat(loss="text", value=value, basis=basis)
+    tokens.update([tokenizer.eos] * ends)
     for answer, count in alone.items():
-        for id_, times in Counter(array("q", answer)).items():
-            tokens[id_] += count * times
-    return LossToBeat(loss="text", value=_nats(tokens) / max(1, tokens.total()), basis=basis)
+        tokens.update({id_: count * times for id_, times in Counter(array("q", answer)).items()})
+    return LossToBeat(
+        loss="text", value=_nats(tokens) / max(1, labels), basis="tokens by their frequency"
+    )
 
 
 def _nats(counts: Counter[Any]) -> float:
