@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
 
 #: What evaluations may take of a run where nothing else is asked for, and how many there are at
-#: most; what a batch of one takes of a step: a third by FLOPs, 0.47 measured with its loading on two
-#: cores (preset tiny).
+#: most; what a batch of one takes of a step: a third by FLOPs, 0.47 measured with its loading on
+#: two cores (preset tiny).
 SHARE, OFTEN, FORWARD = 0.03, 10, 0.45
 TEXT = "text"  # the loss of the LLM; all others are of generators
 

@@ -85,7 +85,7 @@ class EvaluationSpec(Strict):
         "auto",
         description=(
             "Steps between evaluations; auto: ten in a run, the last after its last step, or fewer"
-            " where they would take more than 3 % of it (one of a global batch counts as 0.45 of a step)."
+            " where they would take more than 3 % of it (a global batch counts as 0.45 of a step)."
         ),
     )
     sequences: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = Field(
