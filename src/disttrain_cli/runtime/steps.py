@@ -131,6 +131,7 @@ def run_steps(
             engine.get_ready()
             if task.profiler is not None:
                 task.profiler.begin(step)
+            task.core_wait.begin_step()
             start_ns = tracer.now()
             set_lrs(engine.optimizer, engine.train_spec, step)
             skipped = engine.skipped_steps
@@ -223,7 +224,7 @@ def _figures(engine: UnitEngine, task: Task) -> list[float]:
     of its host's available memory by which its ranks grow each step, and what asked it to stop."""
     reason = task.watch.stop_reason() if task.watch is not None else ""
     growth = share_of_host(task.memory.end_step(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    waits = [engine.data_wait_ns / 1e9, task.core_wait.end_step()]
+    waits = [engine.data_wait_ns / 1e9, task.core_wait.of_step()]
     return [*waits, peak_gib(engine.device), growth, REASONS.index(reason)]
 
 

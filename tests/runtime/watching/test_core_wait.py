@@ -18,9 +18,11 @@ def test_a_step_has_what_was_waited_in_it(tmp_path: Path) -> None:
     file.write_text("70000000000 5000000000 12\n")
     waits = CoreWait(file)
     file.write_text("71000000000 5250000000 14\n")
-    assert [waits.end_step(), waits.end_step()] == [0.25, 0.0]
+    assert waits.of_step() == 0.25
+    waits.begin_step()
+    assert waits.of_step() == 0.0
     file.unlink()
-    assert waits.end_step() == UNKNOWN and CoreWait(file).end_step() == UNKNOWN
+    assert waits.of_step() == UNKNOWN and CoreWait(file).of_step() == UNKNOWN
 
 
 def test_others_hold_what_this_process_and_its_children_do_not(

@@ -19,12 +19,16 @@ class CoreWait:
         self._schedule = schedule
         self._before_ns = self._waited_ns()
 
-    def end_step(self) -> float:
-        """Seconds that it waited since the last call; `UNKNOWN` where the kernel does not say."""
-        before_ns, self._before_ns = self._before_ns, self._waited_ns()
-        if before_ns is None or self._before_ns is None:
+    def begin_step(self) -> None:
+        """Count from here: evaluations and checkpoints between steps are not theirs."""
+        self._before_ns = self._waited_ns()
+
+    def of_step(self) -> float:
+        """Seconds that it waited since the step began; `UNKNOWN` where the kernel does not say."""
+        now_ns = self._waited_ns()
+        if self._before_ns is None or now_ns is None:
             return UNKNOWN
-        return (self._before_ns - before_ns) / 1e9
+        return (now_ns - self._before_ns) / 1e9
 
     def _waited_ns(self) -> int | None:
         with suppress(OSError, ValueError, IndexError):
