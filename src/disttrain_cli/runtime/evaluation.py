@@ -119,7 +119,8 @@ class Evaluation:
 
     def take(self, step: int, loss: float) -> bool:
         """Take in the loss after a step; True where it is the lowest so far."""
-        best = self.standing.loss is None or loss < self.standing.loss
+        lowest = math.inf if self.standing.loss is None else self.standing.loss
+        best = loss < lowest
         self.standing = (
             Standing(loss, step) if best else replace(self.standing, since=self.standing.since + 1)
         )
