@@ -53,7 +53,7 @@ def line_chart(
         y = at(x0, value)[1]
         parts.append(
             f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/><text'
-            f' class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>'
+            f' class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
         )
     shown = [step for step in round_ticks(x0, x1) if x0 <= step <= x1 and step == int(step)]
     parts += [
@@ -191,6 +191,11 @@ def _bars(
     return (
         f'<div class="bars{more}" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
     )
+
+
+def _tick(value: float) -> str:
+    """A round number, with no more digits than it has."""
+    return figure(value) if value == 0 or abs(value) >= 1e-3 else f"{value:g}"
 
 
 def round_ticks(low: float, high: float, most: int = 5) -> list[float]:

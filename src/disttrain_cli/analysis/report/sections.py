@@ -32,6 +32,7 @@ from disttrain_cli.analysis.result.summary import Analysis, JobSummary
 MOST_BARS = 64
 MOST_EVIDENCE = 6  # rows before the fold
 MOST_CURVES = 5
+LOSSES = ("loss_text", "loss_image")
 _SHARES = (
     ("compute", "compute", "Compute"),
     ("load", "data_wait", "Waiting for data"),
@@ -355,7 +356,10 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
         return [
             (row["step"], row[name])
             for row in rows
-            if row["step"] is not None and row.get(name) is not None and math.isfinite(row[name])
+            if row["step"] is not None
+            and row.get(name) is not None
+            and math.isfinite(row[name])
+            and (row[name] or name not in LOSSES)  # 0: the batch had nothing to compute it of
         ]
 
     plan = {
