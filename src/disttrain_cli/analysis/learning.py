@@ -129,15 +129,15 @@ def learning(
     ]
     verdict = _worst(one.verdict for one in courses)
     if answers is not None and answers[1]:
-        told = f"{answers[0]} of {answers[1]} held-out answers right"
+        right = f"{answers[0]} of {answers[1]} held-out answers right"
         courses = [
-            replace(one, why=f"{one.why}, {told}") if one.loss == TEXT else one for one in courses
+            replace(one, why=f"{one.why}, {right}") if one.loss == TEXT else one for one in courses
         ]
     return Learning(verdict, len(rows), courses, _advice(verdict, float(rates.max()), passes))
 
 
 def _worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on all losses: what cannot be said of one yet does not hide what another one
+    """The verdict on all losses: what cannot be summary of one yet does not hide what another one
     learns."""
     there = set(verdicts)
     if "learning" in there:
@@ -199,7 +199,7 @@ def _course(
         known: the first step is the first one that trained.
         passes: over the data so far.
     """
-    told = LossCourse(
+    judged = LossCourse(
         name,
         "too early to say",
         "",
@@ -209,11 +209,11 @@ def _course(
     )
     finite = np.isfinite(course.values)
     if finite[-20:].mean() < 0.8 or not finite[-3:].any():
-        return replace(told, verdict="diverging", why="is not finite in the last steps")
+        return replace(judged, verdict="diverging", why="is not finite in the last steps")
     values = course.values[finite]
     count = len(values)
     if count < LEAST:
-        return replace(told, why=f"{_steps(count)} so far")
+        return replace(judged, why=f"{_steps(count)} so far")
     begin = values[: min(FIRST, max(5, count // 4))]
     end = values[-min(LAST, max(5, count // 5)) :]
     noise = _noise(values)
@@ -221,45 +221,45 @@ def _course(
     error = 1.25 * noise * math.sqrt(1 / len(begin) + 1 / len(end))
     first, last = float(np.median(begin)), float(np.median(end))
     trend = _trend(values[-min(2 * LAST, max(5, count // 2)) :], noise)
-    told = replace(told, first=first, last=last, error=error)
-    said = f"{figure(first, 4)} → {figure(last, 4)} over {_steps(count)}"
+    judged = replace(judged, first=first, last=last, error=error)
+    summary = f"{figure(first, 4)} → {figure(last, 4)} over {_steps(count)}"
     beat = bar is None or last < (1 - BEATEN) * bar.value
     if bar is not None:
-        said += f", loss to beat {figure(bar.value, 4)} ({bar.basis})"
+        summary += f", loss to beat {figure(bar.value, 4)} ({bar.basis})"
     held = [loss for _, loss in course.held_out]
     best = int(np.argmin(held)) if held else 0
     if held:
-        said += f", held out {figure(held[-1], 4)}"
-    told = replace(told, why=said)
+        summary += f", held out {figure(held[-1], 4)}"
+    judged = replace(judged, why=summary)
     if _diverges(values, len(end), error, trend):
-        return replace(told, verdict="diverging")
+        return replace(judged, verdict="diverging")
     if settled < SETTLED:
-        return replace(told, why=f"{said}; {_steps(settled)} since the warm-up")
+        return replace(judged, why=f"{summary}; {_steps(settled)} since the warm-up")
     if len(held) > best + 2 and min(held[-2:]) > (1 + WORSE) * held[best] and last < held[-1]:
         since = course.held_out[best][0]
-        why = f"{said}, which was {figure(held[best], 4)} after step {since}"
-        return replace(told, verdict="overfitting", why=why)
+        why = f"{summary}, which was {figure(held[best], 4)} after step {since}"
+        return replace(judged, verdict="overfitting", why=why)
     by_heart = passes > 1 and len(held) > 2 and last < BY_HEART * held[-1]
     if by_heart and min(held[-2:]) > (1 - MOVED) * min(held[:-2]):
-        return replace(told, verdict="overfitting", why=f"{said}, which falls no more")
+        return replace(judged, verdict="overfitting", why=f"{summary}, which falls no more")
     fell = first - last > max(SIGMAS * error, MOVED * first)
     fell |= len(held) > 1 and held[-1] < (1 - MOVED) * held[0]
     falls = trend < -2
     if not beat:
         if falls:
-            return replace(told, why=f"{said}; it still falls")
+            return replace(judged, why=f"{summary}; it still falls")
         if fell and settled < PLATEAU:
-            return replace(told, why=f"{said}; {_steps(settled)} since the warm-up")
-        return replace(told, verdict="not learning")
+            return replace(judged, why=f"{summary}; {_steps(settled)} since the warm-up")
+        return replace(judged, verdict="not learning")
     if fell:
-        return replace(told, verdict="learning")
+        return replace(judged, verdict="learning")
     stands = first - last + 2 * error < HIDDEN * first or (
         len(held) > 2 and max(held) - min(held) < 0.2 * MOVED * held[0]
     )
     # a generator that was trained before learns from images of which its loss shows little
     if stands and known and name == TEXT and not falls:
-        return replace(told, verdict="not learning")
-    return replace(told, why=f"{said}; a change of {figure(2 * error, 2)} is within the noise")
+        return replace(judged, verdict="not learning")
+    return replace(judged, why=f"{summary}; a change of {figure(2 * error, 2)} is within the noise")
 
 
 def _steps(count: int) -> str:

@@ -163,7 +163,7 @@ def _learned(row: dict[str, Any]) -> str:
     learned = row.get("learning")
     if learned is None or not learned["advice"]:
         return ""
-    return f" The run is {learned['told']}. {learned['advice']}"
+    return f" The run is {learned['headline']}. {learned['advice']}"
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ class Learning:
     @property
     def headline(self) -> str:
         """For people, one sentence."""
-        told = [
+        parts = [
             f"{one.loss} {one.why}"
             if one.verdict == self.verdict
             else f"{one.loss} {one.verdict} ({one.why})"
             for one in self.losses
         ]
-        return f"{self.verdict}: {'; '.join(told)}" if told else self.verdict
+        return f"{self.verdict}: {'; '.join(parts)}" if parts else self.verdict

@@ -81,7 +81,7 @@ class Samples(BaseModel):
         return sum(one.text == one.recorded for one in self.answers)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What there is, for people."""
         parts = [f"{len(self.drawn)} images drawn"] if self.drawn else []
         parts += [f"{len(self.written)} images read"] if self.written else []

@@ -99,7 +99,7 @@ class Look:
             "next_command": verdict.next_command,
             "remedies": [asdict(one) for one in analysis.remedies if one.worth][:3],
             "drift": [asdict(one) | {"told": one.sentence} for one in analysis.drift],
-            "learning": to_builtins(analysis.learning) | {"told": analysis.learning.headline}
+            "learning": to_builtins(analysis.learning) | {"headline": analysis.learning.headline}
             if analysis.learning
             else None,
             "warnings": analysis.warnings,

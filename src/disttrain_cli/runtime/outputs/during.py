@@ -103,4 +103,4 @@ class During:
                 self._progress(f"warning: no samples of {checkpoint.name}: {error.what}", 0, 0)
                 return
             if samples is not None:
-                self._progress(f"{checkpoint.name}: {samples.told}", 0, 0)
+                self._progress(f"{checkpoint.name}: {samples.summary}", 0, 0)
