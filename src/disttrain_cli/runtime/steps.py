@@ -183,8 +183,8 @@ def run_steps(
                 standing = task.evaluation.standing
                 task.say(
                     f"Training ends after step {step:,}: the held-out loss has not fallen in"
-                    f" {standing.since} evaluations since step {standing.step:,}"
-                    f" ({standing.loss:.4f}); train.evaluation.stop_after."
+                    f" {standing.since} evaluations since step {standing.step:,};"
+                    " train.evaluation.stop_after."
                 )
             last = step if enough else last
             saver.check()
