@@ -491,7 +491,8 @@ def train(
     """
     check_start(resume, restart, origin)
     opened = open_run(run)
-    from disttrain_cli.analysis.learning import learning, recorded_steps
+    from disttrain_cli.analysis.job.files import recorded_steps
+    from disttrain_cli.analysis.learning import learning
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.analysis.learning import learning, recorded_steps
+from disttrain_cli.analysis.job.files import recorded_steps
+from disttrain_cli.analysis.learning import learning
 from disttrain_cli.spec.profile import LossToBeat
 from tests.analysis import synthetic
 from tests.planning.synthetic import run_file, tiny

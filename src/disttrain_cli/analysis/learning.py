@@ -14,18 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.analysis.figures import figure
-from disttrain_cli.analysis.job.files import whole_batches
-from disttrain_cli.analysis.job.fitting import fitted
 from disttrain_cli.spec.learning import Learning, LossCourse, Verdict
 from disttrain_cli.spec.profile import LossToBeat, Profile
-from disttrain_cli.spec.trace import STEP_COLUMNS, segments_of
 
 Floats = NDArray[np.float64]
 TEXT = "text"
@@ -52,11 +48,6 @@ BEATEN = 0.03
 WORSE, BY_HEART = 0.03, 0.5
 #: By which share of the best a loss is above it, or of what was learned, where a run diverges.
 RISEN, LOST = 0.25, 0.5
-_COLUMNS = (
-    *("step", "run", "end_ns", "learning_rate", "learning_rates"),
-    *("loss_text", "loss_image", "generator_losses"),
-    *("evaluation_loss_text", "evaluation_loss_image"),
-)
 
 
 class Course(NamedTuple):
@@ -65,40 +56,6 @@ class Course(NamedTuple):
     steps: Floats
     values: Floats
     held_out: list[tuple[int, float]]
-
-
-def recorded_steps(traces: Path) -> list[dict[str, Any]]:
-    """Losses and learning rates of every step of a run, in order; a step repeated after resuming
-    counts once, as last done. What cannot be read is left out."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    written, recording = segments_of([traces / "steps"])
-    rows: list[dict[str, Any]] = []
-    for file in [*written, *recording]:
-        try:
-            table = (
-                pq.read_table(file)
-                if file in written
-                else pa.Table.from_batches(whole_batches(file))
-            )
-            found = fitted(table, STEP_COLUMNS)
-            rows += found.select(
-                [name for name in _COLUMNS if name in found.column_names]
-            ).to_pylist()
-        except (OSError, ValueError, pa.ArrowException):  # deleted just now, or damaged
-            continue
-    rows = [row for row in rows if row["run"] is not None and row["end_ns"] is not None]
-    begins: dict[str, tuple[int, int]] = {}  # by start: its first row's time and step
-    for row in rows:
-        begins[row["run"]] = min(begins.get(row["run"], (1 << 62, 0)), (row["end_ns"], row["step"]))
-    later = sorted(begins.values())
-    steps = {
-        row["step"]: {name: row.get(name) for name in _COLUMNS}
-        for row in rows
-        if not any(since > row["end_ns"] and row["step"] >= step for since, step in later)
-    }
-    return [steps[step] for step in sorted(steps)]
 
 
 def learning(
@@ -110,7 +67,7 @@ def learning(
     """Judge a run by the steps of its last phase.
 
     Args:
-        rows: of `recorded_steps`.
+        rows: of `job.files.recorded_steps`.
         batch: sequences of a global batch.
         answers: of held-out conversations, how many were right, of how many.
     """

@@ -19,6 +19,7 @@ from disttrain_cli.analysis.graph import Delays, Graph
 from disttrain_cli.analysis.job.comparisons import compare_sums
 from disttrain_cli.analysis.job.costing import peak_of, shares_cores
 from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_ranks
@@ -37,7 +38,7 @@ from disttrain_cli.analysis.job.remedies.replanning import can_replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
 from disttrain_cli.analysis.job.staleness import moved_data, stale
-from disttrain_cli.analysis.learning import learning, recorded_steps
+from disttrain_cli.analysis.learning import learning
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.result.rows import (
     Comparison,
