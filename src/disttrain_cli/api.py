@@ -45,6 +45,7 @@ class ProfileResult:
 
     profile: Profile
     path: Path
+    passes: str = ""  # over the data in training, in words; empty where that is not one number
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def profile(
         _reindex(opened, progress)
     costs = measure(opened, device, progress)
     path = write_whole(out or opened.dir.profile, costs.model_dump_json(indent=2) + "\n")
-    return ProfileResult(costs, path)
+    return ProfileResult(costs, path, _passes(opened, costs))
 
 
 def _reindex(run: Run, progress: Progress) -> None:
@@ -252,6 +253,7 @@ def plan(
                 range_sentence(predicted),
                 order_sentence(orders),
                 sharing_sentence(best, costs, cluster),
+                _passes(opened, costs),
             )
             if sentence
         ],
@@ -275,6 +277,24 @@ def plan(
         gpus=cluster.gpus,
         orders=orders,
     )
+
+
+def _passes(run: Run, profile: Profile, steps: int | None = None) -> str:
+    """How often training passes over the data, for people; empty where phases of the data differ,
+    or there are none."""
+    train, given, data = run.file.train, run.file.data, profile.data
+    train.count_epochs(data.sequences)
+    if given.distribution is not None or given.curriculum:
+        return ""
+    steps, batch = steps or train.total_steps, train.global_batch_size
+    passes = f"{steps * batch / data.sequences:,.3g} passes over {data.sequences:,} sequences"
+    weights = data.phase_at(0).weights
+    if any(weight != 1 for weight in weights):
+        drawn = ", ".join(
+            f"{name} × {weight:g}" for name, weight in zip(given.names, weights, strict=False)
+        )
+        passes += f" (in one, sources are drawn by weight: {drawn})"
+    return f"Training {steps:,} steps × {batch:,} = {passes}"
 
 
 def compare_clusters(
@@ -321,6 +341,7 @@ def compare_clusters(
     offers: list[Offer] = []
     for device in names or [known.device.name if known else stated]:
         file, costs = _costs_on(opened, device, max(counts), known, progress, note)
+        file.train.count_epochs(costs.data.sequences)
         for count in counts:
             progress("plan clusters", len(offers), len(counts) * max(1, len(devices)))
             cluster = ranked_as(cluster_of(file, costs, count))
@@ -328,11 +349,11 @@ def compare_clusters(
             try:
                 best = solve(file, costs, gpus=count, strategy=strategy, top=0, draws=draws)
             except InfeasibleError as error:
-                offers.append(offer(costs, count, file.train.steps, prices, error.why))
+                offers.append(offer(costs, count, file.train.total_steps, prices, error.why))
                 continue
             predicted = with_range(best.predicted, costs, best.plan, cluster, draws)
             best = best.model_copy(update={"predicted": predicted})
-            offers.append(offer(costs, count, file.train.steps, prices, best))
+            offers.append(offer(costs, count, file.train.total_steps, prices, best))
     if all(one.unfit for one in offers):
         raise InfeasibleError(
             f"No {strategy} layout fits any of these clusters",
@@ -429,6 +450,7 @@ def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profi
 
     chosen = read_plan(plan or run.dir.plan) if plan is None or isinstance(plan, Path) else plan
     costs = read_profile(run.dir.profile)
+    run.file.train.count_epochs(costs.data.sequences)
     check(chosen, run.file, costs)
     chosen = with_own_prediction(chosen, run.file, costs)
     check_memory(chosen, costs)
@@ -469,6 +491,8 @@ def train(
     """
     check_start(resume, restart, origin)
     opened = open_run(run)
+    from disttrain_cli.analysis.job.files import recorded_steps
+    from disttrain_cli.analysis.learning import learning
     from disttrain_cli.mitigation.looking_after import looked_after
     from disttrain_cli.planning.check import refuse_not_run
     from disttrain_cli.runtime import train as running
@@ -477,16 +501,18 @@ def train(
     with alone(opened.dir):
         weights = find_origin(origin)
         chosen, costs = checked_plan(opened, plan)
-        total = steps if steps is not None else opened.file.train.steps
+        total = steps if steps is not None else opened.file.train.total_steps
         if profile_steps is not None:
             running.check_profiled(profile_steps, total)
         refuse_not_run(chosen, opened.file, costs)
         if not resume:
             opened.fetch_weights(progress)
         say_start(opened, total, weights, resume, note)
+        if passes := _passes(opened, costs, total):
+            note(passes)
         file = plan if isinstance(plan, Path) else opened.dir.plan
         with looked_after(opened, opened.dir, chosen, costs, file, note) as replanner:
-            return running.train(
+            result = running.train(
                 opened,
                 chosen,
                 costs,
@@ -499,6 +525,14 @@ def train(
                 progress=progress,
                 replanner=replanner,
             )
+    samples = result.samples
+    learned = learning(
+        recorded_steps(opened.dir.traces),
+        costs,
+        opened.file.train.global_batch_size,
+        (samples.matched, len(samples.answers)) if samples else None,
+    )
+    return result.model_copy(update={"learning": learned})
 
 
 def rehearse(

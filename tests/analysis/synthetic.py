@@ -66,6 +66,7 @@ class Synthetic:
     device: str = "cuda"
     cores: int = 2
     peak_tflops: float = 0.2
+    core_wait_s: float | None = None  # of every step
     run: str = "demo"
     seed: int = 1  # of the work
 
@@ -262,6 +263,7 @@ def write(folder: Path, spec: Synthetic, segments: int = 2, name: str = "segment
             "sequences_per_s": 1.0,
             "mfu": 0.3,
             "data_wait_s": 0.0,
+            "core_wait_s": spec.core_wait_s,
             "tokens": 230 * spec.dp * spec.slots,  # the means of `profiles.data`
             "images": 3 * spec.dp * spec.slots,
             "targets": spec.dp * spec.slots,

@@ -84,10 +84,27 @@ def test_steps_longer_than_predicted_are_reported_also_on_shared_cores(tmp_path,
     said = f"Steps take {times:.2g} times as long as the profile predicts for this work"
     assert (said in found.headline) == (cores and slower > 1)
     assert ("likely reason" in found.headline) == (cores and slower > 1)
+    assert found.headline.startswith("Steps take") == (cores and slower > 1)
+    assert (found.confidence <= 0.5) == (cores and slower > 1)
     assert ("Every unit takes at least 3.3 times" in found.headline) == (not cores)
     if slower > 1:
         assert times > 2.5
         assert found.next_command.startswith("disttrain plan" if cores else "disttrain profile")
+
+
+@pytest.mark.parametrize("cores", [True, False])
+def test_waits_for_cores_are_the_reason_where_the_kernel_counted_them(tmp_path, cores):
+    device = {"device": "cpu", "cores": 64, "peak_tflops": 1.2} if cores else {}
+    factors = dict.fromkeys(synthetic.MODULES, 3.3)
+    for name, waited_s in (("waits", 0.3), ("none", 0.0)):
+        spec = synthetic.Synthetic(**device, unit_factor=factors, core_wait_s=waited_s)
+        synthetic.write(tmp_path / name, spec)
+    waits, none = (analyze([tmp_path / name]).verdict for name in ("waits", "none"))
+    assert "waited 0.3 s of each" in waits.headline and "for a core (" in waits.headline
+    assert waits.headline.index("for a core") < waits.headline.index("No straggler")
+    assert waits.confidence <= 0.5 and (none.confidence <= 0.5) == cores
+    assert "profile is wrong" not in waits.headline
+    assert ("profile is wrong" in none.headline) == (not cores)
 
 
 def test_a_host_too_busy_to_rehearse_is_no_slow_link(tmp_path):

@@ -1,5 +1,6 @@
 """The commands as functions, called as a notebook would."""
 
+import json
 import subprocess
 import sys
 
@@ -34,6 +35,29 @@ def test_a_plan_is_explained_written_and_compared_with_the_one_before(run_folder
     assert second.previous == first.path
     assert second.changes is not None and second.changes.differences
     assert capfd.readouterr() == ("", "")
+
+
+def test_epochs_are_steps_of_the_profiled_data(run_folder):
+    """Rounded up to whole steps, and said in words where the run file gives steps."""
+    path = run_folder / "disttrain.yaml"
+    sequences = read_run(path).file.train.global_batch_size * 4 - 1
+    profile = json.loads((run_folder / "runs/tiny/profile.json").read_text())
+    profile["data"]["sequences"] = sequences
+    (run_folder / "runs/tiny/profile.json").write_text(json.dumps(profile))
+    said = plan(path, sensitivity=False).explanation.sentences
+    assert any(one.startswith("Training 360 steps × 6 = 93.9 passes over 23 seq") for one in said)
+    path.write_text(path.read_text().replace("  steps: 360", "  epochs: 2.5"))
+    assert read_run(path).file.train.total_steps == 10
+    (run_folder / "runs/tiny/profile.json").unlink()
+    with pytest.raises(SpecError, match="not known in steps yet") as caught:
+        assert read_run(path).file.train.total_steps
+    assert caught.value.next_step == "disttrain profile"
+    for given, why in (("  epochs: 2\n  steps: 3", "both"), ("", "neither")):
+        wrong = run_folder / "wrong.yaml"
+        wrong.write_text(path.read_text().replace("  epochs: 2.5", given))
+        with pytest.raises(SpecError, match="wrong") as caught:
+            read_run(wrong)
+        assert f"given: {why}" in caught.value.why
 
 
 def test_notes_go_to_who_asked_for_them(run_folder):

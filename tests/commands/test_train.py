@@ -67,7 +67,6 @@ def faked(planned, monkeypatch):
             checkpoint=str(root / "checkpoints" / "step-000003"),
             trace=str(root / "traces"),
             images=[str(root / "images" / "0.png")],
-            reference_losses={"zero_noise": 1.0},
         )
 
     monkeypatch.setattr(training, "train", train)
@@ -80,7 +79,6 @@ def test_steps_losses_and_paths_are_shown(faked, capsys):
     for text in (
         "3.0000",
         "predicted",
-        "zero noise 1.0000",
         "Resumed from step 7",
         "a/1: broken",
         "2 more",

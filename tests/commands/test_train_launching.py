@@ -207,7 +207,6 @@ def test_a_stopped_run_shows_its_steps_and_ends_with_the_signals_code(
             checkpoint=str(run.dir.checkpoints / "step-000003"),
             trace=str(run.dir.traces),
             images=[],
-            reference_losses={},
             stopped_by=name,
             restarts=["Rank 2 was killed by SIGKILL"],
         )

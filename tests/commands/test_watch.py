@@ -63,7 +63,8 @@ def no_next_start(monkeypatch):
 @pytest.mark.parametrize("once", [["--once"], []])
 def test_a_run_that_is_over_is_looked_at_once(runs, capsys, once):
     code, out, err = call([runs / "slow", *once], capsys)
-    first, advice, following = out.splitlines()
+    first, learned, advice, following = out.splitlines()
+    assert learned.strip().startswith("too early to say")
     assert code == 0 and "Rank 3 (llm, stage 1, replica 0) is slow for its work" in first
     assert "steps 1 to 7" in first and "% sure" in first
     assert "Check the device" in advice and "Next: disttrain analyze" in following

@@ -16,7 +16,7 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
-from disttrain_cli.runtime.evaluation import Evaluation, told
+from disttrain_cli.runtime.evaluation import Evaluation, Standing, schedule, told
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.runfile.model import LossWeights
@@ -116,6 +116,44 @@ def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Pa
     assert first["evaluation_loss_text"] == pytest.approx(text, rel=1e-5)
     assert first["evaluation_loss_image"] == pytest.approx(image, rel=1e-5)
     assert first["evaluation_loss"] == pytest.approx(text + 0.5 * image, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "sequences", "expected"),
+    [
+        (360, 27.0, (36, 2)),  # 10 × 2 forward passes of 360 steps: 2.5 %
+        (360, 3.0, (36, 1)),
+        (20, 27.0, (15, 1)),
+        (5, 27.0, (15, 1)),  # none
+        (100_000, 600.0, (10_000, 100)),
+    ],
+)
+def test_evaluations_take_a_stated_share_of_a_run(
+    steps: int, sequences: float, expected: tuple[int, int]
+) -> None:
+    every, batches = schedule(EvaluationSpec(), steps, 6, sequences)
+    assert (every, batches) == expected
+    assert steps // every * batches * 0.45 <= 0.03 * steps
+    asked = EvaluationSpec(every_steps=5, sequences=13)
+    assert schedule(asked, steps, 6, sequences) == (5, 3)
+
+
+def test_training_ends_after_evaluations_without_a_lower_loss() -> None:
+    evaluation = Evaluation.__new__(Evaluation)
+    evaluation.spec, evaluation.standing = EvaluationSpec(stop_after=2), Standing()
+    found = [
+        (evaluation.take(step, loss), evaluation.stops)
+        for step, loss in enumerate([float("nan"), 2.0, 2.5, 1.9, 1.9, float("nan")])
+    ]
+    assert found == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (True, False),
+        (False, False),
+        (False, True),
+    ]
+    assert evaluation.standing == Standing(1.9, 3, 2)
 
 
 def test_several_generators_are_told_apart() -> None:

@@ -50,6 +50,7 @@ class Record:
     present: float = 1.0  # share of the job's ranks whose traces are there
     # the ranks run on one CPU, so a rank that is ready may wait for a core
     shared_cores: bool = False
+    core_wait_s: float | None = None  # of a step, in which a rank could run and had no core
     remedies: Sequence[Remedy] = ()
     operations: Sequence[OperationRow] = ()
     # by rank, the share of its passes for which the others of its TP or CP group wait for it

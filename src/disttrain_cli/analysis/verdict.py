@@ -266,7 +266,11 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
             " of the layouts tried avoids"
         )
     slower = _slower_than_predicted(record)
-    headline = ". ".join([headline, *(note.removesuffix(".") for note in slower)])
+    notes = [note.removesuffix(".") for note in slower]
+    # what cores were short of hides who is slow: it is said first, and the rest is half as sure
+    waits = (record.core_wait_s or 0.0) > LEAST_SHARE * measured_s
+    crowded = bool(notes) and (record.shared_cores or waits)
+    headline = ". ".join([*notes, headline] if crowded else [headline, *notes])
     fill = record.shares["warmup"] + record.shares["drain"] if record.pipelined else 0.0
     evidence += bubbles
     if record.pipelined:
@@ -284,7 +288,8 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
         place=Place(),
         lost_s=0.0,
         lost_fraction=0.0,
-        confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind),
+        confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind)
+        / (2 if crowded else 1),
         evidence=evidence,
         **_calm_advice(
             record,
@@ -341,7 +346,7 @@ def _slower_than_predicted(record: Record) -> list[str]:
         return [
             f"Steps take {1 + step.error_pct / 100:.2g} times as long as {_by(step)}"
             f" ({step.measured:.3g} instead of {step.predicted:.3g} s): the ranks share the cores"
-            " of one machine, with each other and with other processes, which is the likely reason."
+            f" of one machine, with each other and with other processes, {_waited(record, step)}."
         ]
     off = [
         row.error_pct
@@ -350,10 +355,28 @@ def _slower_than_predicted(record: Record) -> list[str]:
     ]
     if min(off, default=0.0) < 100 * LEAST_SHARE:
         return []
+    waited_s = record.core_wait_s or 0.0
+    why = (
+        f"a rank that could run waited {waited_s:.3g} s of each step for a core"
+        f" ({100 * waited_s / record.measured_s:.0f} %), which other processes held."
+        if waited_s > LEAST_SHARE * record.measured_s
+        else "either the profile is wrong (disttrain profile), or all devices are slow."
+    )
     return [
         f"Every unit takes at least {1 + min(off) / 100:.2g} times as long as the profile predicts:"
-        " either the profile is wrong (disttrain profile), or all devices are slow."
+        f" {why}"
     ]
+
+
+def _waited(record: Record, step: Comparison) -> str:
+    """How long ranks waited for cores, where the kernel says it."""
+    waited_s = record.core_wait_s
+    if waited_s is None:
+        return "which is the likely reason"
+    return (
+        f"and one that could run waited {waited_s:.3g} s of each for a core"
+        f" ({100 * waited_s / step.measured:.0f} %)"
+    )
 
 
 def _predicted_step(record: Record) -> Comparison | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.figures import counted, seconds
+from disttrain_cli.analysis.result.rows import GROWN
 from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.device_tables import figure, ms, short_name, show_devices
 from disttrain_cli.console import Console
@@ -45,6 +46,10 @@ def _verdict(console: Console, analysis: Analysis) -> None:
     console.say(f"Where       {where}" if where else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
+    if analysis.learning is not None:
+        console.say(
+            f"Losses      {analysis.learning.headline}. {analysis.learning.advice}".rstrip()
+        )
 
 
 def _evidence(console: Console, analysis: Analysis) -> None:
@@ -172,6 +177,8 @@ def _memory(console: Console, analysis: Analysis) -> None:
             for row in analysis.memory
         ],
     )
+    if any(row.of_process for row in analysis.memory):
+        console.say(f"            {GROWN}")
 
 
 def _lost(console: Console, analysis: Analysis) -> None:

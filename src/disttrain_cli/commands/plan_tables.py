@@ -371,9 +371,10 @@ def show_clusters(console: Console, offers: list[Offer], file: RunFile, columns:
             if one.idle_because
         ),
         *(f"From {basis}: {', '.join(clusters)}." for basis, clusters in by_grounds.items()),
-        f"Times are those of the expected step; hours, GPU-hours and costs of {file.train.steps:,}"
-        " steps (train.steps) without checkpoints and evaluation, idle devices included. Tokens are"
-        " those of packed sequences without padding. Between nodes of"
+        "Times are those of the expected step; hours, GPU-hours and costs of"
+        f" {file.train.total_steps:,} steps (train.steps, train.epochs) without checkpoints and"
+        " evaluation, idle devices included. Tokens are those of packed sequences without padding."
+        " Between nodes of"
         f" {file.cluster.gpus_per_node:,} devices each has"
         f" {file.cluster.links.inter_node_gbps:g} Gbit/s, as the run file states.",
         *(

@@ -90,7 +90,7 @@ def run(
             run_file, device=device, reindex=reindex, out=out, progress=progress, note=console.note
         )
     console.result(result.profile.model_dump(mode="json") | {"path": str(result.path)}, result.path)
-    _render(console, result.profile, result.path)
+    _render(console, result.profile, result.path, result.passes)
     console.hint(next_command("plan", run_file, profile=out))
 
 
@@ -146,7 +146,7 @@ def _change_cells(change: Change) -> list[str]:
     ]
 
 
-def _render(console: Console, profile: Profile, path: Path) -> None:
+def _render(console: Console, profile: Profile, path: Path, passes: str) -> None:
     from disttrain_cli.data.unread_keys import described
     from disttrain_cli.spec.index import TARGET, UNREAD
 
@@ -168,6 +168,8 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
         f"{data.skipped:,} skipped"
     )
+    if passes:
+        console.say(passes)
     for phase in data.phases if len(data.phases) > 1 else []:
         weights = " : ".join(f"{weight:g}" for weight in phase.weights)
         priced = "; these figures are of it" if phase.step == data.priced_step else ""

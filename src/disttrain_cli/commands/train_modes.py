@@ -60,7 +60,7 @@ def choose(asked: Asked) -> Chosen:
     profiled = _steps_to_profile(asked)
     weights = find_origin(asked.origin)
     plan, profile = checked_plan(run, asked.plan)
-    total = asked.steps if asked.steps is not None else run.file.train.steps
+    total = asked.steps if asked.steps is not None else run.file.train.total_steps
     if profiled is not None:
         from disttrain_cli.runtime.train import check_profiled
 

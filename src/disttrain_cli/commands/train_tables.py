@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 TABLE_STEPS = 7  # steps shown: the first, the last, and some between
 ANSWERS = 12  # shown at most
+SLOWER = 1.05  # times the predicted step, from which on it is said what ranks waited for
 
 
 def show_result(
@@ -33,15 +35,16 @@ def show_result(
     first = result.replans[-1].step if result.replans else 0
     if steps := [step for step in result.steps if step["step"] >= first]:
         median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
-        console.say(
-            f"\nMedian step {median_s:.3f} s; the plan predicted"
-            f" {chosen.predicted.iteration_s:.3f} s."
-        )
-    for name, value in result.reference_losses.items():
-        console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
+        predicted_s = chosen.predicted.iteration_s
+        console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {predicted_s:.3f} s.")
+        if median_s > SLOWER * predicted_s:
+            _say_cores(console, steps, median_s, result.other_cores)
     say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
     _say_history(console, result)
     _say_files(console, result)
+    console.say(f"\nVerdict     {result.learning.headline}")
+    if result.learning.advice:
+        console.say(f"            {result.learning.advice}")
 
 
 def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
@@ -81,6 +84,25 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
             ]
             for step in shown
         ],
+    )
+
+
+def _say_cores(
+    console: Console, steps: Sequence[dict[str, Any]], median_s: float, other_cores: float | None
+) -> None:
+    """How much of slow steps the ranks spent waiting for cores, and who held these."""
+    waits = sorted(step["core_wait_s"] for step in steps if step.get("core_wait_s") is not None)
+    wait_s = waits[len(waits) // 2] if waits else 0.0
+    if wait_s < (SLOWER - 1) * median_s:
+        return
+    held = (
+        ""
+        if other_cores is None
+        else (f" Other processes held {other_cores:.1f} of its {os.cpu_count()} cores on average.")
+    )
+    console.say(
+        f"In the median step a rank that could run waited {wait_s:.3f} s"
+        f" ({percent(wait_s / median_s)}) for a core of its host.{held}"
     )
 
 
@@ -151,6 +173,10 @@ def _show_answers(console: Console, samples: Samples) -> None:
             f"{samples.matched} of {len(samples.answers)} answers are those of the data, word for"
             " word"
         )
+    means = {name: mean for name, mean in samples.metrics.items() if name != "exact_match"}
+    if means:
+        said = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        console.say(f"Mean scores of these answers: {said}")
 
 
 def _number(value: float | None, form: str) -> str:

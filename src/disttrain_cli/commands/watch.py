@@ -165,6 +165,10 @@ def _tell(console: Console, look: Look, sentence: str) -> None:
         f"{when}  {row['iteration_s']:.3g} s per step  {verdict.headline}"
         f" ({100 * verdict.confidence:.0f} % sure)"
     )
+    if (learned := look.analysis.learning) is not None:
+        console.say(f"          {learned.headline}")
+        if learned.advice:
+            console.say(f"          {learned.advice}")
     for warning in look.analysis.warnings:
         console.say(f"          Note: {warning}")
     for one in look.analysis.drift:

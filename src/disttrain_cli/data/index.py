@@ -396,7 +396,7 @@ def _index(
         known={**of_all, **{name: counts[name] for name in COUNTED}},
         **fields,
     )
-    if run.file.train.evaluation is not None:
+    if run.file.train.asks_evaluation:
         held_out(index)
     return index
 

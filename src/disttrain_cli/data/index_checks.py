@@ -119,9 +119,9 @@ class Listed(NamedTuple):
 
 
 def evaluates_split(run: Run) -> bool:
-    """True if evaluation is on the validation splits of the data's folders: where no share of the
-    samples is held out."""
-    return run.file.train.evaluation is not None and not run.file.data.held_out
+    """True if evaluation is on the validation splits of the data's folders: where it is asked for,
+    and no share of the samples is held out."""
+    return run.file.train.asks_evaluation and not run.file.data.held_out
 
 
 def list_shards(run: Run) -> Listed:

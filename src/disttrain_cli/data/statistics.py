@@ -3,7 +3,9 @@ its tokens."""
 
 from __future__ import annotations
 
-from itertools import compress
+from array import array
+from collections import Counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +17,21 @@ from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.sources.samples import largest_first, samples_lost, shown_skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import IMAGE, KINDS, TEXT
-from disttrain_cli.spec.profile import NAMED_ITEMS, DataProfile, Distribution, SizeSample
+from disttrain_cli.spec.profile import (
+    NAMED_ITEMS,
+    DataProfile,
+    Distribution,
+    LossToBeat,
+    SizeSample,
+)
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 ENTROPY_SAMPLES = 20_000  # samples read at most, evenly spaced
+REPEATED = (
+    5  # times that a question with its answer is there on average, or an answer, to be counted
+)
+OPEN = 0.1  # nats of an answer that must be left to know
 NAMED = 3  # samples left out that the profile names
 SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
 
@@ -126,23 +138,65 @@ def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
     }
 
 
-def unigram_entropy(run: Run, index: Index) -> float:
-    """Entropy in nats of the label tokens by their frequency alone: the text loss of a model
-    without context.
+def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
+    """The text loss of a model that has not learned the task, in nats per label token.
+
+    Of conversations about images it knows how often each answer is given to the question before it;
+    of others, and where hardly a question is asked `REPEATED` times, how often each answer is given
+    at all. Where answers differ, or nothing is left to know of them (`OPEN`), and of all other
+    texts, it knows how often each token is.
 
     Over all samples, or evenly spaced ones where there are more than `ENTROPY_SAMPLES`; raises
     DataError where a shard changed.
     """
     tokenizer = read_tokenizer(run)
     reader = ShardReader(index, tokenizer)
-    counts = np.zeros(index.inputs.vocabulary, dtype=np.int64)
-    for sample in np.unique(
-        np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)
-    ).tolist():
-        counts[tokenizer.eos] += index.end_trained[sample]
+    tokens = Counter[int]()  # of labels that are no answers
+    answered: dict[bytes, Counter[bytes]] = {}  # by question
+    ends = 0  # of samples that end with an answer: nothing is left to know of them
+    shown = False  # whether a conversation has more than texts
+    spaced = np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)
+    for sample in np.unique(spaced).tolist():
         segments = slice(*index.segment_start[sample : sample + 2])
-        trained = index.trained[segments][index.kinds[segments] == TEXT]
-        for text in compress(reader.texts(sample), trained.tolist()):
-            counts += np.bincount(np.array(text, dtype=np.int64), minlength=len(counts))
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
+        texts = index.kinds[segments] == TEXT
+        trained = index.trained[segments][texts]
+        asks = index.own_texts[segments][texts] & ~trained
+        talks = bool(trained.any() and asks[: int(trained.nonzero()[0][-1])].any())
+        shown |= talks and not texts.all()
+        asked, ids = array("q"), array("q")
+        for text, answers in zip(reader.texts(sample), trained.tolist(), strict=False):
+            if not answers:
+                asked.extend(text)
+            elif talks:
+                answer = array("q", text).tobytes()
+                answered.setdefault(asked.tobytes(), Counter())[answer] += 1
+                asked = array("q")
+            else:
+                ids.extend(text)
+        tokens.update(ids)
+        if index.end_trained[sample]:
+            ends += talks
+            tokens.update([] if talks else [tokenizer.eos])
+    alone = sum(answered.values(), Counter[bytes]())
+    labels = ends + tokens.total() + sum(len(one) // 8 * count for one, count in alone.items())
+    for groups, basis in (
+        ([*answered.values()] * shown, "answers by their frequency after each question"),
+        ([alone], "answers by their frequency"),
+    ):
+        nats = sum(map(_nats, groups))
+        repeated = alone.total() >= REPEATED * sum(map(len, groups)) > 0
+        if repeated and nats >= OPEN * alone.total():
+            value = (nats + _nats(tokens)) / labels
+            return LossToBeat(loss="text", value=value, basis=basis)
+    tokens.update([tokenizer.eos] * ends)
+    for answer, count in alone.items():
+        tokens.update({id_: count * times for id_, times in Counter(array("q", answer)).items()})
+    return LossToBeat(
+        loss="text", value=_nats(tokens) / max(1, labels), basis="tokens by their frequency"
+    )
+
+
+def _nats(counts: Counter[Any]) -> float:
+    """Nats that it takes to tell all members of some kinds, by their frequency."""
+    values = np.array([*counts.values()], dtype=float)
+    return float((values * np.log(values.sum() / values)).sum()) if len(values) else 0.0

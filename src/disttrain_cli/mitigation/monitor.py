@@ -141,7 +141,7 @@ class _Monitor:
             if self._ended.is_set() or "error" in row:
                 return row["error"]["what"] if "error" in row else None
             certain = row["cause"] != "none" and row["confidence"] >= LEAST_CONFIDENCE
-            found = certain or bool(row["drift"])
+            found = certain or bool(row["drift"]) or bool(_learned(row))
             if found or slowed:
                 self._note(_sentence(row, self._root))
             slowed = found
@@ -153,9 +153,17 @@ def _sentence(row: dict[str, Any], root: Path) -> str:
     drift = row["drift"]
     moved = f" {drift[0]['told']}." if drift else ""
     return (
-        f"Steps {row['first_step']} to {row['last_step']}: {row['headline']}{moved}"
+        f"Steps {row['first_step']} to {row['last_step']}: {row['headline']}{moved}{_learned(row)}"
         f" More: disttrain watch {short_path(root)} --once"
     )
+
+
+def _learned(row: dict[str, Any]) -> str:
+    """A sentence on losses that show a fault; empty where they show none."""
+    learned = row.get("learning")
+    if learned is None or not learned["advice"]:
+        return ""
+    return f" The run is {learned['headline']}. {learned['advice']}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from disttrain_cli.data.epochs.mixture import Mixture, Phase
-from disttrain_cli.data.index import open_index
+from disttrain_cli.data.index import Index, open_index
 from disttrain_cli.data.mixtures import Phases
 from disttrain_cli.data.packing import Packing, SequenceStream, pack
 from disttrain_cli.data.statistics import (
@@ -16,14 +16,16 @@ from disttrain_cli.data.statistics import (
     mean_and_max_work,
     sequence_work,
     size_sample,
+    text_loss_to_beat,
 )
 from disttrain_cli.errors import DataError
+from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.profiling.preprocess import decode_like, measure_preprocessing
 from disttrain_cli.profiling.sizes import SEQUENCES
 from disttrain_cli.runtime.checkpoints.folder import begun
 from disttrain_cli.runtime.checkpoints.phases import phases_of
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import DataProfile, PhaseProfile, PreprocessProfile
+from disttrain_cli.spec.profile import DataProfile, LossToBeat, PhaseProfile, PreprocessProfile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -79,7 +81,7 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
         step: Mixture(index, seed, (Phase(0, weights),) if phases else ()) for step, weights in left
     }
     packed = {step: pack(mixture, 0, progress) for step, mixture in mixtures.items()}
-    priced = _longest(left, before.step, run.file.train.steps)
+    priced = _longest(left, before.step, run.file.train.steps or 0)
     epoch = packed[priced]
     _check_work(run, inputs, epoch)
     drawn = SequenceStream(mixtures[priced]).batch(0, SEQUENCES)
@@ -115,11 +117,23 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
                 "sources": index.of_sources if phases else [],
                 "priced_step": priced,
                 "goes_on_from": goes_on,
+                "losses_to_beat": [] if run.file.data.distribution else _to_beat(run, index),
             }
         ),
         preprocess=rates,
         provenance={"preprocess": SYNTHETIC} if run.file.data.distribution else {},
     )
+
+
+def _to_beat(run: Run, index: Index) -> list[LossToBeat]:
+    """Of texts, and of images whose noise, or flow from noise, is predicted: a prediction of zero
+    costs 1 there, or more. Of velocities nobody has measured what it costs."""
+    predicted = {one.noise.prediction for one in read_configs(run).values() if one.noise}
+    image = LossToBeat(loss="image", value=1.0, basis="a prediction of zero")
+    return [
+        text_loss_to_beat(run, index),
+        *([image] if predicted and predicted <= {"epsilon", "flow"} else []),
+    ]
 
 
 def _left(phases: Phases, step: int) -> Phases:

@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, lrs, set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.launching.ending import told_at_once
+from disttrain_cli.runtime.watching.core_wait import UNKNOWN, CoreWait
 from disttrain_cli.runtime.watching.host_memory import (
     HostMemory,
     share_of_host,
@@ -63,6 +64,7 @@ class Task:
     # what the process held before it had a stage (`peak_gib`); None: not recorded
     idle_gib: float | None = None
     memory: HostMemory = field(default_factory=watched_memory)
+    core_wait: CoreWait = field(default_factory=CoreWait)
 
 
 class Data(Protocol):
@@ -106,7 +108,7 @@ def run_steps(
         size_writer(*traced, run.file.train.keep_trace_steps),
         sample_writer(*traced, run.file.train.keep_trace_steps),
     )
-    step, stopped, warned = task.first, "", False
+    step, last, stopped, warned = task.first, task.last, "", False
     with (
         Saver(
             task.dir.checkpoints,
@@ -114,10 +116,11 @@ def run_steps(
             engine,
             run.file.train.checkpoint.keep,
             task.average,
+            task.evaluation is not None and task.evaluation.spec.keep_best,
         ) as saver,
         told_at_once(),
     ):
-        while step < task.last and not stopped:
+        while step < last and not stopped:
             tracer.step = step
             mixed, begins = _mixed(run, profile, step)
             if rank0 and begins:
@@ -128,6 +131,7 @@ def run_steps(
             engine.get_ready()
             if task.profiler is not None:
                 task.profiler.begin(step)
+            task.core_wait.begin_step()
             start_ns = tracer.now()
             set_lrs(engine.optimizer, engine.train_spec, step)
             skipped = engine.skipped_steps
@@ -148,11 +152,12 @@ def run_steps(
             end_ns = tracer.now()
             if task.profiler is not None:
                 task.profiler.end(step)
-            evaluated = (
-                task.evaluation.losses(engine)
-                if task.evaluation and task.evaluation.due(step)
-                else {}
-            )
+            evaluated: dict[str, Any] = {}
+            best = False
+            if task.evaluation and task.evaluation.due(step):
+                evaluated = task.evaluation.losses(engine)
+                best = task.evaluation.take(step, evaluated["evaluation_loss"])
+            enough = task.evaluation is not None and task.evaluation.stops
             if rank0:
                 row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
                 row |= {
@@ -174,17 +179,34 @@ def run_steps(
                 for writer in writers:
                     writer.keep()
             step += 1
+            if enough and not stopped and step < last and task.evaluation and rank0:
+                standing = task.evaluation.standing
+                task.say(
+                    f"Training ends after step {step:,}: the held-out loss has not fallen in"
+                    f" {standing.since} evaluations since step {standing.step:,};"
+                    " train.evaluation.stop_after."
+                )
+            last = step if enough else last
             saver.check()
-            if stopped or step == task.last or (every and step % every == 0):
+            best = best and task.evaluation is not None and task.evaluation.spec.keep_best
+            if stopped or step == last or best or (every and step % every == 0):
                 begun = tracer.mark()
                 tracer.begin("checkpoint")
-                saver.save(step, sound=engine.skipped_steps == skipped)
+                saver.save(step, engine.skipped_steps == skipped, _standing(task, evaluated))
                 tracer.anchor()
                 tracer.record("checkpoint", begun)
                 for writer in writers:
                     writer.flush()
             tracer.end_step()
-    return stopped if step < task.last else ""
+    return stopped if step < last else ""
+
+
+def _standing(task: Task, evaluated: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of held-out losses: its own, and the lowest so far."""
+    if task.evaluation is None:
+        return {}
+    own = {"held_out_loss": evaluated["evaluation_loss"]} if evaluated else {}
+    return own | {"held_out": asdict(task.evaluation.standing)}
 
 
 def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], bool]:
@@ -198,19 +220,21 @@ def _mixed(run: Run, profile: Profile, step: int) -> tuple[dict[str, float], boo
 
 
 def _figures(engine: UnitEngine, task: Task) -> list[float]:
-    """A rank's figures of a step: how long it waited for data, its memory, the share of its host's
-    available memory by which its ranks grow each step, and what asked it to stop."""
+    """A rank's figures of a step: how long it waited for data and for a core, its memory, the share
+    of its host's available memory by which its ranks grow each step, and what asked it to stop."""
     reason = task.watch.stop_reason() if task.watch is not None else ""
     growth = share_of_host(task.memory.end_step(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return [engine.data_wait_ns / 1e9, peak_gib(engine.device), growth, REASONS.index(reason)]
+    waits = [engine.data_wait_ns / 1e9, task.core_wait.of_step()]
+    return [*waits, peak_gib(engine.device), growth, REASONS.index(reason)]
 
 
 def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], float, str]:
-    """Return what all ranks agree on after a step: `world_losses` with the longest data wait and
-    the most memory; the largest growth of memory; what asked one to stop."""
-    data_wait_s, memory_gib, growth, reason = engine.largest
+    """Return what all ranks agree on after a step: `world_losses` with the longest waits for data
+    and for a core and the most memory; the largest growth of memory; what asked one to stop."""
+    data_wait_s, core_wait_s, memory_gib, growth, reason = engine.largest
     losses = world_losses(engine, run.file.model.loss_weights)
     figures = losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}
+    figures["core_wait_s"] = None if core_wait_s == UNKNOWN else core_wait_s
     return figures, growth, REASONS[int(reason)]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,12 @@ from disttrain_cli.data.epochs.mixture import mixture_of
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.index_checks import check_profiled_data
 from disttrain_cli.data.latents import described
+from disttrain_cli.data.metrics import metrics_named
 from disttrain_cli.data.packing import SequenceStream
-from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
-from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import describe
-from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.checkpoints.folder import best_of, latest
 from disttrain_cli.runtime.checkpoints.phases import check_begins
-from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.devices import visible_devices
 from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.starts import (
@@ -42,11 +41,14 @@ from disttrain_cli.runtime.launching.supervise import (
     merged,
     stop_request,
 )
+from disttrain_cli.runtime.outputs.during import During, sample
+from disttrain_cli.runtime.watching.core_wait import OtherProcesses
+from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
-from disttrain_cli.spec.samples import Samples, read_samples
+from disttrain_cli.spec.samples import Samples
 
 
 class TrainResult(BaseModel):
@@ -58,13 +60,15 @@ class TrainResult(BaseModel):
     resumed_from_step: int | None
     # folder of the checkpoint or export with whose weights it began
     started_from: str | None = None
-    checkpoint: str | None
+    checkpoint: str | None  # the newest, or with train.evaluation.keep_best the best
     trace: str
     images: list[str]
     samples: Samples | None = None  # what the trained model drew and wrote, where it did
-    reference_losses: dict[str, float]
+    learning: Learning = Learning("too early to say")
     restarts: list[str] = []  # why ranks were started again
     replans: list[Replanned] = []  # those of them that went on with another plan
+    # mean number of cores of this host that other processes held; None where that is not known
+    other_cores: float | None = None
     stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
 
 
@@ -105,8 +109,9 @@ def train(
     """
     _check_one_host(run, plan, profile)
     check_judge(run)
+    metrics_named(run.file.samples.metrics)
     index = _checked_index(run, profile)
-    root, total = run.dir, steps if steps is not None else run.file.train.steps
+    root, total = run.dir, steps if steps is not None else run.file.train.total_steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
     if not (resume or restart):
         check_fresh(root)
@@ -128,7 +133,13 @@ def train(
         if on_step is not None:
             on_step(step)
 
+    during = During(run, profile, total, progress)
+
     def start(planned: Planned, resume: bool, watch: Callable[[], None]) -> Reports:
+        def look() -> None:
+            during.look()
+            watch()
+
         return run_ranks(
             root,
             job_of(run, *planned),
@@ -139,7 +150,7 @@ def train(
             resume=resume,
             on_step=take,
             progress=progress,
-            watch=watch,
+            watch=look,
             variables=visible_devices(
                 planned.profile.device.kind,
                 planned.profile.device.count,
@@ -148,7 +159,8 @@ def train(
             ),
         )
 
-    with stop_request() as request:
+    others = OtherProcesses()
+    with closing(during), stop_request() as request:
         went = Supervisor(
             root,
             Planned(plan, profile),
@@ -159,12 +171,14 @@ def train(
             lambda: len(rows),
             replanner,
         ).run(resume, start)
-    newest = latest(root.checkpoints)
-    samples = (
-        None
-        if went.stopped or newest is None
-        else _sample(run, went.planned.profile, newest, progress)
-    )
+    other_cores = others.cores()
+    spec = run.file.train.evaluation
+    best = best_of(root.checkpoints) if spec and spec.keep_best else None
+    newest = best or latest(root.checkpoints)
+    samples = None
+    if newest is not None and not went.stopped:
+        progress("sampling", 0, 0)
+        samples = sample(run, went.planned.profile, newest)
     return TrainResult(
         run_dir=str(root.root),
         steps=merged(rows),
@@ -179,9 +193,9 @@ def train(
             else []
         ),
         samples=samples,
-        reference_losses=_references(run, index),
         restarts=went.restarts,
         replans=went.replans,
+        other_cores=other_cores,
         stopped_by=went.stopped,
     )
 
@@ -275,45 +289,3 @@ def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
         for name, reason in json.loads(path.read_text())
     }
     return [{"sample": name, "reason": reason} for name, reason in sorted([*skipped, *of_ranks])]
-
-
-def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> Samples | None:
-    """What the trained model draws and writes, where it can."""
-    asked = run.file.samples
-    if not (
-        asked.answers
-        or (asked.images and profile.inputs.target is not None)
-        or (asked.read and profile.inputs.image is not None)
-    ):
-        return None
-    progress("sampling", 0, 0)
-    folder = run.dir.images / checkpoint.name
-    launching.launch(
-        1,
-        "disttrain_cli.runtime.outputs.sampling:main",
-        {
-            "run": str(run.path.resolve()),
-            "profile": profile.model_dump(mode="json"),
-            "device": profile.device.kind,
-            "checkpoint": str(checkpoint),
-            "images": str(folder),
-        },
-        run.dir.logs / "sampling",
-    )
-    return read_samples(folder)
-
-
-def _references(run: Run, index: Index) -> dict[str, float]:
-    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting
-    zero noise.
-
-    Where a generator predicts more than the noise, zero costs what its images do, which nobody has
-    measured.
-    """
-    references = {"text_unigram_entropy": unigram_entropy(run, index)}
-    predicted = {
-        config.noise.prediction for config in read_configs(run).values() if config.noise is not None
-    }
-    if predicted == {"epsilon"}:
-        references["image_zero_noise"] = 1.0
-    return references

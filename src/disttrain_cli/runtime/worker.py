@@ -28,9 +28,9 @@ from disttrain_cli.data.preparing import reads_files
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.runtime.checkpoints.folder import begun, made_from
+from disttrain_cli.runtime.checkpoints.folder import begun, describe, latest, made_from
 from disttrain_cli.runtime.engine.assemble import build_engine
-from disttrain_cli.runtime.evaluation import Evaluation
+from disttrain_cli.runtime.evaluation import Evaluation, Standing
 from disttrain_cli.runtime.feeding import fetcher, fields_of, message_dtype
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
@@ -138,19 +138,25 @@ def main(payload: dict[str, Any]) -> None:
             if told["resume"]
             else 0
         )
+        spec = run.file.train.evaluation
+        newest = latest(run.dir.checkpoints) if told["resume"] else None
         evaluation = (
             Evaluation(
                 run,
-                run.file.train.evaluation,
+                spec,
                 job.plan.plan,
                 job.index,
                 coords,
                 fields,
                 message_dtype(run.file.train),
+                int(payload["steps"]),
+                Standing(**describe(newest).get("held_out", {})) if newest else None,
             )
-            if run.file.train.evaluation
+            if spec and job.index.held_count
             else None
         )
+        if rank0 and evaluation is not None:
+            say(evaluation.plan)
         loader = stack.enter_context(
             open_loader(run, job.plan.plan, job.profile, job.index, coords, fields, first, reports)
         )
@@ -204,7 +210,7 @@ def _remove_orders(job: Joined) -> None:
     batch = train.global_batch_size
     SequenceStream(mixture_of(index, train.seed, data, batch)).remove_unneeded(
         begun(job.run.dir.checkpoints).step * batch,
-        [Mixture(held_out(index), train.seed)] if train.evaluation else [],
+        [Mixture(held_out(index), train.seed)] if train.evaluation and index.held_count else [],
     )
 
 

@@ -14,8 +14,9 @@ def with_plugins(group: str, built_in: dict[str, T]) -> dict[str, T]:
     """A registry, and by name what installed packages add to it.
 
     Groups are disttrain.heads (`spec.heads.Head` classes by item), disttrain.modalities
-    (`data.modalities.modality.Modality` by item) and disttrain.architectures
-    (`models.architecture.Architecture` by the model_type of a config.json).
+    (`data.modalities.modality.Modality` by item), disttrain.architectures
+    (`models.architecture.Architecture` by the model_type of a config.json) and disttrain.metrics
+    (`data.metrics.Metric` by the name in `samples.metrics`).
 
     Raises:
         SpecError: one cannot be loaded, or has a name that is taken.

@@ -464,6 +464,14 @@ class PhaseProfile(Strict):
     )
 
 
+class LossToBeat(Strict):
+    """Loss of a model that has not learned the task: what training has to get below."""
+
+    loss: Literal["text", "image"]
+    value: float
+    basis: str = Field(description="What such a model knows.")
+
+
 class DataProfile(Strict):
     """The dataset in numbers."""
 
@@ -548,6 +556,11 @@ class DataProfile(Strict):
         0,
         exclude_if=lambda step: not step,
         description="First step of the phase that all these figures are of.",
+    )
+    losses_to_beat: list[LossToBeat] = Field(
+        default_factory=list,
+        exclude_if=lambda given: not given,
+        description="What training has to get below, of losses of which that is known.",
     )
     sample: SizeSample
 

@@ -39,6 +39,7 @@ class Answer(BaseModel):
     images: list[str] = []  # of the whole conversation, beside `samples.json`
     text: str
     recorded: str
+    scores: dict[str, float | None] = {}  # by metric; None where it failed
 
 
 class Judge(BaseModel):
@@ -78,6 +79,24 @@ class Samples(BaseModel):
     def matched(self) -> int:
         """Answers that are those of the data, word for word."""
         return sum(one.text == one.recorded for one in self.answers)
+
+    @property
+    def summary(self) -> str:
+        """What there is, for people."""
+        parts = [f"{len(self.drawn)} images drawn"] if self.drawn else []
+        parts += [f"{len(self.written)} images read"] if self.written else []
+        parts += [f"{self.matched} of {len(self.answers)} held-out answers right"] * bool(
+            self.answers
+        )
+        return ", ".join(parts)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By name, the mean score of the answers that have one."""
+        names = dict.fromkeys(name for one in self.answers for name in one.scores)
+        found = {name: [one.scores.get(name) for one in self.answers] for name in names}
+        given = {name: [score for score in of if score is not None] for name, of in found.items()}
+        return {name: sum(of) / len(of) for name, of in given.items() if of}
 
 
 def read_samples(folder: Path) -> Samples | None:

@@ -114,6 +114,8 @@ STEP_COLUMNS: dict[str, str] = {
     "evaluation_loss_text": "float64",
     "evaluation_loss_image": "float64",  # or null
     "generator_losses": "map<string,float64>",  # where there are several; loss_image is their mean
+    # longest time that a rank's main thread could run and had no core; null where not known
+    "core_wait_s": "float64",
 }
 
 

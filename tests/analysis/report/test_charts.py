@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 
-from disttrain_cli.analysis.report.charts import line_chart, stacked_rows, thin, waterfall
+from disttrain_cli.analysis.report.charts import (
+    line_chart,
+    log_ticks,
+    round_ticks,
+    stacked_rows,
+    thin,
+    waterfall,
+)
 from disttrain_cli.analysis.report.heat import MOST_REPLICAS, heat_maps
 from disttrain_cli.analysis.report.words import figure, prose, seconds
 
@@ -18,6 +26,25 @@ def test_charts_thin_and_survive_odd_input():
     assert "<circle" in line_chart("one <step>", [("a", [(1.0, 2.0)])])
     assert "<step>" not in line_chart("one <step>", [("a", [(1.0, 2.0)])])
     assert "expected" in line_chart("with a plan", [("a", [(1.0, 2.0)])], expected=3.0)
+
+
+def test_axes_have_round_ticks():
+    assert round_ticks(0.0, 5.66) == [0, 2, 4, 6]
+    assert round_ticks(0.0, 0.0021) == [0, 0.0005, 0.001, 0.0015, 0.002, 0.0025]
+    assert round_ticks(0, 359) == [0, 100, 200, 300, 400]
+    assert round_ticks(3.0, 3.0) == [3, 3.2, 3.4, 3.6, 3.8, 4]
+    assert log_ticks(0.3, 5.6) == [0.2, 0.5, 1, 2, 5, 10]
+    assert log_ticks(0.0008, 5.6) == [0.0001, 0.001, 0.01, 0.1, 1, 10]
+    falling = [(float(step), 10.0 ** (1 - step)) for step in range(4)]
+    ends = [
+        [float(y) for _, y in re.findall(r"([\d.]+),([\d.]+)", line)]
+        for line in re.findall(
+            r'points="([^"]+)"',
+            line_chart("x", [("a", falling)], log=True) + line_chart("x", [("a", falling)]),
+        )
+    ]
+    log, plain = ([second - first for first, second in itertools.pairwise(ys)] for ys in ends)
+    assert log == pytest.approx([log[0]] * 3, abs=0.2) and plain[0] > 5 * plain[1]
 
 
 def test_a_waterfall_begins_each_bar_where_the_last_ended():

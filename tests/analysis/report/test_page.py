@@ -57,6 +57,7 @@ def test_page_is_self_contained_and_escaped(page):
         "units",
         "predicted",
         "operations",
+        "learning",
         "ranks",
     ]
     places = [text.index(f'id="{name}"') for name in order]

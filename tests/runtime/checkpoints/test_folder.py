@@ -13,8 +13,10 @@ from disttrain_cli.runtime.checkpoints.folder import (
     DESCRIPTION,
     Begun,
     begun,
+    best_of,
     check_belongs,
     sealed,
+    superseded,
 )
 
 
@@ -41,3 +43,16 @@ def test_a_checkpoint_of_another_seed_is_refused(tmp_path: Path) -> None:
         check_belongs(folder, {"seed": 2})
     assert error.value.why == "seed of the checkpoint: 1; here: 2"
     assert "train.seed" in (error.value.next_step or "")
+
+
+def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
+    losses = [3.0, 1.0, 2.0, None, 4.0]
+    folders = [
+        checkpoint(tmp_path, step, **({} if loss is None else {"held_out_loss": loss}))
+        for step, loss in enumerate(losses)
+    ]
+    assert best_of(tmp_path) == folders[1]
+    assert superseded(tmp_path, 1) == folders[:-1]
+    assert superseded(tmp_path, 1, keep_best=True) == [folders[0], *folders[2:-1]]
+    unsound = checkpoint(tmp_path, 9, held_out_loss=0.5, sound=False)
+    assert best_of(tmp_path) == folders[1] != unsound

@@ -19,6 +19,7 @@ from disttrain_cli.analysis.graph import Delays, Graph
 from disttrain_cli.analysis.job.comparisons import compare_sums
 from disttrain_cli.analysis.job.costing import peak_of, shares_cores
 from disttrain_cli.analysis.job.database import Database
+from disttrain_cli.analysis.job.files import recorded_steps
 from disttrain_cli.analysis.job.graph import build_graph
 from disttrain_cli.analysis.job.inside import inside
 from disttrain_cli.analysis.job.limits import expected_ranks, say_limits, short_ranks
@@ -37,6 +38,7 @@ from disttrain_cli.analysis.job.remedies.replanning import can_replan
 from disttrain_cli.analysis.job.remedies.replicas import record_of
 from disttrain_cli.analysis.job.remedies.suspects import is_split, own_suspects, replayed, state_of
 from disttrain_cli.analysis.job.staleness import moved_data, stale
+from disttrain_cli.analysis.learning import learning
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.result.rows import (
     Comparison,
@@ -51,6 +53,7 @@ from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.learning import Learning
 from disttrain_cli.spec.trace import Job
 
 
@@ -133,8 +136,19 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
         clocks=database.clocks,
         inside=profiled,
         memory=_memory(database),
+        learning=_learning(database),
         warnings=list(dict.fromkeys(database.warnings)),
     )
+
+
+def _learning(database: Database) -> Learning | None:
+    """By all steps that the run's folder tells, older ones whose traces are gone included."""
+    job = database.job
+    traces = [path / "traces" if (path / "traces").is_dir() else path for path in database.paths]
+    rows = [row for folder in traces for row in recorded_steps(folder)]
+    if job is None or job.rehearsed is not None or not rows:
+        return None
+    return learning(rows, job.profile, job.layout.global_batch_size)
 
 
 def _rehearsed(job: Job) -> str | None:
@@ -251,6 +265,9 @@ def _straggle(
         gpus=len(ranks) if job is None else job.layout.gpus_used,
         present=present,
         shared_cores=job is not None and shares_cores(job) and len(ranks) > 1,
+        core_wait_s=database.sql(
+            "SELECT avg(core_wait_s) AS waited FROM steps JOIN windows USING (step) WHERE measured"
+        )[0]["waited"],
         operations=operations,
         waited_for=beside(graph, held_up(graph)),
         clocks_s=max((one.error_us or 0.0 for one in database.clocks if one.applied), default=0.0)
@@ -327,6 +344,7 @@ def _memory(database: Database) -> list[MemoryRow]:
                 **row,
                 predicted_gib=stage.peak_gib if stage else None,
                 limit_gib=stage.limit_gib if stage else None,
+                of_process=database.job is not None and shares_cores(database.job),
             )
         )
     return rows

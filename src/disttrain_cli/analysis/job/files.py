@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 
+#: Columns of a step that say what it learned.
+LEARNED = (
+    *("step", "run", "end_ns", "learning_rate", "learning_rates"),
+    *("loss_text", "loss_image", "generator_losses"),
+    *("evaluation_loss_text", "evaluation_loss_image"),
+)
+
+
 class Footer(NamedTuple):
     """What a Parquet file says of itself."""
 
@@ -189,14 +197,16 @@ def _add_open(
     found = [tables[name]] if name in tables else []
     for file in files:
         try:
-            found += [fitted(pa.Table.from_batches([batch]), columns) for batch in _batches(file)]
+            found += [
+                fitted(pa.Table.from_batches([batch]), columns) for batch in whole_batches(file)
+            ]
         except ValueError as error:
             problems.append(f"{file.parent.name}/{file.name} {error}; skipped")
     if found:
         tables[name] = pa.concat_tables(found, promote_options="default").combine_chunks()
 
 
-def _batches(file: Path) -> list[Any]:
+def whole_batches(file: Path) -> list[Any]:
     """Whole batches of an Arrow stream; one may have no end."""
     import pyarrow as pa
 
@@ -229,3 +239,37 @@ def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Fo
         half = len(files) // 2
         return _footers(files[:half], connection) | _footers(files[half:], connection)
     return {Path(name): Footer(frozenset(columns), rows) for name, columns, rows in footers}
+
+
+def recorded_steps(traces: Path) -> list[dict[str, Any]]:
+    """Losses and learning rates of every step of a run, in order; a step repeated after resuming
+    counts once, as last done. What cannot be read is left out."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    written, recording = segments_of([traces / "steps"])
+    rows: list[dict[str, Any]] = []
+    for file in [*written, *recording]:
+        try:
+            table = (
+                pq.read_table(file)
+                if file in written
+                else pa.Table.from_batches(whole_batches(file))
+            )
+            found = fitted(table, STEP_COLUMNS)
+            rows += found.select(
+                [name for name in LEARNED if name in found.column_names]
+            ).to_pylist()
+        except (OSError, ValueError, pa.ArrowException):  # deleted just now, or damaged
+            continue
+    rows = [row for row in rows if row["run"] is not None and row["end_ns"] is not None]
+    begins: dict[str, tuple[int, int]] = {}  # by start: its first row's time and step
+    for row in rows:
+        begins[row["run"]] = min(begins.get(row["run"], (1 << 62, 0)), (row["end_ns"], row["step"]))
+    later = sorted(begins.values())
+    steps = {
+        row["step"]: {name: row.get(name) for name in LEARNED}
+        for row in rows
+        if not any(since > row["end_ns"] and row["step"] >= step for since, step in later)
+    }
+    return [steps[step] for step in sorted(steps)]

@@ -3,6 +3,7 @@ escaped."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Literal
@@ -18,11 +19,12 @@ def line_chart(
     unit: str = "",
     expected: float | None = None,
     last: Literal["last", "mean"] = "last",
+    log: bool = False,
 ) -> str:
     """Lines over steps, at most 400 points each; empty text where there is nothing to draw.
 
     `expected` is drawn as a dashed line across: what the plan said. `last` is the figure in the
-    legend.
+    legend. `log` takes a logarithmic axis where values are positive and spread tenfold.
     """
     means = [sum(y for _, y in points) / len(points) for _, points in series if points]
     series = [(name, thin(points)) for name, points in series if points]
@@ -31,30 +33,35 @@ def line_chart(
     width, height, left, right, top, bottom = 460, 190, 52, 12, 14, 26
     xs = [x for _, points in series for x, _ in points]
     ys = [y for _, points in series for _, y in points] + ([] if expected is None else [expected])
-    x0, x1, y0, y1 = min(xs), max(xs), min(0.0, *ys), max(ys)
-    x1, y1 = (x1 if x1 > x0 else x0 + 1), (y1 if y1 > y0 else y0 + 1)
+    log = log and 0 < min(ys) <= max(ys) / 10
+    scale = math.log10 if log else float
+    ticks = log_ticks(min(ys), max(ys)) if log else round_ticks(min(0.0, *ys), max(ys))
+    x0, x1 = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+    y0, y1 = scale(min(*ys, *ticks)), scale(max(*ys, *ticks))
 
     def at(x: float, y: float) -> tuple[float, float]:
         return (
             left + (x - x0) / (x1 - x0) * (width - left - right),
-            height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom),
+            height - bottom - (scale(y) - y0) / (y1 - y0) * (height - top - bottom),
         )
 
     parts = [
         f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{escape(_summary(title, series, unit))}">'
     ]
-    for index in range(4):
-        value = y0 + (y1 - y0) * index / 3
+    for value in ticks:
         y = at(x0, value)[1]
         parts.append(
             f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/><text'
-            f' class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>'
+            f' class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
         )
-    parts.append(
-        f'<text class="axis" x="{left}" y="{height - 8}">step {x0:.0f}</text>'
-        f'<text class="axis" x="{width - right}" y="{height - 8}" text-anchor="end">{x1:.0f}</text>'
-    )
+    shown = [step for step in round_ticks(x0, x1) if x0 <= step <= x1 and step == int(step)]
+    parts += [
+        f'<text class="axis" x="{at(step, ticks[0])[0]:.1f}" y="{height - 8}"'
+        f' text-anchor="{"start" if not index else "middle"}">'
+        f"{'' if index else 'step '}{step:,.0f}</text>"
+        for index, step in enumerate(shown)
+    ]
     if expected is not None:
         y = at(x0, expected)[1]
         parts.append(
@@ -184,6 +191,34 @@ def _bars(
     return (
         f'<div class="bars{more}" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
     )
+
+
+def _tick(value: float) -> str:
+    """A round number, with no more digits than it has."""
+    return figure(value) if value == 0 or abs(value) >= 1e-3 else f"{value:g}"
+
+
+def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that enclose a range."""
+    high = high if high > low else low + 1
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    each = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / each + 1e-9), math.ceil(high / each - 1e-9)
+    return [float(f"{number * each:.12g}") for number in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Powers of ten that enclose a range, and their 2 and 5 fold where there are few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, -(-(last - first) // most))
+    factors = (1, 2, 5) if last - first < 3 else (1,)
+    ticks = [
+        factor * 10.0**power for power in range(first, last + every, every) for factor in factors
+    ]
+    begin = max((one for one in ticks if one <= low), default=ticks[0])
+    end = min((one for one in ticks if one >= high), default=ticks[-1])
+    return [float(f"{one:.12g}") for one in ticks if begin <= one <= end]
 
 
 def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:

@@ -77,7 +77,12 @@ def _answers(folder: Path, samples: Samples) -> str:
     return section(
         "Answers to held-out conversations",
         "After the last step of the run: what the model says last, and what the data say. "
-        f"{samples.matched} of {len(samples.answers)} are those of the data, word for word.",
+        f"{samples.matched} of {len(samples.answers)} are those of the data, word for word."
+        + "".join(
+            f" Mean {escape(name)}: {mean:.3f}."
+            for name, mean in samples.metrics.items()
+            if name != "exact_match"
+        ),
         table(["Asked", "Model", "Data"], rows),
         "answers",
     )

@@ -107,6 +107,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         ),
         (predictions.operations(analysis), ""),
         (predictions.memory(analysis), "Memory: it was not recorded."),
+        (sections.learned(analysis), ""),
         (
             "",
             "Losses: emulated devices compute none." if analysis.job.rehearsed is not None else "",

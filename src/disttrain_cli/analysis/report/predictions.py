@@ -14,7 +14,7 @@ from disttrain_cli.analysis.report.words import (
     section,
     table,
 )
-from disttrain_cli.analysis.result.rows import Comparison, OperationRow
+from disttrain_cli.analysis.result.rows import GROWN, Comparison, OperationRow
 from disttrain_cli.analysis.result.summary import Analysis
 
 #: Rows; what is beyond is left out, and the page says so.
@@ -209,7 +209,12 @@ def memory(analysis: Analysis) -> str:
     if rows:
         return section(
             "Memory",
-            "Of the fullest rank of every stage. The plan counts the worst sequence.",
+            "Of the fullest rank of every stage. "
+            + (
+                GROWN
+                if any(row.of_process for row in analysis.memory)
+                else "The plan counts the worst sequence."
+            ),
             table(
                 ["Stage", "Most held", "Plan expects up to", "Limit", "Of the limit"],
                 rows,

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -31,6 +32,7 @@ from disttrain_cli.analysis.result.summary import Analysis, JobSummary
 MOST_BARS = 64
 MOST_EVIDENCE = 6  # rows before the fold
 MOST_CURVES = 5
+LOSSES = ("loss_text", "loss_image")
 _SHARES = (
     ("compute", "compute", "Compute"),
     ("load", "data_wait", "Waiting for data"),
@@ -347,13 +349,17 @@ def ranks_chart(analysis: Analysis) -> str:
 
 
 def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
-    """Losses, MFU, time and gradient norm over steps, with the plan's figures."""
+    """Losses, MFU, time, tokens, gradient norm and learning rate over steps, with the plan's
+    figures."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [
             (row["step"], row[name])
             for row in rows
-            if row.get(name) is not None and row["step"] is not None
+            if row["step"] is not None
+            and row.get(name) is not None
+            and math.isfinite(row[name])
+            and (row[name] or name not in LOSSES)  # 0: the batch had nothing to compute it of
         ]
 
     plan = {
@@ -370,7 +376,10 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
                     ("text", points("loss_text")),
                     ("image", points("loss_image")),
                     ("sum", points("loss")),
+                    ("text held out", points("evaluation_loss_text")),
+                    ("image held out", points("evaluation_loss_image")),
                 ],
+                log=True,
             )
             if learns
             else ""
@@ -387,10 +396,46 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
             " s",
             plan.get("iteration_s"),
         ),
-        line_chart("Gradient norm", [("global", points("grad_norm"))]) if learns else "",
+        line_chart("Tokens per second", [("job", points("tokens_per_s"))]),
+        *(
+            [
+                line_chart("Gradient norm", [("global", points("grad_norm"))], log=True),
+                line_chart("Learning rate", [("rate", points("learning_rate"))]),
+            ]
+            if learns
+            else []
+        ),
     ]
     drawn = "".join(f"<section>{chart}</section>" for chart in charts if chart)
     return f'<div class="two" id="curves">{drawn}</div>' if drawn else ""
+
+
+def learned(analysis: Analysis) -> str:
+    """Whether the run learns, loss by loss."""
+    judged = analysis.learning
+    if judged is None:
+        return ""
+    rows = [
+        [
+            escape(one.loss),
+            escape(one.verdict),
+            figure(one.first, 4),
+            figure(one.last, 4),
+            "–" if one.error is None else f"± {figure(one.error, 2)}",
+            "–" if one.to_beat is None else f"{figure(one.to_beat, 4)} ({escape(one.basis)})",
+            figure(one.held_out[-1][1], 4) if one.held_out else "–",
+            figure(min(loss for _, loss in one.held_out), 4) if one.held_out else "–",
+        ]
+        for one in judged.losses
+    ]
+    head = ["Loss", "Verdict", "First steps", "Last steps", "Noise of the change"]
+    head += ["To beat", "Held out", "Best held out"]
+    return section(
+        f"Does it learn? {escape(judged.verdict.capitalize())}",
+        escape(judged.advice or f"Medians of the first and last of {judged.steps:,} steps."),
+        table(head, rows) if rows else "",
+        "learning",
+    )
 
 
 def warnings(analysis: Analysis) -> str:

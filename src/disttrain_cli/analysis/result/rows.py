@@ -171,6 +171,13 @@ class OperationRow(Struct, frozen=True, kw_only=True):
         return (self.measured - self.predicted) * self.per_step
 
 
+#: What tables of memory say where rows are `of_process`.
+GROWN = (
+    "Held is by how much the process grew, libraries and caches included: on a CPU no tensors are"
+    " counted apart. The plan counts the stage's tensors at the worst sequence."
+)
+
+
 class MemoryRow(Struct, frozen=True, kw_only=True):
     """Memory of the fullest rank of a stage."""
 
@@ -190,6 +197,9 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
         Meta(description="Peak that the plan expects at the worst sequence; null where unknown."),
     ]
     limit_gib: float | None
+    of_process: Annotated[
+        bool, Meta(description="True on a CPU, where the whole process is measured.")
+    ] = False
 
 
 class Part(Struct, frozen=True, kw_only=True):

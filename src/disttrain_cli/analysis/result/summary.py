@@ -28,6 +28,7 @@ from disttrain_cli.analysis.result.rows import (
 )
 from disttrain_cli.analysis.result.verdicts import Cause, Remedy, Stragglers, Verdict, WhatIf
 from disttrain_cli.spec.drift import Drift
+from disttrain_cli.spec.learning import Learning
 
 #: Times outside of these (2000 to 2200) count from elsewhere than 1970.
 _DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
@@ -218,6 +219,10 @@ class Analysis(Struct, frozen=True, kw_only=True):
     critical_path: Annotated[
         CriticalPath | None,
         Meta(description="Kineto: of the step of median length; null for traces without a device."),
+    ] = None
+    learning: Annotated[
+        Learning | None,
+        Meta(description="Whether the run learns; null where no losses were recorded."),
     ] = None
     warnings: list[str]
 

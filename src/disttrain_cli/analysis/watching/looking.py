@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from disttrain_cli.analysis.causes import LEAST_SHARE
@@ -51,7 +52,7 @@ NEXT_START_S = 120.0
 EARLY, LATEST, MOVED = 2, 3, 0.03
 
 #: What a verdict says, without its figures.
-Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]
+Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ class Look:
             "next_command": verdict.next_command,
             "remedies": [asdict(one) for one in analysis.remedies if one.worth][:3],
             "drift": [asdict(one) | {"told": one.sentence} for one in analysis.drift],
+            "learning": to_builtins(analysis.learning) | {"headline": analysis.learning.headline}
+            if analysis.learning
+            else None,
             "warnings": analysis.warnings,
         }
 
@@ -229,12 +233,13 @@ def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[objec
 
 
 def _said(analysis: Analysis) -> Said:
-    """What a verdict names, and which data have moved."""
+    """What a verdict names, which data have moved, and why the run does not learn."""
     place = asdict(analysis.verdict.place)
     return (
         analysis.verdict.cause,
         tuple((name, value) for name, value in place.items() if value is not None),
         tuple(sorted(one.what for one in analysis.drift)),
+        analysis.learning.verdict if analysis.learning and analysis.learning.bad else "",
     )
 
 

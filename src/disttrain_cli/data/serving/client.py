@@ -259,9 +259,9 @@ def check_workers(
             " hang",
             "Raise train.timeout_s and train.hang_s, or wait less for workers.",
         )
-    if steps > run.file.train.steps:
+    if steps > run.file.train.total_steps:
         raise SpecError(
-            f"{steps} steps are more than train.steps = {run.file.train.steps}",
+            f"{steps} steps are more than train.steps = {run.file.train.total_steps}",
             "preprocessing workers answer no request beyond the last step of their run file",
             f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data"
             " serve",

@@ -40,7 +40,7 @@ def identity_of(run: Run, layout: Layout, index: Index, profile: Profile | None)
         "cluster": run.file.cluster_fingerprint(),  # the ordering knows its memory and nodes
         "ordering": f"{train.ordering}, seed {train.seed}",
         "latents": fingerprint({name: one.model_dump() for name, one in latents.items()}),
-        "train.steps": str(train.steps),  # beyond which a worker answers nothing
+        "train.steps": str(train.total_steps),  # beyond which a worker answers nothing
     }
 
 

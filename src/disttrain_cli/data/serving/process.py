@@ -87,7 +87,7 @@ def open_worker(task: Task) -> Worker:
     index = read_index(run, profile.inputs)
     orders = SharedOrders(Orders(run.file, plan.plan, index, profile))
     address = task.listens()
-    steps = run.file.train.steps + run.file.preprocess.prefetch_slots + 1
+    steps = run.file.train.total_steps + run.file.preprocess.prefetch_slots + 1
     try:
         return Worker(
             address,

@@ -66,6 +66,7 @@ class Saver:
     Args:
         made_from: what the checkpoints say of themselves (`checkpoint_folder.made_from`).
         keep: newest sound checkpoints that stay (`folder.superseded`).
+        keep_best: the one of the lowest held-out loss stays, too.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Saver:
         engine: UnitEngine,
         keep: int,
         average: Average | None = None,
+        keep_best: bool = False,
     ) -> None:
         self._checkpoints, self._made_from, self._keep = checkpoints, dict(made_from), keep
+        self._keep_best = keep_best
         self._engine, self._average = engine, average
         # its own, so that the thread's messages meet no others
         self._group = dist.new_group(backend="gloo")
@@ -87,9 +90,11 @@ class Saver:
             remove_leftovers(checkpoints)
         dist.barrier(self._group)
 
-    def save(self, step: int, sound: bool = True) -> None:
+    def save(
+        self, step: int, sound: bool = True, held_out: Mapping[str, Any] | None = None
+    ) -> None:
         """Copy the state to the host, and begin to write it; it is not sound where the step before
-        it was skipped."""
+        it was skipped. `held_out` is what it says of held-out losses."""
         self.wait()
         pieces = self._copy()
         about = {
@@ -97,6 +102,7 @@ class Saver:
             "skipped_steps": self._engine.skipped_steps,
             "updates": self._engine.updates,
             "sound": sound,
+            **(held_out or {}),
             **self._made_from,
         }
         self._writing = self._thread.submit(self._write, step, about, pieces)
@@ -181,7 +187,7 @@ class Saver:
             failed.on_every_rank = True
             raise failed from None
         if rank == 0:
-            for old in superseded(self._checkpoints, self._keep):
+            for old in superseded(self._checkpoints, self._keep, self._keep_best):
                 shutil.rmtree(old, ignore_errors=True)
 
 

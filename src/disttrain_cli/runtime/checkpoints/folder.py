@@ -43,9 +43,20 @@ def latest(checkpoints: Path) -> Path | None:
     return steps[-1] if (steps := all_of(checkpoints)) else None
 
 
-def superseded(checkpoints: Path, keep: int) -> list[Path]:
-    """Checkpoints that need not stay: all but the newest `keep` sound ones, and the newest of those
-    that are not.
+def best_of(checkpoints: Path) -> Path | None:
+    """Folder of the sound checkpoint with the lowest held-out loss, of those that say theirs."""
+    losses: dict[Path, float] = {}
+    for folder in all_of(checkpoints):
+        with suppress(SpecError):  # damaged
+            told = describe(folder)
+            if told.get("sound", True) and "held_out_loss" in told:
+                losses[folder] = told["held_out_loss"]
+    return min(losses, key=lambda folder: losses[folder], default=None)
+
+
+def superseded(checkpoints: Path, keep: int, keep_best: bool = False) -> list[Path]:
+    """Checkpoints that need not stay: all but the newest `keep` sound ones, the newest of those
+    that are not, and with `keep_best` the one of `best_of`.
 
     A checkpoint is not sound where the step before it was skipped: weights that led to bad losses
     must not push out those before them.
@@ -56,7 +67,8 @@ def superseded(checkpoints: Path, keep: int) -> list[Path]:
             (sound if describe(folder).get("sound", True) else doubtful).append(folder)
         except SpecError:  # damaged: it goes as those do that are whole
             sound.append(folder)
-    return sound[:-keep] + doubtful[:-1]
+    best = best_of(checkpoints) if keep_best else None
+    return [folder for folder in sound[:-keep] + doubtful[:-1] if folder != best]
 
 
 def sealed(description: dict[str, Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def learning_rate(train: TrainSpec, module: str, step: int) -> float:
         return spec.lr * (step + 1) / spec.warmup_steps
     if spec.schedule == "constant":
         return spec.lr
-    done = min(1.0, (step - spec.warmup_steps) / max(1, train.steps - spec.warmup_steps))
+    done = min(1.0, (step - spec.warmup_steps) / max(1, train.total_steps - spec.warmup_steps))
     left = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return spec.lr * (spec.min_lr_fraction + (1.0 - spec.min_lr_fraction) * left)
 
@@ -113,7 +113,7 @@ def lrs(run: Run, step: int) -> dict[str, float]:
 def beyond_schedule(run: Run, total: int) -> list[str]:
     """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at
     `train.steps`."""
-    end = run.file.train.steps
+    end = run.file.train.total_steps
     idle = [name for name, lr in lrs(run, total - 1).items() if lr == 0.0] if total > end else []
     return (
         [

@@ -7,6 +7,7 @@ With several generators each draws the same images, in a folder of its own:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
@@ -20,6 +21,7 @@ from disttrain_cli.data.digits import DigitJudge, named
 from disttrain_cli.data.index import held_out, read_index
 from disttrain_cli.data.index_checks import checked_tokenizer
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.metrics import scored
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
@@ -40,6 +42,7 @@ from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.samples import FILE, Answer, Drawn, Judge, Samples, Written
 from disttrain_cli.spec.whole import write_whole
 
+LOWEST = 19  # priority, where training goes on meanwhile
 MOST_STEPS = 16  # global batches searched for images to generate
 TEXT_TOKENS = 64  # written at most after an image at the end of training
 TOGETHER = 50  # prompts of a batch
@@ -57,7 +60,11 @@ def main(payload: dict[str, Any]) -> None:
     """Do what `samples` of the run file asks for with the checkpoint in `payload["checkpoint"]`."""
     run, profile = read_run(Path(payload["run"])), Profile.model_validate(payload["profile"])
     folder, out, spec = Path(payload["checkpoint"]), Path(payload["images"]), run.file.samples
-    model, seed = load_trained(run, folder, torch.device(profile.device.kind)), run.file.train.seed
+    if (most := payload.get("most")) is not None:
+        os.nice(LOWEST)
+        fewer = {name: min(getattr(spec, name), most) for name in ("images", "read", "answers")}
+        spec = spec.model_copy(update=fewer)
+    model, seed = load_trained(run, folder, torch.device(payload["device"])), run.file.train.seed
     texts: list[str] = []
     images: Images = {}
     if spec.images and model.inputs.generators and spec.prompts:
@@ -79,7 +86,9 @@ def main(payload: dict[str, Any]) -> None:
     if spec.answers:
         asked = list(islice(held_out_questions(run, model.inputs), spec.answers))
         said = write_after(model, [one.prompt for one in asked], TEXT_TOKENS)
-        answers = [one.answered(text, out) for one, text in zip(asked, said, strict=True)]
+        answers = scored(
+            [one.answered(text, out) for one, text in zip(asked, said, strict=True)], spec.metrics
+        )
     save(model, folder, out, [(text, None) for text in texts], images, written, answers)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 LINE_EVERY_S = 5.0
 #: Figures of a step besides those that every step has, and how a line says them.
 FIGURES = {
+    "learning_rate": "lr {:.2e}",
     "tokens_per_s": "{:.0f} tokens/s",
     "images_per_s": "{:.1f} images/s",
     "memory_gib": "{:.2f} GiB",
@@ -40,7 +41,7 @@ def reported(row: dict[str, Any]) -> dict[str, Any]:
                 "targets",
             )
         },
-        **{key: row[key] for key in (*FIGURES, "unit_mfu", "learning_rate") if key in row},
+        **{key: row[key] for key in (*FIGURES, "unit_mfu", "core_wait_s") if key in row},
     }
     if "evaluation_loss" in row:
         step["evaluation"] = {

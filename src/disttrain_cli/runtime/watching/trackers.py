@@ -19,6 +19,9 @@ FIGURES = {
     "loss": "loss/total",
     "loss_text": "loss/text",
     "loss_image": "loss/image",
+    "evaluation_loss": "held_out/total",
+    "evaluation_loss_text": "held_out/text",
+    "evaluation_loss_image": "held_out/image",
     "grad_norm": "train/grad_norm",
     "learning_rate": "train/learning_rate",
     "iteration_s": "speed/iteration_s",
@@ -27,6 +30,7 @@ FIGURES = {
     "tokens_per_s": "speed/tokens_per_s",
     "images_per_s": "speed/images_per_s",
     "data_wait_s": "speed/data_wait_s",
+    "core_wait_s": "speed/core_wait_s",
     "memory_gib": "memory/peak_gib",
 }
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # extra of the package, by tracker

@@ -4,7 +4,9 @@ unit per field."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -100,9 +102,14 @@ class RunFile(Strict):
                 f"train.ema.modules: no such module: {', '.join(unknown)}; allowed: "
                 f"{', '.join(self.model.modules)}"
             )
-        if self.train.evaluation and self.data.distribution is not None:
+        if self.train.asks_evaluation and self.data.distribution is not None:
             raise ValueError(
                 "train.evaluation needs data.sources: a distribution has no samples to evaluate on"
+            )
+        if self.train.epochs is not None and self.data.curriculum:
+            raise ValueError(
+                "train.epochs does not go with data.curriculum, whose phases begin at steps: an"
+                " epoch would differ from phase to phase; give train.steps"
             )
         return self
 
@@ -210,6 +217,10 @@ def read_run(path: Path) -> Run:
     run = Run(path=path, file=validate(RunFile, value, path, "run file"))
     run.file._named.update(named)
     run.file._weights.update(_weight_files(run))
+    if run.file.train.epochs is not None:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not profiled, or in vain
+            profile = json.loads(run.dir.profile.read_bytes())
+            run.file.train.count_epochs(int(profile["data"]["sequences"]))
     return run
 
 

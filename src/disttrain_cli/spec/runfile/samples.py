@@ -35,6 +35,23 @@ class SampleSpec(Strict):
             " writes beside theirs."
         ),
     )
+    during: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description=(
+            "Images and answers, so many of each at most, also of every checkpoint that is written"
+            " while training goes on, by a process of lowest priority on the CPU; 0 = none."
+        ),
+    )
+    metrics: list[str] = Field(
+        default_factory=list,
+        max_length=100,
+        description=(
+            "Scores of these answers besides exact match: names of entry points of the group"
+            " disttrain.metrics, functions of a spec.samples.Answer to a number."
+        ),
+    )
     judge: Literal["digits"] | None = Field(
         None,
         description=(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.runfile.bounds import MOST_S, MOST_SEQUENCES, MOST_STEPS
 
@@ -44,7 +46,8 @@ class OptimizerSpec(Strict):
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant",
         description=(
-            "The rate after the warm-up: constant, or falling to min_lr_fraction at train.steps."
+            "The rate after the warm-up: constant, or falling to min_lr_fraction at the last of"
+            " train.steps or train.epochs."
         ),
     )
     min_lr_fraction: float = Field(
@@ -78,11 +81,34 @@ class EvaluationSpec(Strict):
     """Losses on data that are never trained on: `data.held_out`, else the validation splits of the
     folders in `data.sources`."""
 
-    every_steps: int = Field(ge=1, le=MOST_STEPS, description="Steps between evaluations.")
-    sequences: int = Field(
-        ge=1,
-        le=10**6,
-        description="Packed sequences evaluated, rounded up to whole global batches.",
+    every_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Steps between evaluations; auto: ten in a run, the last after its last step, or fewer"
+            " where they would take more than 3 % of it (a global batch counts as 0.45 of a step)."
+        ),
+    )
+    sequences: Annotated[int, Field(ge=1, le=10**6)] | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Packed sequences evaluated, rounded up to whole global batches; auto: those of the"
+            " held-out data, or fewer by the same 3 %."
+        ),
+    )
+    keep_best: bool = Field(
+        False,
+        description=(
+            "Write a checkpoint after every evaluation with the lowest loss so far, and keep the"
+            " best one besides the newest; images and answers are then the best one's."
+        ),
+    )
+    stop_after: int = Field(
+        0,
+        ge=0,
+        le=MOST_STEPS,
+        description=(
+            "Evaluations in succession without a lower loss after which training ends; 0 = never."
+        ),
     )
 
 
@@ -109,7 +135,18 @@ class TrainSpec(Strict):
         le=MOST_SEQUENCES,
         description="Packed sequences per optimizer step, over the whole job.",
     )
-    steps: int = Field(ge=1, le=MOST_STEPS, description="Optimizer steps.")
+    steps: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="Optimizer steps; this or epochs must be given."
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description=(
+            "Instead of steps: passes over the data. In one pass every source is drawn as often as"
+            " its weight says, all of its samples once at weight 1; rounded up to whole steps."
+        ),
+    )
     precision: Literal["fp32", "bf16"] = "bf16"
     zero_stage: Literal[0, 1, "auto"] = Field(
         1,
@@ -138,7 +175,11 @@ class TrainSpec(Strict):
     )
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
     evaluation: EvaluationSpec | None = Field(
-        None, description="Losses on held-out data; none if not given."
+        default_factory=EvaluationSpec,
+        description=(
+            "Losses on held-out data: where data.held_out is above 0 also if not given; {}: on a"
+            " folder's validation split, too; null: none."
+        ),
     )
     ema: EmaSpec | None = Field(None, description="Moving averages of weights; none if not given.")
     ordering: Ordering | Literal["auto"] = Field(
@@ -195,6 +236,33 @@ class TrainSpec(Strict):
         description="Where every step's figures go besides the console and the traces.",
     )
 
+    #: Packed sequences of one pass over the data, once they are profiled.
+    _sequences: int | None = PrivateAttr(None)
+
+    @property
+    def total_steps(self) -> int:
+        """`steps`, or those of `epochs`; SpecError where these are not known yet."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None, "one of both is given"
+        if self._sequences is None:
+            raise SpecError(
+                f"train.epochs: {self.epochs:g} are not known in steps yet",
+                "how many packed sequences an epoch has is known once the data are profiled",
+                "disttrain profile",
+            )
+        steps = self.epochs * self._sequences / self.global_batch_size
+        return max(1, math.ceil(round(steps, 6)))
+
+    def count_epochs(self, sequences: int) -> None:
+        """Take the number of packed sequences of one pass over the data."""
+        self._sequences = sequences
+
+    @property
+    def asks_evaluation(self) -> bool:
+        """True where the run file has `evaluation`: data must be held out then."""
+        return self.evaluation is not None and "evaluation" in self.model_fields_set
+
     @property
     def longest_hang_s(self) -> float:
         """`hang_s`, or what stands for it."""
@@ -205,6 +273,16 @@ class TrainSpec(Strict):
         if self.ordering != "auto":
             return self.ordering
         return "paper" if device in (None, "cpu") else "best"
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> TrainSpec:
+        if (self.steps is None) == (self.epochs is None):
+            given = "both" if self.steps is not None else "neither"
+            raise ValueError(
+                f"give either steps (optimizer steps) or epochs (passes over the data); given:"
+                f" {given}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _hang_before_timeout(self) -> TrainSpec:

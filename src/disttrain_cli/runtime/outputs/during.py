@@ -1,0 +1,106 @@
+"""Samples while training goes on: a few answers and images of each new checkpoint, by a process of
+lowest priority on the CPU, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from disttrain_cli.errors import DisttrainError
+from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.launching import launch as launching
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.progress import Progress
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.samples import Samples, read_samples
+
+
+class Ended(Exception):
+    """Training is over."""
+
+
+def sample(
+    run: Run,
+    profile: Profile,
+    checkpoint: Path,
+    most: int | None = None,
+    ended: threading.Event | None = None,
+) -> Samples | None:
+    """What a checkpoint's model draws and writes, where the run file asks for anything; in
+    `images/` and by a process of its own.
+
+    Args:
+        most: as many of each kind at most, on the CPU and while others compute.
+        ended: set where it is not wanted any more.
+
+    Raises:
+        RankFailedError: the process failed.
+    """
+    asked = run.file.samples
+    if not (
+        asked.answers
+        or (asked.images and profile.inputs.target is not None)
+        or (asked.read and profile.inputs.image is not None)
+    ):
+        return None
+
+    def poll() -> None:
+        if ended is not None and ended.is_set():
+            raise Ended
+
+    folder = run.dir.images / checkpoint.name
+    launching.launch(
+        1,
+        "disttrain_cli.runtime.outputs.sampling:main",
+        {
+            "run": str(run.path.resolve()),
+            "profile": profile.model_dump(mode="json"),
+            "device": profile.device.kind if most is None else "cpu",
+            "checkpoint": str(checkpoint),
+            "images": str(folder),
+            "most": most,
+        },
+        run.dir.logs / ("sampling" if most is None else "sampling-during"),
+        on_poll=poll,
+    )
+    return read_samples(folder)
+
+
+class During:
+    """Samples of new checkpoints; `look` is called often, by one thread."""
+
+    def __init__(self, run: Run, profile: Profile, last: int, progress: Progress) -> None:
+        self._run, self._profile, self._last, self._progress = run, profile, last, progress
+        self._most = run.file.samples.during
+        self._seen = latest(run.dir.checkpoints)
+        self._ended = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Begin with the newest checkpoint, where there is one that was not sampled and no other
+        one is; that of the last step is sampled after training."""
+        if not self._most or (self.thread is not None and self.thread.is_alive()):
+            return
+        newest = latest(self._run.dir.checkpoints)
+        if newest is None or newest == self._seen or newest.name == f"step-{self._last:06d}":
+            return
+        self._seen = newest
+        self.thread = threading.Thread(target=self._sample, args=(newest,), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._ended.set()
+        if self.thread is not None:
+            self.thread.join()
+
+    def _sample(self, checkpoint: Path) -> None:
+        with suppress(Ended):
+            try:
+                samples = sample(self._run, self._profile, checkpoint, self._most, self._ended)
+            except DisttrainError as error:  # such as a checkpoint that was removed meanwhile
+                self._progress(f"warning: no samples of {checkpoint.name}: {error.what}", 0, 0)
+                return
+            if samples is not None:
+                self._progress(f"{checkpoint.name}: {samples.summary}", 0, 0)

@@ -1,0 +1,57 @@
+"""Verdict on whether a run learns; `analysis/learning.py` makes it from the recorded losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+Verdict = Literal["diverging", "not learning", "overfitting", "too early to say", "learning"]
+
+
+@dataclass(frozen=True)
+class LossCourse:
+    """One loss from the first to the last step that is judged."""
+
+    loss: Annotated[str, Meta(description="text, image, or the module of one of several.")]
+    verdict: Verdict
+    why: Annotated[str, Meta(description="The figures that led to it, for people.")]
+    first: Annotated[float | None, Meta(description="Median of the first steps.")] = None
+    last: Annotated[float | None, Meta(description="Median of the last steps.")] = None
+    error: Annotated[
+        float | None, Meta(description="Standard error of the difference of both, by batch noise.")
+    ] = None
+    to_beat: Annotated[
+        float | None, Meta(description="What a model reaches that has not learned the task.")
+    ] = None
+    basis: Annotated[str, Meta(description="What such a model knows.")] = ""
+    held_out: Annotated[
+        list[tuple[int, float]], Meta(description="(step, loss) of every evaluation.")
+    ] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The run as a whole: the worst verdict on any of its losses."""
+
+    verdict: Verdict
+    steps: Annotated[int, Meta(description="Steps judged: of the last phase of the data.")] = 0
+    losses: list[LossCourse] = field(default_factory=list)
+    advice: Annotated[str, Meta(description="What to look at; empty where nothing is wrong.")] = ""
+
+    @property
+    def bad(self) -> bool:
+        """True where something is to be changed."""
+        return self.verdict not in ("learning", "too early to say")
+
+    @property
+    def headline(self) -> str:
+        """For people, one sentence."""
+        parts = [
+            f"{one.loss} {one.why}"
+            if one.verdict == self.verdict
+            else f"{one.loss} {one.verdict} ({one.why})"
+            for one in self.losses
+        ]
+        return f"{self.verdict}: {'; '.join(parts)}" if parts else self.verdict
