@@ -110,9 +110,11 @@ def missing_data(folder: Path, content: str) -> list[str]:
 def preset_text(name: str) -> str:
     """The run file of a preset; raises UsageError with the names there are."""
     if name not in preset_names():
+        from disttrain_cli.spec.suggestions import listed
+
         raise UsageError(
             f"There is no preset {name!r}",
-            f"presets: {', '.join(preset_names())}",
+            "presets: " + listed(name, preset_names()),
             "disttrain init DIR --preset tiny",
         )
     return (files("disttrain_cli") / "templates" / "presets" / f"{name}.yaml").read_text(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import select
 import stat
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.suggestions import meant_key, meant_value, section
 from disttrain_cli.spec.yaml_text import lines_of, load_yaml
 
 
@@ -24,6 +26,8 @@ class Strict(BaseModel):
 
 YAML_MIB, JSON_MIB = 16, 256  # of a file at most
 PIPE_WAIT_S = 20  # for its first byte
+UNION = ("constrained-", "literal[", "dict[", "list[", "function-", "[key]")
+VALUES = ("literal_error", "value_error")  # problems at which a value may have another name here
 CORRECT = "Correct {path} and run the command again."
 
 ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
@@ -111,36 +115,37 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
     parts = [
         str(part)
         for part in problem["loc"]
-        if not str(part).startswith(("constrained-", "literal["))
+        if part not in ("str", "int", "float") and not str(part).startswith(UNION)
     ]
     # without the choices of a union, which are no places in the file
     where = ".".join(parts) or "(top level)"
     if problem["type"] == "extra_forbidden":
-        allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
-        return f"{where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
+        allowed = _fields_at(kind, problem["loc"][:-1])
+        meant = meant_key(kind, problem["loc"], allowed)
+        named = f"; allowed here: {', '.join(allowed)}" if allowed else ""
+        return f"{where}: unknown key{meant or named}"
     given = problem.get("input")
     shown = (
         "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
     )
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message[0].lower()}{message[1:]}{shown}"
+    if problem["type"] == "model_type":  # pydantic names its class
+        fields = _fields_at(kind, problem["loc"])
+        message = f"should be a mapping; allowed in it: {', '.join(fields)}"
+    expected = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
+    meant = meant_value(given, expected) if problem["type"] in VALUES else ""
+    return f"{where}: {message[0].lower()}{message[1:]}{shown}{meant}"
 
 
 def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
     """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain
     model."""
-    current: Any = kind
+    current: type[BaseModel] | None = kind
     parts = iter(location)
     for part in parts:
-        if part not in current.model_fields:
+        if current is None or part not in current.model_fields:
             return []
-        annotation = current.model_fields[part].annotation
-        if get_origin(annotation) in (list, dict):
-            next(parts, None)  # the place in the list, or the name in the mapping
-        current = next(
-            (kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")),
-            None,
-        )
-        if current is None:
-            return []
-    return sorted(current.model_fields)
+        current, step = section(current.model_fields[part].annotation)
+        if step:
+            next(parts, None)  # the index in the list, or the name in the mapping
+    return [] if current is None else sorted(current.model_fields)

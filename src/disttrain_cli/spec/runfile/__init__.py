@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -14,6 +14,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec import hub
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
+from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
@@ -30,9 +31,11 @@ class RunFile(Strict):
     """The whole run file."""
 
     version: Literal[1] = 1
-    name: str = Field(
+    name: Annotated[
+        str,
+        Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -, not a sign first"),
+    ] = Field(
         max_length=100,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run's folder under runs/, of at most 100 characters.",
     )
     model: ModelSpec

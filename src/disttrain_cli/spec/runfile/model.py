@@ -17,6 +17,7 @@ Projector = Literal["mlp", "norm_mlp", "linear", "none"]
 PROJECTORS = "projectors"
 MOST_NAME = 64  # characters of a unit's name
 UNIT_NAME = rf"^[A-Za-z0-9][A-Za-z0-9_+-]{{0,{MOST_NAME - 1}}}$"
+UNIT_NAME_WORDS = f"at most {MOST_NAME} letters, digits, _, + and -, a letter or digit first"
 BucketSide = Annotated[int, Field(ge=8, le=4096)]
 MONOLITH = "model"  # the unit that holds every module
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
@@ -291,9 +292,8 @@ class ModelSpec(Strict):
         for name in self.modules:
             if name == PROJECTORS or not re.match(UNIT_NAME, name):
                 raise ValueError(
-                    f"modules: {name!r} is no name for a module; allowed: at most 64 letters,"
-                    f" digits, _, + and -, a letter or digit first, and not {PROJECTORS!r} (the"
-                    " layers between)"
+                    f"modules: {name!r} is no name for a module; allowed: {UNIT_NAME_WORDS}, and"
+                    f" not {PROJECTORS!r} (the layers between)"
                 )
         return self
 
