@@ -78,19 +78,23 @@ def ignore(note: str) -> None:
     """Take no note."""
 
 
-def open_run(run: Run | Path | str) -> Run:
+def open_run(run: Run | Path | str, *settings: str) -> Run:
     """A run that was read already, or the run file of this name; a folder stands for the
     `disttrain.yaml` in it.
 
+    Args:
+        settings: changes of the run file, such as "train.steps=100"; the values are YAML.
+
     Raises:
         SpecError: it is missing or wrong; the line is named.
+        UsageError: a setting is wrong.
     """
     if not isinstance(run, Path | str):
         return run
     from disttrain_cli.spec.runfile import read_run
 
     path = Path(run)
-    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path)
+    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path, *settings)
 
 
 def not_over(out: Path | None, *inputs: Path) -> None:

@@ -14,6 +14,7 @@ from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
     RunFileArgument,
+    SetOption,
 )
 from disttrain_cli.console import Console
 from disttrain_cli.naming import short_path
@@ -52,12 +53,13 @@ def run(
             "--merge", help="Whole weights with the adapters added, instead of the adapters."
         ),
     ] = False,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Write a checkpoint as Hugging Face folders (safetensors)."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
+    opened = open_run(run_file, *settings or ())
     from disttrain_cli.runtime.outputs.export import export
 
     with console.progress() as progress:

@@ -292,7 +292,7 @@ def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) ->
         1,
         "disttrain_cli.runtime.outputs.sampling:main",
         {
-            "run": str(run.path.resolve()),
+            "run": run.source,
             "profile": profile.model_dump(mode="json"),
             "device": profile.device.kind,
             "checkpoint": str(checkpoint),

@@ -8,12 +8,13 @@ import os
 import re
 import select
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from disttrain_cli.errors import SpecError
+from disttrain_cli.errors import SpecError, UsageError
 from disttrain_cli.spec.suggestions import meant_key, meant_value, section
 from disttrain_cli.spec.yaml_text import lines_of, load_yaml
 
@@ -84,10 +85,23 @@ def parse_json(path: Path, what: str, next_step: str) -> Any:
 
 
 def validate(
-    kind: type[ArtefactT], value: Any, path: Path, what: str, next_step: str = ""
+    kind: type[ArtefactT],
+    value: Any,
+    path: Path,
+    what: str,
+    next_step: str = "",
+    changed: Sequence[tuple[str, ...]] = (),
 ) -> ArtefactT:
     """Check plain data against `kind`; wrong fields are named: line and path, what was given and
-    what is allowed."""
+    what is allowed.
+
+    Args:
+        changed: fields that `--set` changed; what is wrong about them is no fault of the file.
+
+    Raises:
+        SpecError: a field is wrong.
+        UsageError: all that is wrong was set.
+    """
     next_step = next_step or CORRECT.format(path=path)
     if not isinstance(value, dict):
         raise SpecError(
@@ -98,17 +112,27 @@ def validate(
     except ValidationError as error:
         problems: list[dict[str, Any]] = [dict(problem) for problem in error.errors()[:8]]
         text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
-        lines = [
-            (f"  line {line}, " if line else "  ") + _explain(problem, kind)
+        where = [
+            "--set " if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
             for problem, line in zip(
                 problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True
             )
         ]
-        raise SpecError(
+        wrong = UsageError if all(one == "--set " for one in where) else SpecError
+        raise wrong(
             f"The {what} {path} has {error.error_count()} wrong field(s)",
-            "\n".join(lines),
-            next_step,
+            "\n".join(
+                f"  {at}{_explain(problem, kind)}"
+                for at, problem in zip(where, problems, strict=True)
+            ),
+            next_step if wrong is SpecError else "Correct --set and run the command again.",
         ) from None
+
+
+def _is_set(location: tuple[Any, ...], changed: Sequence[tuple[str, ...]]) -> bool:
+    """True where a field that was set holds `location`, or lies in it."""
+    place = tuple(str(part) for part in location)
+    return any(place[: len(path)] == path[: len(place)] for path in changed)
 
 
 def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:

@@ -25,6 +25,7 @@ from disttrain_cli.spec.runfile.published import fetched, with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
 from disttrain_cli.spec.runfile.samples import SampleSpec
 from disttrain_cli.spec.runfile.train import TrainSpec
+from disttrain_cli.spec.settings import with_settings
 
 
 class RunFile(Strict):
@@ -164,6 +165,12 @@ class Run(Strict):
 
     path: Path
     file: RunFile
+    settings: tuple[str, ...] = ()  # as `read_run` was given them
+
+    @property
+    def source(self) -> tuple[str, ...]:
+        """Arguments of `read_run` in another process."""
+        return str(self.path.resolve()), *self.settings
 
     @property
     def folder(self) -> Path:
@@ -198,19 +205,26 @@ class Run(Strict):
                 hub.fetch_weights(self.resolve(spec.folder), progress)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path | str, *settings: str) -> Run:
     """Read and check a run file.
+
+    Args:
+        settings: KEY=VALUE each (`spec.settings`), as if the file were edited.
 
     Raises:
         SpecError: it is missing, not YAML, or has wrong fields (each named by its path); its
-        `model.folder` holds no model of a known family.
+            `model.folder` holds no model of a known family.
+        UsageError: a setting is wrong.
     """
+    path = Path(path)
     value = parse_yaml(
         path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"
     )
+    value, changed = with_settings(value, settings)
     named = fetched(value, path.resolve().parent)
     value = with_folder(value, path.resolve().parent, named)
-    run = Run(path=path, file=validate(RunFile, value, path, "run file"))
+    file = validate(RunFile, value, path, "run file", changed=changed)
+    run = Run(path=path, file=file, settings=settings)
     run.file._named.update(named)
     run.file._weights.update(_weight_files(run))
     return run
