@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from disttrain_cli import __version__
+from disttrain_cli.spec import extras
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,3 +68,21 @@ def test_the_makefile_has_the_promised_targets():
     text = (ROOT / "Makefile").read_text()
     targets = ("run", "test", "test-oldest", "test-all", "check", "docs")
     assert all(re.search(rf"^{target}:", text, re.M) for target in targets)
+
+
+def test_extras_are_described_and_installed_by_what_is_published(monkeypatch):
+    stated = PROJECT["optional-dependencies"]
+    assert {name: [one.requirement] for name, one in extras.EXTRAS.items()} == {
+        name: wanted for name, wanted in stated.items() if name != "dev"
+    }
+    for torch, ends in (
+        ("2.13.0", "'torchvision==0.28.*'"),
+        ("2.11.1", "'torchvision==0.26.*'"),
+        ("2.12.0+cpu", "'torchvision==0.27.*' --index-url https://download.pytorch.org/whl/cpu"),
+    ):
+        monkeypatch.setattr(extras, "version", lambda name, torch=torch: torch)
+        assert extras.install_command("generate") == f"python -m pip install {ends}"
+    sources = [
+        path.read_text() for path in (ROOT / "src").rglob("*.*") if path.suffix in (".py", ".yaml")
+    ]
+    assert not [text for text in sources if re.search(r"install[^\n]*disttrain\[", text)]

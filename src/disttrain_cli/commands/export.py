@@ -18,6 +18,7 @@ from disttrain_cli.commands.common import (
 )
 from disttrain_cli.console import Console
 from disttrain_cli.naming import short_path
+from disttrain_cli.spec.extras import EXTRAS, install_command
 
 EPILOG = """Examples:
 
@@ -79,6 +80,13 @@ def run(
         ],
     )
     if exported.generates_with is not None:
-        console.hint(exported.generates_with)
+        needed = {
+            "generate": "llava" not in exported.modules,  # whose processor reads no videos
+            "adapters": any(module.base for module in exported.modules.values()),
+        }
+        missing = [
+            name for name, is_needed in needed.items() if is_needed and not EXTRAS[name].installed
+        ]
+        console.hint(" && ".join([*map(install_command, missing), exported.generates_with]))
         return
     console.hint(shlex.join(["cat", short_path(to / "README.md")]))
