@@ -31,7 +31,7 @@ from disttrain_cli.spec.settings import with_settings
 class RunFile(Strict):
     """The whole run file."""
 
-    version: Literal[1] = 1
+    version: Literal[1] = Field(1, description="Version of this format.")
     name: Annotated[
         str,
         Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -, not a sign first"),
@@ -39,13 +39,22 @@ class RunFile(Strict):
         max_length=100,
         description="Name of the run's folder under runs/, of at most 100 characters.",
     )
-    model: ModelSpec
-    data: DataSpec
-    cluster: ClusterSpec = Field(default_factory=ClusterSpec)
-    train: TrainSpec
-    preprocess: PreprocessSpec = Field(default_factory=PreprocessSpec)
-    samples: SampleSpec = Field(default_factory=SampleSpec)
-    rehearse: RehearseSpec = Field(default_factory=RehearseSpec)
+    model: ModelSpec = Field(description="Modules, how they are joined, what is trained.")
+    data: DataSpec = Field(description="Samples, and how they become sequences.")
+    cluster: ClusterSpec = Field(
+        default_factory=ClusterSpec, description="Machines, links, and how ranks start on them."
+    )
+    train: TrainSpec = Field(description="Steps, batch, optimizer, checkpoints, evaluation.")
+    preprocess: PreprocessSpec = Field(
+        default_factory=PreprocessSpec, description="Processes that prepare the ranks' inputs."
+    )
+    samples: SampleSpec = Field(
+        default_factory=SampleSpec,
+        description="Images and texts that the model makes when training ends.",
+    )
+    rehearse: RehearseSpec = Field(
+        default_factory=RehearseSpec, description="Emulated devices: `disttrain train --rehearse`."
+    )
 
     @model_validator(mode="after")
     def _known_optimizer_modules(self) -> RunFile:

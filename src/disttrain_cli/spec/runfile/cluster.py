@@ -95,7 +95,7 @@ class SlurmSpec(Strict):
 class ClusterSpec(Strict):
     """The machines."""
 
-    nodes: int = Field(1, ge=1, le=MOST_GPUS)
+    nodes: int = Field(1, ge=1, le=MOST_GPUS, description="Machines with GPUs.")
     gpus_per_node: int = Field(
         8, ge=1, le=1024, description="Devices of one node; on a CPU, processes."
     )
@@ -128,7 +128,9 @@ class ClusterSpec(Strict):
         le=1e6,
         description="Dense peak of one device; needed when the device is not in the catalogue.",
     )
-    links: LinkSpec = Field(default_factory=LinkSpec)
+    links: LinkSpec = Field(
+        default_factory=LinkSpec, description="Bandwidths, where they cannot be measured."
+    )
     node_cores: int | None = Field(
         None,
         ge=1,
@@ -177,9 +179,15 @@ class ClusterSpec(Strict):
             "choose one themselves if not given."
         ),
     )
-    slurm: SlurmSpec = Field(default_factory=SlurmSpec)
-    kubernetes: KubernetesSpec = Field(default_factory=KubernetesSpec)
-    skypilot: SkypilotSpec = Field(default_factory=SkypilotSpec)
+    slurm: SlurmSpec = Field(
+        default_factory=SlurmSpec, description="For `disttrain train --emit slurm`."
+    )
+    kubernetes: KubernetesSpec = Field(
+        default_factory=KubernetesSpec, description="For `disttrain train --emit jobset`."
+    )
+    skypilot: SkypilotSpec = Field(
+        default_factory=SkypilotSpec, description="For `disttrain train --emit skypilot`."
+    )
 
     @model_validator(mode="after")
     def _most_gpus(self) -> ClusterSpec:

@@ -50,8 +50,12 @@ class NoiseSpec(Strict):
             "Schedule of the noise's variance (diffusers' beta_schedule); flow: does not matter."
         ),
     )
-    beta_start: float | None = Field(None, gt=0, lt=1)
-    beta_end: float | None = Field(None, gt=0, lt=1)
+    beta_start: float | None = Field(
+        None, gt=0, lt=1, description="Variance of the noise added at the first timestep."
+    )
+    beta_end: float | None = Field(
+        None, gt=0, lt=1, description="Variance of the noise added at the last timestep."
+    )
     timesteps: int | None = Field(
         None, ge=1, le=100_000, description="Timesteps from image to noise."
     )
@@ -238,8 +242,8 @@ class ModuleSpec(Strict):
 class LossWeights(Strict):
     """Weight of each loss in the sum that is trained."""
 
-    text: float = Field(1.0, ge=0, le=1e6)
-    image: float = Field(1.0, ge=0, le=1e6)
+    text: float = Field(1.0, ge=0, le=1e6, description="Cross-entropy of trained tokens.")
+    image: float = Field(1.0, ge=0, le=1e6, description="Mean squared error of each generator.")
     modules: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = Field(
         default_factory=dict, description="Other weights than image of some generators, by module."
     )
@@ -277,7 +281,9 @@ class ModelSpec(Strict):
         le=2**20,
         description="Hidden width of the two-layer projectors; the LLM's width if not given.",
     )
-    loss_weights: LossWeights = Field(default_factory=LossWeights)
+    loss_weights: LossWeights = Field(
+        default_factory=LossWeights, description="How losses weigh in their sum."
+    )
     trained: list[str] | None = Field(
         None,
         description=(
