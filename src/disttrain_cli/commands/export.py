@@ -81,7 +81,8 @@ def run(
     )
     if exported.generates_with is not None:
         needed = {
-            "generate": "llava" not in exported.modules,  # whose processor reads no videos
+            "generate": not {"llava", "llava_next"}
+            & exported.modules.keys(),  # these read no videos
             "adapters": any(module.base for module in exported.modules.values()),
         }
         missing = [

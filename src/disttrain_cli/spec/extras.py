@@ -39,18 +39,16 @@ EXTRAS = {
 
 def install_command(name: str) -> str:
     """What installs an extra's packages here; of torchvision the version that fits torch."""
-    requirement, index = EXTRAS[name].requirement, []
-    if name == "generate":
-        requirement, index = _torchvision()
-    return shlex.join(["python", "-m", "pip", "install", requirement, *index])
+    words = _torchvision() if name == "generate" else [EXTRAS[name].requirement]
+    return shlex.join(["python", "-m", "pip", "install", *words])
 
 
-def _torchvision() -> tuple[str, list[str]]:
+def _torchvision() -> list[str]:
     """torchvision 0.N is built for torch 2.(N - 15), each build of it for the same build."""
     try:
         release, _, build = version("torch").partition("+")
     except PackageNotFoundError:
-        return EXTRAS["generate"].requirement, []
+        return [EXTRAS["generate"].requirement]
     minor = int(release.split(".")[1]) + 15
     index = f"https://download.pytorch.org/whl/{build}"
-    return f"torchvision==0.{minor}.*", ["--index-url", index] if build else []
+    return [f"torchvision==0.{minor}.*", *(["--index-url", index] if build else [])]
