@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from disttrain_cli import __version__
@@ -160,6 +161,8 @@ def _devices(torch: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
+    pages = Path(sys.prefix) / "share" / "disttrain" / "docs"
+    yield Finding("documentation", str(pages) if pages.is_dir() else "docs/ of the repository")
     yield Finding("cores", str(len(os.sched_getaffinity(0))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("memory", f"{memory / 2**30:.1f} GiB")
