@@ -108,6 +108,16 @@ def not_over(out: Path | None, *inputs: Path) -> None:
             )
 
 
+def check_device_name(device: str) -> None:
+    """UsageError where no device is called so."""
+    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
+        raise UsageError(
+            f"There is no device {device!r}",
+            "allowed: auto, cpu, cuda, analytic:NAME",
+            "disttrain profile --help",
+        )
+
+
 def profile(
     run: Run | Path | str = DEFAULT_RUN_FILE,
     *,
@@ -127,12 +137,7 @@ def profile(
     Raises:
         UsageError: no such device, or `out` is what is read. Others as `profiling.measure`.
     """
-    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
-        raise UsageError(
-            f"There is no device {device!r}",
-            "allowed: auto, cpu, cuda, analytic:NAME",
-            "disttrain profile --help",
-        )
+    check_device_name(device)
     opened = open_run(run)
     not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.data.tokenizer import doubtful_template

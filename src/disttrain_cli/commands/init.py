@@ -110,7 +110,9 @@ def run(
             "disttrain init DIR --folder PATH --data PATH",
         )
     if folder is None:
-        raise UsageError("Name a folder to write", "", "disttrain init demo --preset tiny")
+        raise UsageError(
+            "Missing argument 'DIR', the folder to write", "", "disttrain init demo --preset tiny"
+        )
     _write_preset(console, folder, preset or TINY, sample_data)
 
 

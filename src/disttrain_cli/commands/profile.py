@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disttrain_cli.api import (
+    check_device_name,
     not_over,
     open_run,
     profile,
@@ -87,6 +88,7 @@ def run(
             )
         _calibrate(console, run_file, settings, calibrate, out)
         return
+    check_device_name(device)  # wrong usage, whether or not there is a run file
     opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
         result = profile(

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from disttrain_cli.commands.common import JsonFlag, QuietFlag
+
 EPILOG = """Examples:
 
 $ disttrain schema > disttrain.schema.json
@@ -20,6 +22,8 @@ def run(
     kind: Annotated[
         Literal["runfile", "profile", "plan"], typer.Argument(help="Which file it describes.")
     ] = "runfile",
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
 ) -> None:
     """Print a JSON Schema with every field, for editors and other tools."""
     from disttrain_cli.spec.schemas import schema_text
