@@ -14,14 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from disttrain_cli.analysis.views import View, documented_views
 from disttrain_cli.app import command_names
 from disttrain_cli.app import main as disttrain
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.schemas import KINDS, schema_text
 from disttrain_cli.spec.trace import OPERATIONS
 
 DOCS = Path(__file__).parent
@@ -34,7 +31,6 @@ PLAIN = {
     "_TYPER_FORCE_DISABLE_TERMINAL": "1",
 }
 FORCING = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")
-SCHEMAS: dict[str, type[BaseModel]] = {"runfile": RunFile, "profile": Profile, "plan": Plan}
 
 
 def cli() -> str:
@@ -65,8 +61,10 @@ def runfile() -> str:
         NOTICE,
         (
             "`disttrain.yaml` says everything that a user decides about a run. Unknown keys are"
-            " errors. [schema/runfile.schema.json](schema/runfile.schema.json) is the same as a"
-            " JSON Schema, for editors."
+            " errors. `disttrain schema` prints the same as a JSON Schema, for editors"
+            " ([schema/runfile.schema.json](schema/runfile.schema.json)). `--set KEY=VALUE`"
+            " changes a field for one command: `--set train.steps=100`, `--set"
+            " data.sources.0.weight=2`."
         ),
         *_section("Top level", schema, schema["$defs"]),
     ]
@@ -185,9 +183,8 @@ def _type(about: dict[str, Any]) -> str:
 def pages() -> dict[Path, str]:
     """Every generated file with its content."""
     found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile(), DOCS / "traces.md": traces()}
-    for name, kind in SCHEMAS.items():
-        schema = json.dumps(kind.model_json_schema(), indent=2, ensure_ascii=False)
-        found[DOCS / "schema" / f"{name}.schema.json"] = schema + "\n"
+    for name in KINDS:
+        found[DOCS / "schema" / f"{name}.schema.json"] = schema_text(name)
     return found
 
 

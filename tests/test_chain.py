@@ -75,7 +75,12 @@ def keys(value, names):
 def test_init_names_what_it_wrote(chain):
     demo, said = chain
     keys(said["init"], "path preset data")
-    assert (demo.parent / said["init"]["path"]).read_text().startswith("# The tiny demo")
+    assert (
+        (demo.parent / said["init"]["path"])
+        .read_text()
+        .split("\n")[1]
+        .startswith("# The tiny demo")
+    )
     assert all(list((demo.parent / folder).glob("*.tar")) for folder in said["init"]["data"])
 
 

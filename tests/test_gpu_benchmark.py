@@ -178,7 +178,7 @@ def test_a_rank_counts_where_its_host_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(rank.worker, "main", train)
     monkeypatch.setenv("RANK", "0")
     with pytest.warns(UserWarning, match="something else"):
-        rank.main({"run": str(tmp_path / "disttrain.yaml")})
+        rank.main({"run": [str(tmp_path / "disttrain.yaml")]})
     assert jobs.synchronisations(tmp_path) == [{"where": "elsewhere", "count": 3}]
 
 

@@ -1,12 +1,18 @@
 """The package as it ships: licence, version, constraints, templates, Makefile."""
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
 from disttrain_cli import __version__
+from disttrain_cli.spec import extras
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,3 +73,58 @@ def test_the_makefile_has_the_promised_targets():
     text = (ROOT / "Makefile").read_text()
     targets = ("run", "test", "test-oldest", "test-all", "check", "docs")
     assert all(re.search(rf"^{target}:", text, re.M) for target in targets)
+
+
+def test_extras_are_described_and_installed_by_what_is_published(monkeypatch):
+    stated = PROJECT["optional-dependencies"]
+    assert {name: [one.requirement] for name, one in extras.EXTRAS.items()} == {
+        name: wanted for name, wanted in stated.items() if name != "dev"
+    }
+    for torch, ends in (
+        ("2.13.0", "'torchvision==0.28.*'"),
+        ("2.11.1", "'torchvision==0.26.*'"),
+        ("2.12.0+cpu", "'torchvision==0.27.*' --index-url https://download.pytorch.org/whl/cpu"),
+    ):
+        monkeypatch.setattr(extras, "version", lambda name, torch=torch: torch)
+        assert extras.install_command("generate") == f"python -m pip install {ends}"
+    sources = [
+        path.read_text() for path in (ROOT / "src").rglob("*.*") if path.suffix in (".py", ".yaml")
+    ]
+    assert not [text for text in sources if re.search(r"install[^\n]*disttrain\[", text)]
+
+
+def test_a_wheel_runs_and_holds_what_messages_name(tmp_path):
+    """Built and unpacked without an index, it answers for itself from another folder."""
+    source, built = tmp_path / "source", tmp_path / "built"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("src", "docs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info"))
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, built], cwd=source, check=True, capture_output=True
+    )
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(tmp_path / "there")
+    shared = f"disttrain-{__version__}.data/data/share/disttrain/docs"
+    for kind in ("*.md", "howto/*.md", "schema/*.json"):
+        for path in (ROOT / "docs").glob(kind):
+            assert f"{shared}/{path.relative_to(ROOT / 'docs').as_posix()}" in names
+    package = Path(files("disttrain_cli"))
+    for path in package.rglob("*"):
+        inside = path.relative_to(package.parent).as_posix()
+        assert not path.is_file() or "__pycache__" in inside or inside in names, inside
+    done = subprocess.run(
+        [sys.executable, "-m", "disttrain_cli", "init", "run", "--preset", "tiny-llava", "--json"],
+        cwd=tmp_path,
+        env={
+            "PYTHONPATH": str(tmp_path / "there"),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and json.loads(done.stdout)["model"] == "run/model", done.stderr

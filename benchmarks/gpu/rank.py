@@ -39,7 +39,7 @@ def main(payload: dict[str, Any]) -> None:
     try:
         worker.main(payload)
     finally:
-        folder, rank = Path(payload["run"]).parent, os.environ["RANK"]
+        folder, rank = Path(payload["run"][0]).parent, os.environ["RANK"]
         write_whole(folder / f"synchronisations-{rank}.json", json.dumps(counted))
         if torch.cuda.is_available():
             write_whole(folder / f"allocator-{rank}.json", json.dumps(_allocator()))

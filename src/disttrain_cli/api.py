@@ -79,19 +79,23 @@ def ignore(note: str) -> None:
     """Take no note."""
 
 
-def open_run(run: Run | Path | str) -> Run:
+def open_run(run: Run | Path | str, *settings: str) -> Run:
     """A run that was read already, or the run file of this name; a folder stands for the
     `disttrain.yaml` in it.
 
+    Args:
+        settings: changes of the run file, such as "train.steps=100"; the values are YAML.
+
     Raises:
         SpecError: it is missing or wrong; the line is named.
+        UsageError: a setting is wrong.
     """
     if not isinstance(run, Path | str):
         return run
     from disttrain_cli.spec.runfile import read_run
 
     path = Path(run)
-    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path)
+    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path, *settings)
 
 
 def not_over(out: Path | None, *inputs: Path) -> None:
@@ -103,6 +107,16 @@ def not_over(out: Path | None, *inputs: Path) -> None:
                 "it would be replaced",
                 "Name another file to write.",
             )
+
+
+def check_device_name(device: str) -> None:
+    """UsageError where no device is called so."""
+    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
+        raise UsageError(
+            f"There is no device {device!r}",
+            "allowed: auto, cpu, cuda, analytic:NAME",
+            "disttrain profile --help",
+        )
 
 
 def profile(
@@ -124,12 +138,7 @@ def profile(
     Raises:
         UsageError: no such device, or `out` is what is read. Others as `profiling.measure`.
     """
-    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
-        raise UsageError(
-            f"There is no device {device!r}",
-            "allowed: auto, cpu, cuda, analytic:NAME",
-            "disttrain profile --help",
-        )
+    check_device_name(device)
     opened = open_run(run)
     not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.data.tokenizer import doubtful_template

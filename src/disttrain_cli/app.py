@@ -58,7 +58,19 @@ MACHINE_ERRORS = {
 }
 
 #: Modules of `commands/`, in the order of the help; those with an `app` are groups.
-COMMANDS = ("init", "profile", "plan", "train", "analyze", "watch", "sample", "export", "data")
+COMMANDS = (
+    "init",
+    "profile",
+    "plan",
+    "train",
+    "analyze",
+    "watch",
+    "sample",
+    "export",
+    "data",
+    "doctor",
+    "schema",
+)
 
 
 def _version(wanted: bool) -> None:

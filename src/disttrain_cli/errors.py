@@ -38,8 +38,8 @@ class SpecError(DisttrainError):
     """A file the user wrote or edited (run file, plan, profile) is malformed (exit code 1)."""
 
     usual_step = (
-        "Correct it and run the command again; docs/runfile.md explains every field of the run"
-        " file."
+        "Correct it and run the command again; docs/runfile.md and `disttrain schema` explain"
+        " every field of the run file."
     )
 
 

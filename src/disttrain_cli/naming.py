@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ DEFAULT_RUN_FILE = Path("disttrain.yaml")
 #: Commands that take a run file, and `analyze`, where they are suggested without a path.
 _BARE = re.compile(
     r"\bdisttrain (profile|plan|train|export|analyze|data serve|data latents)"
-    r"(?=\Z|\n| (?:--(?!help\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))"
+    r"(?=\Z|\n| (?:--(?!help\b|set\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))"
 )
+#: `--set` of the command that runs: what it suggests reads the same run.
+_settings: ContextVar[Sequence[str]] = ContextVar("settings", default=())
+
+
+def set_words() -> list[str]:
+    """The `--set` options of the command that runs, as words of a command line."""
+    return [word for setting in _settings.get() for word in ("--set", setting)]
 
 
 def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] = ()) -> str:
@@ -36,10 +44,11 @@ def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] =
 
     def named(match: re.Match[str]) -> str:
         if match[1] == "analyze":
-            paths = list(traces)
+            words = [str(path) for path in traces]
         else:
-            paths = [] if run_file in (None, DEFAULT_RUN_FILE) else [Path(str(run_file))]
-        return shlex.join(["disttrain", *match[1].split(), *map(str, paths)])
+            words = [] if run_file in (None, DEFAULT_RUN_FILE) else [str(run_file)]
+            words += set_words()
+        return shlex.join(["disttrain", *match[1].split(), *words])
 
     return _BARE.sub(named, text)
 
@@ -69,6 +78,7 @@ def naming(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def named(**given: Any) -> Any:
+        token = _settings.set(given.get("settings") or ())
         try:
             return run(**given)
         except DisttrainError as error:
@@ -76,5 +86,7 @@ def naming(run: Callable[..., Any]) -> Callable[..., Any]:
                 error.next_step, given.get("run_file"), given.get("paths") or ()
             )
             raise
+        finally:
+            _settings.reset(token)
 
     return named

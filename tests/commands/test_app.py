@@ -11,6 +11,7 @@ import pytest
 from disttrain_cli import __version__
 from disttrain_cli.app import command_names, main
 from disttrain_cli.commands import plan as plan_command
+from disttrain_cli.commands.init import MODELINE
 from disttrain_cli.errors import (
     ConditionHoldsError,
     DataError,
@@ -43,6 +44,8 @@ def test_the_commands_are_the_promised_ones():
         "watch",
         "sample",
         "export",
+        "doctor",
+        "schema",
         "data serve",
         "data index",
         "data check",
@@ -237,4 +240,6 @@ def test_closed_streams_are_no_bug(tmp_path, closed):
         text=True,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr
-    assert (tmp_path / "made" / "disttrain.yaml").read_text().startswith("# The tiny demo")
+    assert (
+        (tmp_path / "made" / "disttrain.yaml").read_text().startswith(MODELINE + "# The tiny demo")
+    )

@@ -95,7 +95,7 @@ def test_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataError, match="scikit-learn") as caught:
         write_sample_data(tmp_path)
-    assert "disttrain[demo]" in str(caught.value)
+    assert "pip install 'scikit-learn>=1.5'" in str(caught.value)
 
 
 def test_conversations_show_every_scan_once_and_fit_the_small_families(tmp_path: Path) -> None:

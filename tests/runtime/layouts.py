@@ -35,7 +35,7 @@ def train(
         by_ranks.setdefault(plan.plan.gpus_used, []).append(
             {
                 "name": name,
-                "run": str(run.path.resolve()),
+                "run": run.source,
                 "plan": plan.model_dump(mode="json"),
                 "steps": steps,
                 "in order": name in in_order,

@@ -166,7 +166,7 @@ def _train(names: list[str], folder: Path) -> dict[str, tuple[Run, Path]]:
         found[name] = (run, folder / "out" / name)
         cases.append(
             {
-                "run": str(run.path.resolve()),
+                "run": run.source,
                 "plan": plan.model_dump(mode="json"),
                 "out": str(found[name][1]),
                 "steps": STEPS + (name in SPOILED),

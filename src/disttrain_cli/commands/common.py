@@ -9,10 +9,19 @@ from typing import Annotated
 
 import typer
 
-from disttrain_cli.naming import DEFAULT_RUN_FILE
+from disttrain_cli.naming import DEFAULT_RUN_FILE, set_words
 
 RunFileArgument = Annotated[
     Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a field of the run file for this command, such as train.steps=100; may be"
+        " repeated.",
+    ),
 ]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")
@@ -26,11 +35,12 @@ OutOption = Annotated[
 
 
 def next_command(command: str, run_file: Path, **options: object) -> str:
-    """`disttrain COMMAND`, with the run file and those options that are not at their default (None,
-    or False)."""
+    """`disttrain COMMAND` with the run file, `--set` of the command that runs, and those options
+    that are not at their default (None, or False)."""
     words = ["disttrain", command]
     if run_file != DEFAULT_RUN_FILE:
         words.append(str(run_file))
+    words += set_words()
     for name, value in options.items():
         if value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]

@@ -16,6 +16,7 @@ from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
     RunFileArgument,
+    SetOption,
     next_command,
 )
 from disttrain_cli.console import Console
@@ -127,12 +128,13 @@ def serve(
     tls_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")
     ] = None,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Serve prepared inputs to the ranks of a run, over Arrow Flight."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
+    opened = open_run(run_file, *settings or ())
     from disttrain_cli.data.serving.access import exposed
     from disttrain_cli.data.serving.process import Task
     from disttrain_cli.data.serving.supervisor import check_open
@@ -154,7 +156,7 @@ def serve(
     read_plan(chosen)
     tasks = [
         Task(
-            str(opened.path.resolve()),
+            opened.source,
             str(chosen.resolve()),
             host,
             port and port + number,
@@ -184,13 +186,14 @@ def index(
         str | None,
         typer.Option(metavar="K/N", help="Read the share of host K of N, from 0; join nothing."),
     ] = None,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Read the sizes of all samples: the sample index, on one host or several."""
     console = Console(json_mode=json_mode, quiet=quiet)
     own = None if share is None else _share(share)
-    opened, inputs = _with_data(run_file)
+    opened, inputs = _with_data(run_file, settings)
     from disttrain_cli.data.index import open_index
     from disttrain_cli.data.index_writing import read_share_of
     from disttrain_cli.data.sources.samples import samples_lost
@@ -238,12 +241,13 @@ def _share(given: str) -> Share:
 @app.command("check", epilog=CHECK_EPILOG)
 def check(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Decode every image and clip once, and leave out the samples that cannot be used."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened, inputs = _with_data(run_file)
+    opened, inputs = _with_data(run_file, settings)
     from disttrain_cli.data.checking import find_broken, unchecked
     from disttrain_cli.data.index import leave_out, open_index
     from disttrain_cli.data.index_checks import BadSamplesError
@@ -291,12 +295,13 @@ def check(
 @app.command("latents", epilog=LATENTS_EPILOG)
 def latents(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Encode the images to generate once, so that no VAE runs in training."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
+    opened = open_run(run_file, *settings or ())
     from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.runtime.latents import make_latents
 
@@ -331,12 +336,13 @@ def order(
     epochs: Annotated[
         int, typer.Option(min=1, metavar="N", help="How many, from the one that comes next.")
     ] = 1,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Make the orders of the next epochs ahead of training."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened, inputs = _with_data(run_file)
+    opened, inputs = _with_data(run_file, settings)
     from disttrain_cli.data.epochs.mixture import Mixture, in_sequences
     from disttrain_cli.data.index import open_index
     from disttrain_cli.data.packing import SequenceStream
@@ -363,9 +369,9 @@ def order(
         console.say(f"Epoch {one['epoch']}{of_phase}: {one['sequences']:,} sequences")
 
 
-def _with_data(run_file: Path) -> tuple[Run, ModelInputs]:
+def _with_data(run_file: Path, settings: list[str] | None) -> tuple[Run, ModelInputs]:
     """A run that has data, and what its model asks of them."""
-    run = open_run(run_file)
+    run = open_run(run_file, *settings or ())
     from disttrain_cli.data.index_checks import check_sources
     from disttrain_cli.models.graph import describe
 

@@ -14,9 +14,11 @@ from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
     RunFileArgument,
+    SetOption,
 )
 from disttrain_cli.console import Console
 from disttrain_cli.naming import short_path
+from disttrain_cli.spec.extras import EXTRAS, install_command
 
 EPILOG = """Examples:
 
@@ -52,12 +54,13 @@ def run(
             "--merge", help="Whole weights with the adapters added, instead of the adapters."
         ),
     ] = False,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Write a checkpoint as Hugging Face folders (safetensors)."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    opened = open_run(run_file)
+    opened = open_run(run_file, *settings or ())
     from disttrain_cli.runtime.outputs.export import export
 
     with console.progress() as progress:
@@ -77,6 +80,14 @@ def run(
         ],
     )
     if exported.generates_with is not None:
-        console.hint(exported.generates_with)
+        needed = {
+            "generate": not {"llava", "llava_next"}
+            & exported.modules.keys(),  # these read no videos
+            "adapters": any(module.base for module in exported.modules.values()),
+        }
+        missing = [
+            name for name, is_needed in needed.items() if is_needed and not EXTRAS[name].installed
+        ]
+        console.hint(" && ".join([*map(install_command, missing), exported.generates_with]))
         return
     console.hint(shlex.join(["cat", short_path(to / "README.md")]))

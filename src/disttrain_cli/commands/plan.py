@@ -20,6 +20,7 @@ from disttrain_cli.commands.common import (
     OutOption,
     QuietFlag,
     RunFileArgument,
+    SetOption,
     next_command,
 )
 from disttrain_cli.commands.plan_tables import (
@@ -98,6 +99,7 @@ def run(
         int, typer.Option(min=0, metavar="K", help="How many runner-up plans to show.")
     ] = TOP,
     out: OutOption = None,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -113,9 +115,10 @@ def run(
                 "several numbers of devices, or --device, compare clusters in one table",
                 "disttrain plan --help",
             )
+        opened = open_run(run_file, *settings or ())
         with console.progress() as progress:
             offers = compare_clusters(
-                run_file,
+                opened,
                 gpus=counts,
                 devices=devices,
                 profile=profile,
@@ -124,11 +127,11 @@ def run(
                 note=console.note,
             )
         console.result({"clusters": [asdict(offer) for offer in offers]})
-        show_clusters(console, offers, open_run(run_file).file, terminal_columns())
+        show_clusters(console, offers, opened.file, terminal_columns())
         return
     with console.progress() as progress:
         result = make_plan(
-            run_file,
+            open_run(run_file, *settings or ()),
             profile=profile,
             gpus=counts[0] if counts else None,
             strategy=strategy.value,

@@ -265,7 +265,7 @@ def show_strategies(
             if planned and planned.plan
             else f"{better[0]}, which no plan trains with"
         )
-        console.say(f"Faster, and none that {layout.strategy} plans may choose: {runs}")
+        console.say(f"Faster, but not among the layouts of --strategy {layout.strategy}: {runs}")
 
 
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:

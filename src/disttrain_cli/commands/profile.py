@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disttrain_cli.api import (
+    check_device_name,
     not_over,
     open_run,
     profile,
@@ -19,6 +20,7 @@ from disttrain_cli.commands.common import (
     OutOption,
     QuietFlag,
     RunFileArgument,
+    SetOption,
     next_command,
 )
 from disttrain_cli.console import Console
@@ -71,6 +73,7 @@ def run(
     calibrate: CalibrateOption = None,
     reindex: Annotated[bool, typer.Option("--reindex", help=REINDEX_HELP)] = False,
     out: OutOption = None,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -83,20 +86,24 @@ def run(
                 "--calibrate measures nothing: the run's own device and data stay",
                 "disttrain profile --help",
             )
-        _calibrate(console, run_file, calibrate, out)
+        _calibrate(console, run_file, settings, calibrate, out)
         return
+    check_device_name(device)  # wrong usage, whether or not there is a run file
+    opened = open_run(run_file, *settings or ())
     with console.progress() as progress:
         result = profile(
-            run_file, device=device, reindex=reindex, out=out, progress=progress, note=console.note
+            opened, device=device, reindex=reindex, out=out, progress=progress, note=console.note
         )
     console.result(result.profile.model_dump(mode="json") | {"path": str(result.path)}, result.path)
     _render(console, result.profile, result.path, result.passes)
     console.hint(next_command("plan", run_file, profile=out))
 
 
-def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | None) -> None:
+def _calibrate(
+    console: Console, run_file: Path, settings: list[str] | None, recorded: Path, out: Path | None
+) -> None:
     """Correct the profile of a recorded run by its traces."""
-    opened = open_run(run_file)
+    opened = open_run(run_file, *settings or ())
     not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.profiling.calibrate import calibrate
     from disttrain_cli.spec.whole import keep_before, write_whole

@@ -11,6 +11,7 @@ import typer
 from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
+    SetOption,
 )
 from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
@@ -68,6 +69,7 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="New folder to write, instead of one in the run's."),
     ] = None,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -88,7 +90,7 @@ def run(
     from disttrain_cli.data.sources.samples import printable
     from disttrain_cli.runtime.outputs.sample import Wish, find, sample
 
-    opened, folder = find(checkpoint, run_file)
+    opened, folder = find(checkpoint, run_file, settings or ())
     wish = Wish(prompts or [], images or [], count, tokens, temperature, seed)
     with console.progress() as progress:
         to, drawn = sample(opened, folder, wish, out, progress)

@@ -17,6 +17,7 @@ from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
     RunFileArgument,
+    SetOption,
     next_command,
 )
 from disttrain_cli.commands.launching import Emit, show_ranks
@@ -143,6 +144,7 @@ def run(
             help="Let the ranks meet, compare files and data, try out their groups, and end.",
         ),
     ] = False,
+    settings: SetOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -150,6 +152,7 @@ def run(
     console = Console(json_mode=json_mode, quiet=quiet)
     asked = Asked(
         run_file=run_file,
+        settings=tuple(settings or ()),
         plan=plan,
         steps=steps,
         resume=resume,
@@ -272,7 +275,7 @@ def _say_next(console: Console, run_file: Path, run: Run, result: TrainResult, a
         raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
     console.hint(
         next_command("analyze", run_file)
-        if run_file == DEFAULT_RUN_FILE
+        if run_file == DEFAULT_RUN_FILE and not run.settings  # which may name another run
         else shlex.join(["disttrain", "analyze", short_path(run.dir.root)])
     )
 

@@ -21,6 +21,7 @@ class Asked:
     """What the command line says."""
 
     run_file: Path
+    settings: tuple[str, ...]
     plan: Path | None
     steps: int | None
     resume: bool
@@ -54,7 +55,7 @@ def choose(asked: Asked) -> Chosen:
         UsageError: options exclude each other, or would have no effect.
         SpecError, MismatchError: a file is missing or wrong, or the plan belongs to another run.
     """
-    run = open_run(asked.run_file)
+    run = open_run(asked.run_file, *asked.settings)
     _check_modes(asked)
     check_start(asked.resume, asked.restart, asked.origin)
     profiled = _steps_to_profile(asked)

@@ -23,6 +23,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.profile import DeviceProfile, LinkProfile, LinkTimes
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
+from disttrain_cli.spec.suggestions import listed
 
 Precision = Literal["fp32", "bf16"]
 #: Compute capability of a device of which it is not known.
@@ -189,7 +190,7 @@ def _generic(name: str, cluster: ClusterSpec) -> Device:
         fields = ", ".join(f"cluster.{field}" for field in missing)
         raise SpecError(
             f"The device analytic:{name} is not in the catalogue",
-            f"the catalogue has {', '.join(catalogue().devices)}",
+            "the catalogue has " + listed(name, list(catalogue().devices)),
             f"Name one of these, or give the figures of yours in the run file, with cluster.device:"
             f" analytic:{name}: {fields}",
         )

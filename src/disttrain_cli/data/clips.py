@@ -22,6 +22,7 @@ from disttrain_cli.data.headers import Read
 from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.data.streams import ReadStream
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.extras import install_command
 
 Floats = NDArray[np.float32]
 
@@ -124,7 +125,7 @@ def _soundfile() -> Any:
         raise DataError(
             "Audio clips are read by the package soundfile, which is not installed",
             str(error),
-            "Install it with: pip install 'disttrain[audio]'",
+            f"Install it with: {install_command('audio')}",
         ) from None
     mute_libraries()
     return soundfile

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.sample_data import WORDS, load_scans
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.runfile import Run
 
 _NAMES = {name: word for digit, word in enumerate(WORDS) for name in (word, str(digit))}
@@ -27,7 +28,7 @@ def check_judge(run: Run) -> None:
     if run.file.samples.judge is not None and find_spec("sklearn") is None:
         raise DataError(
             "samples.judge needs scikit-learn, which is not installed",
-            next_step="Install it with: pip install 'disttrain[demo]', or leave samples.judge out.",
+            next_step=f"Install it with: {install_command('demo')}; or leave samples.judge out.",
         )
 
 

@@ -34,6 +34,7 @@ from disttrain_cli.spec.heads import Head, Item
 from disttrain_cli.spec.index import KINDS, SAMPLE_SPECIALS, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile.data import DistributionSpec
+from disttrain_cli.spec.suggestions import listed
 
 Floats = NDArray[np.float64]
 
@@ -120,7 +121,7 @@ def read_distribution(name: str) -> Distribution:
     if name not in known:
         raise SpecError(
             f"There is no distribution {name!r} (data.distribution.name)",
-            f"there is {', '.join(known)}",
+            "there is " + listed(name, known),
             "Use one of these, or give data.sources.",
         )
     path = Path(str(FOLDER / f"{name}.yaml"))

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.whole import write_whole
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -70,7 +71,7 @@ def load_scans() -> Any:
     except ImportError:
         raise DataError(
             "The sample dataset needs scikit-learn, which is not installed",
-            next_step="Install it with: pip install 'disttrain[demo]'",
+            next_step=f"Install it with: {install_command('demo')}",
         ) from None
     return load_digits()
 

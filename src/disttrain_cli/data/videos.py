@@ -34,6 +34,7 @@ from disttrain_cli.data.headers import Read
 from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.data.streams import ReadStream
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.extras import install_command
 
 Bytes = NDArray[np.uint8]
 
@@ -334,7 +335,7 @@ def _av() -> Any:
         raise DataError(
             "Videos are read by the package av (PyAV), which is not installed",
             str(error),
-            "Install it with: pip install 'disttrain[video]'",
+            f"Install it with: {install_command('video')}",
         ) from None
     av.logging.set_level(None)
     mute_libraries()

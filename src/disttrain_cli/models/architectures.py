@@ -68,6 +68,7 @@ from disttrain_cli.spec.heads import AudioInput, ImageInput, Item, TargetInput
 from disttrain_cli.spec.plugins import with_plugins
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.model import ModuleSpec
+from disttrain_cli.spec.suggestions import listed
 
 #: Folders of the parts of a diffusers pipeline that are modules here.
 PARTS = ("unet", "transformer")
@@ -433,7 +434,7 @@ def _read(run: Run, name: str) -> ModuleConfig:
     )
     if architecture not in ARCHITECTURES:
         what = f"model.modules.{name}: unknown architecture {architecture!r}"
-        raise SpecError(what, f"known: {', '.join(ARCHITECTURES)}")
+        raise SpecError(what, "known: " + listed(str(architecture), list(ARCHITECTURES)))
     entry = ARCHITECTURES[architecture]
     if entry.kind != spec.kind:
         names = ", ".join(name for name, other in ARCHITECTURES.items() if other.kind == spec.kind)

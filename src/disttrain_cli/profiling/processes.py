@@ -85,7 +85,7 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
                 progress(what, len(records), len(request.names))
 
         payload = {
-            "run": str(run.path.resolve()),
+            "run": run.source,
             "device": request.kind,
             "parameters": request.parameters,
             "draws": request.draws,

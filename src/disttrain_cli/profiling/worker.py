@@ -86,7 +86,7 @@ def shares(modules: list[str], rank: int, processes: int) -> list[Share]:
 
 def before_fork(payload: dict[str, Any]) -> None:
     """Import the model's classes once for all processes."""
-    layer_table(read_run(Path(payload["run"])))
+    layer_table(read_run(*payload["run"]))
 
 
 def main(payload: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Session:
             result,
             Path(payload["folder"]) / f"{rank}.json",
         )
-        self._run = read_run(Path(payload["run"]))
+        self._run = read_run(*payload["run"])
         self._records: Records = {}
         self._reported_s = 0.0
         self._bench: Bench | None = None

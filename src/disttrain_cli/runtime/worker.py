@@ -56,7 +56,7 @@ from disttrain_cli.spec.whole import write_whole
 
 def before_fork(payload: dict[str, Any]) -> None:
     """Import the model's classes and build its table once for all ranks."""
-    layer_table(read_run(Path(payload["run"])))
+    layer_table(read_run(*payload["run"]))
 
 
 def main(payload: dict[str, Any]) -> None:

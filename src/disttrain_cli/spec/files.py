@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import select
 import stat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from disttrain_cli.errors import SpecError
+from disttrain_cli.errors import SpecError, UsageError
+from disttrain_cli.spec.suggestions import meant_key, meant_value, section
 from disttrain_cli.spec.yaml_text import lines_of, load_yaml
 
 
@@ -24,6 +27,8 @@ class Strict(BaseModel):
 
 YAML_MIB, JSON_MIB = 16, 256  # of a file at most
 PIPE_WAIT_S = 20  # for its first byte
+UNION = ("constrained-", "literal[", "dict[", "list[", "function-", "[key]")
+VALUES = ("literal_error", "value_error")  # problems at which a value may have another name here
 CORRECT = "Correct {path} and run the command again."
 
 ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
@@ -80,10 +85,23 @@ def parse_json(path: Path, what: str, next_step: str) -> Any:
 
 
 def validate(
-    kind: type[ArtefactT], value: Any, path: Path, what: str, next_step: str = ""
+    kind: type[ArtefactT],
+    value: Any,
+    path: Path,
+    what: str,
+    next_step: str = "",
+    changed: Sequence[tuple[str, ...]] = (),
 ) -> ArtefactT:
     """Check plain data against `kind`; wrong fields are named: line and path, what was given and
-    what is allowed."""
+    what is allowed.
+
+    Args:
+        changed: fields that `--set` changed; what is wrong about them is no fault of the file.
+
+    Raises:
+        SpecError: a field is wrong.
+        UsageError: all that is wrong was set.
+    """
     next_step = next_step or CORRECT.format(path=path)
     if not isinstance(value, dict):
         raise SpecError(
@@ -94,53 +112,64 @@ def validate(
     except ValidationError as error:
         problems: list[dict[str, Any]] = [dict(problem) for problem in error.errors()[:8]]
         text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
-        lines = [
-            (f"  line {line}, " if line else "  ") + _explain(problem, kind)
+        where = [
+            "--set " if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
             for problem, line in zip(
                 problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True
             )
         ]
-        raise SpecError(
+        wrong = UsageError if all(one == "--set " for one in where) else SpecError
+        raise wrong(
             f"The {what} {path} has {error.error_count()} wrong field(s)",
-            "\n".join(lines),
-            next_step,
+            "\n".join(
+                f"  {at}{_explain(problem, kind)}"
+                for at, problem in zip(where, problems, strict=True)
+            ),
+            next_step if wrong is SpecError else "Correct --set and run the command again.",
         ) from None
+
+
+def _is_set(location: tuple[Any, ...], changed: Sequence[tuple[str, ...]]) -> bool:
+    """True where a field that was set holds `location`, or lies in it."""
+    place = tuple(str(part) for part in location)
+    return any(place[: len(path)] == path[: len(place)] for path in changed)
 
 
 def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
     parts = [
         str(part)
         for part in problem["loc"]
-        if not str(part).startswith(("constrained-", "literal["))
+        if part not in ("str", "int", "float") and not str(part).startswith(UNION)
     ]
     # without the choices of a union, which are no places in the file
     where = ".".join(parts) or "(top level)"
     if problem["type"] == "extra_forbidden":
-        allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
-        return f"{where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
+        allowed = _fields_at(kind, problem["loc"][:-1])
+        meant = meant_key(kind, problem["loc"], allowed)
+        named = f"; allowed here: {', '.join(allowed)}" if allowed else ""
+        return f"{where}: unknown key{meant or named}"
     given = problem.get("input")
     shown = (
         "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
     )
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message[0].lower()}{message[1:]}{shown}"
+    if problem["type"] == "model_type":  # pydantic names its class
+        fields = _fields_at(kind, problem["loc"])
+        message = f"should be a mapping; allowed in it: {', '.join(fields)}"
+    expected = re.findall(r"'([^']*)'", problem.get("ctx", {}).get("expected", ""))
+    meant = meant_value(given, expected) if problem["type"] in VALUES else ""
+    return f"{where}: {message[0].lower()}{message[1:]}{shown}{meant}"
 
 
 def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
     """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain
     model."""
-    current: Any = kind
+    current: type[BaseModel] | None = kind
     parts = iter(location)
     for part in parts:
-        if part not in current.model_fields:
+        if current is None or part not in current.model_fields:
             return []
-        annotation = current.model_fields[part].annotation
-        if get_origin(annotation) in (list, dict):
-            next(parts, None)  # the place in the list, or the name in the mapping
-        current = next(
-            (kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")),
-            None,
-        )
-        if current is None:
-            return []
-    return sorted(current.model_fields)
+        current, step = section(current.model_fields[part].annotation)
+        if step:
+            next(parts, None)  # the index in the list, or the name in the mapping
+    return [] if current is None else sorted(current.model_fields)

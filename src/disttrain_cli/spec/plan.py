@@ -11,9 +11,10 @@ import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
+from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.profile import Fingerprints
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS, MOST_SEQUENCES
-from disttrain_cli.spec.runfile.model import UNIT_NAME
+from disttrain_cli.spec.runfile.model import UNIT_NAME, UNIT_NAME_WORDS
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 #: Names as in Megatron-LM.
@@ -67,7 +68,7 @@ class UnitShape(NamedTuple):
 class UnitPlan(Strict):
     """Consecutive modules that share one (TP, CP, DP, PP) on their own ranks."""
 
-    name: str = Field(pattern=UNIT_NAME)
+    name: Annotated[str, Form(UNIT_NAME, UNIT_NAME_WORDS)]
     modules: list[str] = Field(min_length=1)
     tp: GpuCount = 1
     cp: GpuCount = Field(

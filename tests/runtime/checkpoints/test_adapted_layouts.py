@@ -81,7 +81,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [
         {
             "name": name,
-            "run": str(runs[run].path.resolve()),
+            "run": runs[run].source,
             "plan": plan_of(runs[run], layouts[layout], 3, "dp2" in layout).model_dump(mode="json"),
             "last": 4,
             "load": load and str(folder / "out" / load / "checkpoints" / "step-000002"),

@@ -137,7 +137,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cases.append(
             {
                 "name": name,
-                "run": str(run.path.resolve()),
+                "run": run.source,
                 "plan": plan.model_dump(mode="json"),
                 "last": last,
                 "load": load and str(folder / "out" / load),

@@ -93,7 +93,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [
         {
             "name": name,
-            "run": str(runs[run].path.resolve()),
+            "run": runs[run].source,
             "plan": plan_of(runs[run], layouts[layout], 3).model_dump(mode="json"),
             "last": last,
             "load": load and str(folder / "out" / load),

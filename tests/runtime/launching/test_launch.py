@@ -167,7 +167,7 @@ def test_no_device_is_touched_before_the_ranks_are_forked(
     launch(
         2,
         "tests.runtime.launching.fork_worker:main",
-        {"run": str(run.path), "folder": str(tmp_path), "device": device},
+        {"run": run.source, "folder": str(tmp_path), "device": device},
         tmp_path,
         timeout_s=300,
         variables={"NVML_COUNT": str(nvml)},

@@ -168,7 +168,7 @@ def test_a_job_of_scripts_does_not_begin_beside_another_training(tmp_path: Path)
     run = write_run(tmp_path, tmp_path / "data")
     job = JobFile(
         target="a:b",
-        payload={"run": str(run.path), "logs": str(run.dir.logs)},
+        payload={"run": run.source, "logs": str(run.dir.logs)},
         logs=str(run.dir.logs),
         ranks=1,
     )

@@ -53,7 +53,7 @@ def test_a_latent_generator_makes_images(tmp_path, data):
         folder = Path(tmp_path, name)
         sampling.main(
             {
-                "run": str(run.path),
+                "run": run.source,
                 "profile": profile.model_dump(mode="json"),
                 "images": str(folder),
                 "checkpoint": str(opened.dir.checkpoints / f"step-{step:06d}"),

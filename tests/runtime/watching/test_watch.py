@@ -115,7 +115,7 @@ def test_a_tracker_that_is_not_installed_names_its_extra() -> None:
         raise ImportError("No module named 'tensorboard'")
 
     Tracker("tensorboard", connect, said.append).step(ROW)
-    assert len(said) == 1 and "pip install 'disttrain[tensorboard]'" in said[0]
+    assert len(said) == 1 and "pip install 'tensorboard>=2.18'" in said[0]
 
 
 def test_trackers_get_the_figures_that_are_numbers() -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,7 +35,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 class Task(NamedTuple):
     """What a worker process serves, and where; port 0 is any free one."""
 
-    run: str
+    run: Sequence[str]  # arguments of `read_run`
     plan: str
     host: str
     port: int
@@ -75,7 +76,7 @@ def open_worker(task: Task) -> Worker:
 
     from disttrain_cli.data.serving.worker import Worker
 
-    run = read_run(Path(task.run))
+    run = read_run(*task.run)
     plan, profile = read_plan(Path(task.plan)), read_profile(run.dir.profile)
     token_file, tls = run.file.preprocess.token_file, None
     token = None if token_file is None else read_token(run.resolve(token_file))

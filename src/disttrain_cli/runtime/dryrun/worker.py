@@ -90,7 +90,7 @@ def before_fork(payload: dict[str, Any]) -> None:
     global _turns
     deepspeed.ops.__dict__["__compatible_ops__"] = {}  # nothing is compiled
     import_muon()
-    layer_table(read_run(Path(payload["run"])))
+    layer_table(read_run(*payload["run"]))
     _turns = os.pipe()
     os.write(_turns[1], bytes(int(payload["at_once"])))
 
@@ -101,7 +101,7 @@ def main(payload: dict[str, Any]) -> None:
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
     os.read(_turns[0], 1)
-    run, plan = read_run(Path(payload["run"])), Plan.model_validate(payload["plan"])
+    run, plan = read_run(*payload["run"]), Plan.model_validate(payload["plan"])
     profile = Profile.model_validate(payload["profile"])
     graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
     report = partial(_report, folder / PROGRESS, number)

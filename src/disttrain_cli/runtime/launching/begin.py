@@ -41,7 +41,7 @@ def begin(job: JobFile, again: int = 0) -> str:
         DisttrainError: another training of this run is under way.
     """
     payload = job.payload
-    run, folder = read_run(Path(payload["run"])), RunDir(Path(payload["logs"]).parent)
+    run, folder = read_run(*payload["run"]), RunDir(Path(payload["logs"]).parent)
     with alone(folder):  # rank 0 holds it from when it joins
         return _begin(job, again, run, folder)
 

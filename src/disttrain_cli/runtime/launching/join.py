@@ -76,7 +76,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
             their messages.
         MismatchError: the data are not those of the profile.
     """
-    run = read_run(Path(payload["run"]))
+    run = read_run(*payload["run"])
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     graph = stage_graph(plan.plan, profile.inputs.llm, tied_layers(layer_table(run)))
     coords, train = graph.coords(int(os.environ["RANK"])), run.file.train

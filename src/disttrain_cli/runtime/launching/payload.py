@@ -28,7 +28,7 @@ def payload_of(
     )
     return (
         {
-            "run": str(run.path.resolve()),
+            "run": run.source,
             "plan": plan.model_dump(mode="json"),
             "device": profile.device.kind,
             "profile": profile.model_dump(mode="json"),

@@ -54,7 +54,7 @@ def sample(
         1,
         "disttrain_cli.runtime.outputs.sampling:main",
         {
-            "run": str(run.path.resolve()),
+            "run": run.source,
             "profile": profile.model_dump(mode="json"),
             "device": profile.device.kind if most is None else "cpu",
             "checkpoint": str(checkpoint),

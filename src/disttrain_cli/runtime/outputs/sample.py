@@ -99,7 +99,9 @@ def sample(
     )
 
 
-def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
+def find(
+    given: Path | None, run_file: Path | None = None, settings: Sequence[str] = ()
+) -> tuple[Run, Path]:
     """The run and the checkpoint's folder that a user means.
 
     `given` is a checkpoint, or a run file, its folder, or a run's folder, of which the newest
@@ -113,7 +115,7 @@ def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
     if path.is_dir() and (path / RUN_FILE).is_file():
         path = path / RUN_FILE
     if path.is_file() or (given is None and not path.is_dir()):
-        run = read_run(path)
+        run = read_run(path, *settings)
         return run, _newest(run.dir.checkpoints, path)
     if not path.is_dir():
         raise SpecError(
@@ -123,7 +125,7 @@ def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
         )
     checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
     folder = path if (path / DESCRIPTION).is_file() else _newest(checkpoints, path)
-    return read_run(run_file) if run_file else _run_above(folder), folder
+    return (read_run(run_file, *settings) if run_file else _run_above(folder, settings)), folder
 
 
 def _newest(checkpoints: Path, asked: Path) -> Path:
@@ -144,7 +146,7 @@ def _newest(checkpoints: Path, asked: Path) -> Path:
     return folder
 
 
-def _run_above(folder: Path) -> Run:
+def _run_above(folder: Path, settings: Sequence[str]) -> Run:
     """The run file above a checkpoint that describes its model."""
     model, tried = describe_checkpoint(folder)["model"], []
     for parent in folder.absolute().parents:
@@ -154,7 +156,7 @@ def _run_above(folder: Path) -> Run:
             except DisttrainError:
                 continue
             if run.file.model_fingerprint() == model:
-                return run
+                return read_run(path, *settings)
             tried.append(f"{path} describes the model {run.file.model_fingerprint()}")
     raise MismatchError(
         f"No run file above {folder} describes its model",

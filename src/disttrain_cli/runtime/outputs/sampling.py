@@ -58,7 +58,7 @@ Images = dict[str, list[NDArray[np.uint8]]]  # by generator, [H, W, C] each
 
 def main(payload: dict[str, Any]) -> None:
     """Do what `samples` of the run file asks for with the checkpoint in `payload["checkpoint"]`."""
-    run, profile = read_run(Path(payload["run"])), Profile.model_validate(payload["profile"])
+    run, profile = read_run(*payload["run"]), Profile.model_validate(payload["profile"])
     folder, out, spec = Path(payload["checkpoint"]), Path(payload["images"]), run.file.samples
     if (most := payload.get("most")) is not None:
         os.nice(LOWEST)

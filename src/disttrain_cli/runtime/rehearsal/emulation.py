@@ -103,7 +103,7 @@ class EmulatedCluster:
     def payload(self, start: Emulation) -> dict[str, Any]:
         """What the processes of a start must know, besides what all starts tell."""
         return {
-            "run": str(self.run.path.resolve()),
+            "run": self.run.source,
             "plan": start.plan.model_dump(mode="json"),
             "folder": str(self.run.dir.rehearsal.root),
             "profile": self.profile.model_dump(mode="json"),

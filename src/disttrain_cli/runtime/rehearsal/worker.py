@@ -56,12 +56,12 @@ from disttrain_cli.spec.whole import write_whole
 
 def before_fork(payload: dict[str, Any]) -> None:
     """Import the model's classes and build its table once for all processes."""
-    layer_table(read_run(Path(payload["run"])))
+    layer_table(read_run(*payload["run"]))
 
 
 def main(payload: dict[str, Any]) -> None:
     """Rehearse until `payload["steps"]`."""
-    run = with_faults(read_run(Path(payload["run"])), payload["faults"])
+    run = with_faults(read_run(*payload["run"]), payload["faults"])
     layout, profile = (
         Plan.model_validate(payload["plan"]).plan,
         Profile.model_validate(payload["profile"]),

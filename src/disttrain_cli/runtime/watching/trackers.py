@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import Run
 
@@ -33,7 +34,6 @@ FIGURES = {
     "core_wait_s": "speed/core_wait_s",
     "memory_gib": "memory/peak_gib",
 }
-NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # extra of the package, by tracker
 
 Write = Callable[[int, Mapping[str, float]], None]
 
@@ -76,9 +76,7 @@ class Tracker:
     def _give_up(self, error: Exception) -> None:
         self._write = None
         hint = (
-            f"; install it: pip install 'disttrain[{NEEDS[self._name]}]'"
-            if isinstance(error, ImportError)
-            else ""
+            f"; install it: {install_command(self._name)}" if isinstance(error, ImportError) else ""
         )
         self._say(f"warning: {self._name} gets no figures ({type(error).__name__}: {error}{hint})")
 

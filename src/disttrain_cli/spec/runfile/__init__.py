@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -16,6 +16,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec import hub
 from disttrain_cli.spec.families.folder import PublishedFolder, read_folder
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
+from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile.cluster import ClusterSpec
@@ -26,24 +27,36 @@ from disttrain_cli.spec.runfile.published import fetched, with_folder
 from disttrain_cli.spec.runfile.rehearse import RehearseSpec
 from disttrain_cli.spec.runfile.samples import SampleSpec
 from disttrain_cli.spec.runfile.train import TrainSpec
+from disttrain_cli.spec.settings import with_settings
 
 
 class RunFile(Strict):
     """The whole run file."""
 
-    version: Literal[1] = 1
-    name: str = Field(
+    version: Literal[1] = Field(1, description="Version of this format.")
+    name: Annotated[
+        str,
+        Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -, not a sign first"),
+    ] = Field(
         max_length=100,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run's folder under runs/, of at most 100 characters.",
     )
-    model: ModelSpec
-    data: DataSpec
-    cluster: ClusterSpec = Field(default_factory=ClusterSpec)
-    train: TrainSpec
-    preprocess: PreprocessSpec = Field(default_factory=PreprocessSpec)
-    samples: SampleSpec = Field(default_factory=SampleSpec)
-    rehearse: RehearseSpec = Field(default_factory=RehearseSpec)
+    model: ModelSpec = Field(description="Modules, how they are joined, what is trained.")
+    data: DataSpec = Field(description="Samples, and how they become sequences.")
+    cluster: ClusterSpec = Field(
+        default_factory=ClusterSpec, description="Machines, links, and how ranks start on them."
+    )
+    train: TrainSpec = Field(description="Steps, batch, optimizer, checkpoints, evaluation.")
+    preprocess: PreprocessSpec = Field(
+        default_factory=PreprocessSpec, description="Processes that prepare the ranks' inputs."
+    )
+    samples: SampleSpec = Field(
+        default_factory=SampleSpec,
+        description="Images and texts that the model makes when training ends.",
+    )
+    rehearse: RehearseSpec = Field(
+        default_factory=RehearseSpec, description="Emulated devices: `disttrain train --rehearse`."
+    )
 
     @model_validator(mode="after")
     def _known_optimizer_modules(self) -> RunFile:
@@ -168,6 +181,12 @@ class Run(Strict):
 
     path: Path
     file: RunFile
+    settings: tuple[str, ...] = ()  # as `read_run` was given them
+
+    @property
+    def source(self) -> tuple[str, ...]:
+        """Arguments of `read_run` in another process."""
+        return str(self.path.resolve()), *self.settings
 
     @property
     def folder(self) -> Path:
@@ -202,19 +221,26 @@ class Run(Strict):
                 hub.fetch_weights(self.resolve(spec.folder), progress)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path | str, *settings: str) -> Run:
     """Read and check a run file.
+
+    Args:
+        settings: KEY=VALUE each (`spec.settings`), as if the file were edited.
 
     Raises:
         SpecError: it is missing, not YAML, or has wrong fields (each named by its path); its
             `model.folder` holds no model of a known family.
+        UsageError: a setting is wrong.
     """
+    path = Path(path)
     value = parse_yaml(
         path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"
     )
+    value, changed = with_settings(value, settings)
     named = fetched(value, path.resolve().parent)
     value = with_folder(value, path.resolve().parent, named)
-    run = Run(path=path, file=validate(RunFile, value, path, "run file"))
+    file = validate(RunFile, value, path, "run file", changed=changed)
+    run = Run(path=path, file=file, settings=settings)
     run.file._named.update(named)
     run.file._weights.update(_weight_files(run))
     if run.file.train.epochs is not None:

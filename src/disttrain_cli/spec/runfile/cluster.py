@@ -8,12 +8,14 @@ from pydantic import Field, model_validator
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS
 from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
 
 #: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
 #: apart.
-SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
+_WORD = r"[A-Za-z0-9_.,:@%/+\[\]-]+"
+SlurmWord = Annotated[str, Form(f"^{_WORD}$", "letters, digits and _ . , : @ % / + [ ] -")]
 #: Price of one device for an hour, in any one currency.
 Price = Annotated[float, Field(strict=True, gt=0, le=1e6)]
 #: Fields of `cluster` that say how ranks are started and what they are paid, and not what they run
@@ -51,19 +53,21 @@ class LinkSpec(Strict):
 class SlurmSpec(Strict):
     """What `disttrain train --emit slurm` asks Slurm for."""
 
-    partition: str | None = Field(
-        None, pattern=SLURM_WORD, description="Partition of the GPU nodes."
-    )
-    cpu_partition: str | None = Field(
+    partition: SlurmWord | None = Field(None, description="Partition of the GPU nodes.")
+    cpu_partition: SlurmWord | None = Field(
         None,
-        pattern=SLURM_WORD,
         description="Partition of the preprocessing nodes; that of the GPU nodes if not given.",
     )
-    account: str | None = Field(None, pattern=SLURM_WORD, description="Account that pays.")
-    qos: str | None = Field(None, pattern=SLURM_WORD, description="Quality of service.")
-    time: str | None = Field(
+    account: SlurmWord | None = Field(None, description="Account that pays.")
+    qos: SlurmWord | None = Field(None, description="Quality of service.")
+    time: (
+        Annotated[
+            str,
+            Form(r"^(\d+-)?\d+(:\d{2}){0,2}$", "[days-]hours:minutes:seconds, or minutes alone"),
+        ]
+        | None
+    ) = Field(
         None,
-        pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$",
         description="Time limit as Slurm reads it, such as 1-12:00:00.",
     )
     signal_s: int = Field(
@@ -74,11 +78,11 @@ class SlurmSpec(Strict):
             "Seconds before the time limit at which the job saves, ends and is queued again."
         ),
     )
-    options: list[Annotated[str, Field(pattern=rf"^--[a-z][a-z-]*(={SLURM_WORD[1:-1]})?$")]] = (
-        Field(
-            default_factory=list,
-            description="More options of sbatch for the GPU nodes, such as --exclusive.",
-        )
+    options: list[
+        Annotated[str, Form(rf"^--[a-z][a-z-]*(={_WORD})?$", "--option or --option=value")]
+    ] = Field(
+        default_factory=list,
+        description="More options of sbatch for the GPU nodes, such as --exclusive.",
     )
     setup: str | None = Field(
         None,
@@ -91,13 +95,15 @@ class SlurmSpec(Strict):
 class ClusterSpec(Strict):
     """The machines."""
 
-    nodes: int = Field(1, ge=1, le=MOST_GPUS)
+    nodes: int = Field(1, ge=1, le=MOST_GPUS, description="Machines with GPUs.")
     gpus_per_node: int = Field(
         8, ge=1, le=1024, description="Devices of one node; on a CPU, processes."
     )
-    device: str = Field(
+    device: Annotated[
+        str,
+        Form(r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$", "auto, cpu, cuda, analytic:NAME"),
+    ] = Field(
         "auto",
-        pattern=r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$",
         description=(
             "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
             " here."
@@ -122,7 +128,9 @@ class ClusterSpec(Strict):
         le=1e6,
         description="Dense peak of one device; needed when the device is not in the catalogue.",
     )
-    links: LinkSpec = Field(default_factory=LinkSpec)
+    links: LinkSpec = Field(
+        default_factory=LinkSpec, description="Bandwidths, where they cannot be measured."
+    )
     node_cores: int | None = Field(
         None,
         ge=1,
@@ -162,17 +170,24 @@ class ClusterSpec(Strict):
         le=65535,
         description="Port on the first host at which the ranks of several find each other.",
     )
-    interface: str | None = Field(
+    interface: (
+        Annotated[str, Form(r"^[A-Za-z0-9_.=^,-]+$", "letters, digits and _ . = ^ , -")] | None
+    ) = Field(
         None,
-        pattern=r"^[A-Za-z0-9_.=^,-]+$",
         description=(
             "Network interface of NCCL and gloo between hosts; they "
             "choose one themselves if not given."
         ),
     )
-    slurm: SlurmSpec = Field(default_factory=SlurmSpec)
-    kubernetes: KubernetesSpec = Field(default_factory=KubernetesSpec)
-    skypilot: SkypilotSpec = Field(default_factory=SkypilotSpec)
+    slurm: SlurmSpec = Field(
+        default_factory=SlurmSpec, description="For `disttrain train --emit slurm`."
+    )
+    kubernetes: KubernetesSpec = Field(
+        default_factory=KubernetesSpec, description="For `disttrain train --emit jobset`."
+    )
+    skypilot: SkypilotSpec = Field(
+        default_factory=SkypilotSpec, description="For `disttrain train --emit skypilot`."
+    )
 
     @model_validator(mode="after")
     def _most_gpus(self) -> ClusterSpec:

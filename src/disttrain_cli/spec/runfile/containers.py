@@ -8,50 +8,70 @@ from typing import Annotated
 from pydantic import Field
 
 from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.forms import Form
 
 #: A DNS label as RFC 1035 has it, which names of JobSets must be: their pods' host names begin so.
 DNS_LABEL = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
+DnsLabel = Annotated[
+    str, Form(DNS_LABEL, "at most 63 of a-z, 0-9 and -, a letter first and no - last")
+]
 #: A DNS name as RFC 1123 has it, which Kubernetes takes for most other objects.
-DNS_NAME = r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"
-#: A container image, with its tag or digest.
-IMAGE = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$"
-#: A folder inside containers; Kubernetes takes no colon there.
-FOLDER = r"^/[^:\x00-\x1f]+$"
-LABEL_KEY = r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
-LABEL_VALUE = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$"
-Labels = dict[Annotated[str, Field(pattern=LABEL_KEY)], Annotated[str, Field(pattern=LABEL_VALUE)]]
+DnsName = Annotated[
+    str,
+    Form(
+        r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
+        "at most 253 of a-z, 0-9, . and -, a letter or digit first and last",
+    ),
+]
+Image = Annotated[
+    str, Form(r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$", "REGISTRY/NAME:TAG or REGISTRY/NAME@DIGEST")
+]
+#: Kubernetes takes no colon there.
+Folder = Annotated[
+    str, Form(r"^/[^:\x00-\x1f]+$", "an absolute path inside the containers, without a colon")
+]
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
+_LABEL_WORDS = "at most 63 letters, digits, . _ and -, a letter or digit first and last"
+LabelKey = Annotated[
+    str, Form(rf"^([a-z0-9.-]{{1,253}}/)?{_LABEL}", f"[domain/]name; a name: {_LABEL_WORDS}")
+]
+LabelValue = Annotated[str, Form(f"^{_LABEL}", _LABEL_WORDS)]
+Quantity = Annotated[
+    str,
+    Form(
+        r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?$",
+        "a quantity of Kubernetes, such as 8 or 1500Gi",
+    ),
+]
+Labels = dict[LabelKey, LabelValue]
 
 
 class KubernetesSpec(Strict):
     """What `disttrain train --emit jobset` asks Kubernetes for."""
 
-    name: str | None = Field(
-        None, pattern=DNS_LABEL, description="Name of the JobSet; the run's name if not given."
+    name: DnsLabel | None = Field(
+        None, description="Name of the JobSet; the run's name if not given."
     )
-    namespace: str | None = Field(None, pattern=DNS_NAME, description="Namespace of the JobSet.")
-    image: str | None = Field(
+    namespace: DnsName | None = Field(None, description="Namespace of the JobSet.")
+    image: Image | None = Field(
         None,
-        pattern=IMAGE,
         description="Image of all containers, built with the Dockerfile that --emit jobset writes.",
     )
-    claim: str | None = Field(
+    claim: DnsName | None = Field(
         None,
-        pattern=DNS_NAME,
         description=(
             "Persistent volume claim (ReadWriteMany) that holds the run file, runs/ and the data."
         ),
     )
-    mount: str | None = Field(
+    mount: Folder | None = Field(
         None,
-        pattern=FOLDER,
         description=(
             "Folder at which the pods mount the claim; --emit must see it there, too, as it writes"
             " absolute paths."
         ),
     )
-    queue: str | None = Field(
-        None, pattern=LABEL_VALUE, description="Kueue's LocalQueue; without one, no label is set."
+    queue: LabelValue | None = Field(
+        None, description="Kueue's LocalQueue; without one, no label is set."
     )
     node_selector: Labels = Field(
         default_factory=dict, description="Labels of the nodes with GPUs."
@@ -59,9 +79,7 @@ class KubernetesSpec(Strict):
     cpu_node_selector: Labels = Field(
         default_factory=dict, description="Labels of the preprocessing nodes."
     )
-    resources: dict[
-        Annotated[str, Field(pattern=LABEL_KEY)], int | Annotated[str, Field(pattern=QUANTITY)]
-    ] = Field(
+    resources: dict[LabelKey, int | Quantity] = Field(
         default_factory=dict,
         description=(
             "More resources of every pod with ranks, requested and limited, such as memory: 1500Gi"
@@ -77,17 +95,15 @@ class KubernetesSpec(Strict):
             " to end."
         ),
     )
-    tls_secret: str | None = Field(
+    tls_secret: DnsName | None = Field(
         None,
-        pattern=DNS_NAME,
         description=(
             "Secret with ca.crt, tls.crt and tls.key, mounted at preprocess.tls_ca, tls_cert and"
             " tls_key."
         ),
     )
-    token_secret: str | None = Field(
+    token_secret: DnsName | None = Field(
         None,
-        pattern=DNS_NAME,
         description="Secret with the key token, mounted at preprocess.token_file.",
     )
 
@@ -95,32 +111,31 @@ class KubernetesSpec(Strict):
 class SkypilotSpec(Strict):
     """What `disttrain train --emit skypilot` asks SkyPilot for."""
 
-    infra: str | None = Field(
+    infra: (
+        Annotated[str, Form(r"^[A-Za-z0-9*][A-Za-z0-9_.:/*-]*$", "CLOUD, CLOUD/REGION")] | None
+    ) = Field(
         None,
-        pattern=r"^[A-Za-z0-9*][A-Za-z0-9_.:/*-]*$",
         description="Where to run, as SkyPilot writes it: kubernetes, aws/us-east-1, slurm/NAME.",
     )
-    accelerator: str | None = Field(
+    accelerator: (
+        Annotated[str, Form(r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "letters, digits, . _ and -")] | None
+    ) = Field(
         None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="SkyPilot's name of the GPU, such as H100; its number is gpus_per_node.",
     )
-    image: str | None = Field(
+    image: Image | None = Field(
         None,
-        pattern=IMAGE,
         description="Docker image, built with the Dockerfile that --emit skypilot writes.",
     )
-    volume: str | None = Field(
+    volume: DnsName | None = Field(
         None,
-        pattern=DNS_NAME,
         description=(
             "SkyPilot volume that holds the run file, runs/ and the data; none where all nodes see"
             " these anyway."
         ),
     )
-    mount: str | None = Field(
+    mount: Folder | None = Field(
         None,
-        pattern=FOLDER,
         description="Folder at which it is mounted; --emit must see it there, too.",
     )
     use_spot: bool = Field(

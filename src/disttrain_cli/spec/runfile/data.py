@@ -126,7 +126,7 @@ class DistributionSpec(Strict):
 class DataSpec(Strict):
     """What is trained on and how it is cut into sequences."""
 
-    sources: list[SourceSpec] = Field(default_factory=list)
+    sources: list[SourceSpec] = Field(default_factory=list, description="Datasets.")
     distribution: DistributionSpec | None = Field(
         None,
         description=(

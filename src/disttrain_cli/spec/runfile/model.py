@@ -17,6 +17,7 @@ Projector = Literal["mlp", "norm_mlp", "linear", "none"]
 PROJECTORS = "projectors"
 MOST_NAME = 64  # characters of a unit's name
 UNIT_NAME = rf"^[A-Za-z0-9][A-Za-z0-9_+-]{{0,{MOST_NAME - 1}}}$"
+UNIT_NAME_WORDS = f"at most {MOST_NAME} letters, digits, _, + and -, a letter or digit first"
 BucketSide = Annotated[int, Field(ge=8, le=4096)]
 MONOLITH = "model"  # the unit that holds every module
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
@@ -49,8 +50,12 @@ class NoiseSpec(Strict):
             "Schedule of the noise's variance (diffusers' beta_schedule); flow: does not matter."
         ),
     )
-    beta_start: float | None = Field(None, gt=0, lt=1)
-    beta_end: float | None = Field(None, gt=0, lt=1)
+    beta_start: float | None = Field(
+        None, gt=0, lt=1, description="Variance of the noise added at the first timestep."
+    )
+    beta_end: float | None = Field(
+        None, gt=0, lt=1, description="Variance of the noise added at the last timestep."
+    )
     timesteps: int | None = Field(
         None, ge=1, le=100_000, description="Timesteps from image to noise."
     )
@@ -237,8 +242,8 @@ class ModuleSpec(Strict):
 class LossWeights(Strict):
     """Weight of each loss in the sum that is trained."""
 
-    text: float = Field(1.0, ge=0, le=1e6)
-    image: float = Field(1.0, ge=0, le=1e6)
+    text: float = Field(1.0, ge=0, le=1e6, description="Cross-entropy of trained tokens.")
+    image: float = Field(1.0, ge=0, le=1e6, description="Mean squared error of each generator.")
     modules: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = Field(
         default_factory=dict, description="Other weights than image of some generators, by module."
     )
@@ -276,7 +281,9 @@ class ModelSpec(Strict):
         le=2**20,
         description="Hidden width of the two-layer projectors; the LLM's width if not given.",
     )
-    loss_weights: LossWeights = Field(default_factory=LossWeights)
+    loss_weights: LossWeights = Field(
+        default_factory=LossWeights, description="How losses weigh in their sum."
+    )
     trained: list[str] | None = Field(
         None,
         description=(
@@ -291,9 +298,8 @@ class ModelSpec(Strict):
         for name in self.modules:
             if name == PROJECTORS or not re.match(UNIT_NAME, name):
                 raise ValueError(
-                    f"modules: {name!r} is no name for a module; allowed: at most 64 letters,"
-                    f" digits, _, + and -, a letter or digit first, and not {PROJECTORS!r} (the"
-                    " layers between)"
+                    f"modules: {name!r} is no name for a module; allowed: {UNIT_NAME_WORDS}, and"
+                    f" not {PROJECTORS!r} (the layers between)"
                 )
         return self
 

@@ -99,7 +99,9 @@ class RehearseSpec(Strict):
     noise: float = Field(
         0.0, ge=0, le=1, description="Standard deviation of an operation's time, as a share of it."
     )
-    faults: list[FaultSpec] = Field(default_factory=list)
+    faults: list[FaultSpec] = Field(
+        default_factory=list, description="What goes wrong: slow devices, links, hosts."
+    )
     lost: list[LostSpec] = Field(default_factory=list, description="Nodes that are lost.")
     distribution: DistributionSpec | None = Field(
         None,

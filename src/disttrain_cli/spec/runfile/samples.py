@@ -58,4 +58,4 @@ class SampleSpec(Strict):
             "Who says what an image shows: digits, a classifier of scikit-learn's scanned digits."
         ),
     )
-    denoising_steps: int = Field(20, ge=1, le=10_000)
+    denoising_steps: int = Field(20, ge=1, le=10_000, description="Steps from noise to an image.")

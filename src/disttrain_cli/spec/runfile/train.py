@@ -18,19 +18,31 @@ class ModuleOptimizerSpec(Strict):
     """What the optimizer does differently for one module; fields not given are those of the whole
     model."""
 
-    lr: float | None = Field(None, ge=0, le=1e3)
-    weight_decay: float | None = Field(None, ge=0, le=1e3)
-    warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS)
-    schedule: Literal["constant", "cosine", "linear"] | None = None
-    min_lr_fraction: float | None = Field(None, ge=0, le=1)
+    lr: float | None = Field(
+        None, ge=0, le=1e3, description="Learning rate after the warm-up; 0 = not trained."
+    )
+    weight_decay: float | None = Field(None, ge=0, le=1e3, description="Decoupled weight decay.")
+    warmup_steps: int | None = Field(
+        None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up."
+    )
+    schedule: Literal["constant", "cosine", "linear"] | None = Field(
+        None, description="The rate after the warm-up."
+    )
+    min_lr_fraction: float | None = Field(
+        None, ge=0, le=1, description="Where cosine and linear end, as a share of lr."
+    )
 
 
 class OptimizerSpec(Strict):
     """AdamW and its learning rate."""
 
     lr: float = Field(1e-3, gt=0, le=1e3, description="Learning rate after the warm-up.")
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, le=1)
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), description="Decay per step of the averages of gradients and their squares."
+    )
+    eps: float = Field(
+        1e-8, gt=0, le=1, description="Added to the root of the squares' average, a divisor."
+    )
     weight_decay: float = Field(
         0.0,
         ge=0,
@@ -147,7 +159,9 @@ class TrainSpec(Strict):
             " its weight says, all of its samples once at weight 1; rounded up to whole steps."
         ),
     )
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Of activations and computation; master weights are fp32."
+    )
     zero_stage: Literal[0, 1, "auto"] = Field(
         1,
         description=(
@@ -162,7 +176,9 @@ class TrainSpec(Strict):
             " needs it."
         ),
     )
-    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
+    optimizer: OptimizerSpec = Field(
+        default_factory=OptimizerSpec, description="AdamW, its rate and schedule."
+    )
     gradient_clipping: float = Field(
         1.0, ge=0, le=1e6, description="Largest global gradient norm; 0 = no clipping."
     )
@@ -173,7 +189,9 @@ class TrainSpec(Strict):
             "step (weights stay as they were), and stop after ten such steps in a row."
         ),
     )
-    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    checkpoint: CheckpointSpec = Field(
+        default_factory=CheckpointSpec, description="How often, and how many are kept."
+    )
     evaluation: EvaluationSpec | None = Field(
         default_factory=EvaluationSpec,
         description=(
@@ -190,7 +208,9 @@ class TrainSpec(Strict):
             " own, and takes the paper's rules where ranks share the cores of a CPU."
         ),
     )
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="Of new weights, the data's order, noise and dropout."
+    )
     timeout_s: float = Field(
         600.0, ge=1e-3, le=MOST_S, description="Longest wait of a rank for another one."
     )

@@ -20,6 +20,7 @@ def workers_per_node(run: Run) -> int:
 def serve_command(run: Run, plan_file: Path, *more: str) -> str:
     """The module and its arguments that start a preprocessing node's workers, for a shell."""
     command = ["disttrain_cli", "data", "serve", str(run.path.resolve())]
+    command += [word for setting in run.settings for word in ("--set", setting)]
     command += ["--plan", str(plan_file.resolve()), "--host", "0.0.0.0"]
     command += ["--port", str(SERVE_PORT), "--processes", str(workers_per_node(run)), *more]
     return shlex.join(command)

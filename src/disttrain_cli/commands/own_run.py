@@ -1,0 +1,218 @@
+"""A run file for one's own model and data: sizes and steps from what is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from disttrain_cli.errors import DataError, SpecError
+from disttrain_cli.spec.progress import Progress
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.index import Index
+    from disttrain_cli.spec.runfile import Run
+
+TEXT = Template("""\
+# Written by `disttrain init` from $about.
+# Every field: disttrain schema, docs/runfile.md; a wrong or unknown one is reported by its path.
+version: 1
+name: $name  # artefacts go to runs/$name/ beside this file
+
+model:
+$model
+
+data:
+  sources:
+    - {path: $data}
+$tokenizer$video\
+  sequence_length: $length  # tokens of one packed sequence; the longest sample has $longest
+  held_out: $held_out  # share of the samples that are never trained on
+
+cluster:
+  nodes: 1
+  gpus_per_node: $devices  # on a CPU, processes that share its cores; the planner may use fewer
+  device: auto  # CUDA where there is one, else the CPU
+
+train:
+  global_batch_size: $batch  # packed sequences per optimizer step
+  steps: $steps  # about $epochs passes over $sequences sequences
+  precision: $precision  # bf16 on GPUs that have it
+  zero_stage: 1  # optimizer states are split over the replicas of a unit
+  optimizer: {lr: $rate, warmup_steps: $warmup, schedule: cosine}
+  gradient_clipping: 1.0
+  seed: 0
+
+samples:
+  answers: $answers  # held-out conversations whose last answer the model writes when training ends
+""")
+EPOCHS, BATCH = 3, 8
+UPDATES = 10  # in a pass over the data, where the batch can be smaller for it
+SHORTEST, LONGEST = 256, 32_768  # tokens of a sequence that is chosen
+RATE, RATE_WIDTH = 2e-5, 4096  # usual for fine-tuning at 7B; narrower models learn at larger rates
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """The run file and what was found."""
+
+    text: str
+    samples: int
+    skipped: int
+    notes: list[str]
+
+
+def own_run(folder: Path, model: str, data: str, devices: int, progress: Progress) -> OwnRun:
+    """The text of a run file in `folder` that trains a model on data.
+
+    Args:
+        model: folder of a published vision-language model or an LLM, or its name on Hugging Face.
+        data: file or folder of samples, or its URL.
+        devices: GPUs of this machine; 0 = none.
+
+    Raises:
+        SpecError: the model is of no known family, or has no module for something in the data.
+        DataError: the data cannot be read, or hold too many samples that cannot be used.
+    """
+    from disttrain_cli.spec.files import parse_json
+    from disttrain_cli.spec.hub import is_name, snapshot
+    from disttrain_cli.spec.index import UNREAD, VIDEOS
+
+    named = is_name(model, Path.cwd())
+    path = snapshot(model, "--folder").path if named else Path(model).resolve()
+    config = parse_json(path / "config.json", "model configuration", "Correct --folder.")
+    fields = _model_fields(path, config)
+    url = "://" in data
+    if not (url or Path(data).exists()):
+        raise DataError(f"There is no data at {data}", next_step="Correct --data.")
+    # a folder of its own: the run's holds nothing until its file is written
+    with tempfile.TemporaryDirectory() as scratch:
+        given = model if named else str(path)
+        values = {
+            "name": _name(folder),
+            "about": f"{model} and {data}",
+            "data": data if url else _quoted(str(Path(data).resolve())),
+            "devices": devices or min(2, os.cpu_count() or 1),
+            "precision": "bf16" if devices else "fp32",
+            "video": "",
+        }
+        run, index = _index(Path(scratch), fields, given, values, progress)
+        if VIDEOS in index.unread and run.published and run.published.family.video:
+            values["video"] = "  video: {}  # read as the model's processor says\n"
+            run, index = _index(Path(scratch), fields, given, values, progress)
+        for what, count in index.unread.items():
+            if what in (*UNREAD.values(), VIDEOS):
+                raise SpecError(
+                    f"{model} has no module for {count:,} {what} in {data}",
+                    f"its modules: {', '.join(run.file.model.order)}",
+                    "Name a model that has, or data without them; or write the run file by hand"
+                    " (docs/runfile.md), which then leaves them out.",
+                )
+        chosen = _sizes(run, index, devices)
+    if not url:
+        values["data"] = _quoted(_beside(Path(data), folder))
+    given = model if named else _beside(path, folder)
+    text = TEXT.substitute(values | chosen | _filled(fields, given))
+    lost = f"{len(index.skipped):,} samples cannot be used: disttrain data check lists them"
+    return OwnRun(text, len(index), len(index.skipped), [lost] if index.skipped else [])
+
+
+def _model_fields(path: Path, config: object) -> Template:
+    """The section `model` of a whole published model, or of an LLM alone; SpecError of others."""
+    from disttrain_cli.models.architectures import ARCHITECTURES
+    from disttrain_cli.spec.families.table import FAMILIES
+    from disttrain_cli.spec.suggestions import listed
+
+    kind = str(config.get("model_type")) if isinstance(config, dict) else ""
+    if kind in FAMILIES:
+        return Template(
+            "  folder: $folder\n"
+            "  # trained: [projectors, llm]  # to leave the vision tower as it is"
+        )
+    llms = [name for name, one in ARCHITECTURES.items() if one.kind == "llm"]
+    if kind in llms:
+        return Template("  modules:\n    llm: {kind: llm, folder: $folder}")
+    raise SpecError(
+        f"{path} is of no family that is trained whole: model_type {kind!r}",
+        f"vision-language models: {', '.join(sorted(FAMILIES))}; LLMs: {listed(kind, llms)}",
+        "Name one of these, or put modules together by hand: docs/howto/own-vlm.md",
+    )
+
+
+def _filled(fields: Template, folder: str) -> dict[str, str]:
+    """The parts of the text that name the model's folder."""
+    alone = "modules:" in fields.template  # whose tokenizer nothing else names
+    return {
+        "model": fields.substitute(folder=_quoted(folder)),
+        "tokenizer": f"  tokenizer: {_quoted(folder)}\n" if alone else "",
+    }
+
+
+def _index(
+    scratch: Path, fields: Template, folder: str, values: dict[str, object], progress: Progress
+) -> tuple[Run, Index]:
+    """The sizes of all samples, in sequences as long as the model allows."""
+    from disttrain_cli.data.index import build_index
+    from disttrain_cli.models.architectures import read_configs
+    from disttrain_cli.models.graph import describe
+    from disttrain_cli.spec.runfile import read_run
+
+    guess = {
+        "length": SHORTEST, "longest": 0, "held_out": 0.0, "batch": 1, "steps": 1, "epochs": 1,
+        "sequences": 1, "rate": RATE, "warmup": 0, "answers": 0,
+    }  # fmt: skip
+    file = scratch / "disttrain.yaml"
+    file.write_text(TEXT.substitute(guess | values | _filled(fields, folder)), encoding="utf-8")
+    (llm,) = (one for one in read_configs(read_run(file)).values() if one.kind == "llm")
+    most = min(LONGEST, int(getattr(llm.config, "max_position_embeddings", LONGEST)))
+    run = read_run(file, f"data.sequence_length={max(16, most)}")
+    return run, build_index(run, describe(run), progress)
+
+
+def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
+    """Sequence length, batch, steps and rate for these samples."""
+    from disttrain_cli.models.architectures import read_configs
+
+    lengths = index.lengths
+    most, longest = run.file.data.sequence_length, int(lengths.max())
+    length = min(most, max(SHORTEST, 1 << (longest - 1).bit_length()))
+    held_out = next((share for share in (0.05, 0.1) if share * len(index) >= 5), 0.0)
+    sequences = max(1, round(float(lengths.sum()) * (1 - held_out) / length))
+    batch = max(devices, min(BATCH, 1 << (sequences // UPDATES).bit_length() >> 1), 1)
+    steps = max(1, -(-EPOCHS * sequences // batch))
+    (llm,) = (one for one in read_configs(run).values() if one.kind == "llm")
+    rate = RATE * max(1.0, RATE_WIDTH / int(getattr(llm.config, "hidden_size", RATE_WIDTH)))
+    return {
+        "length": length,
+        "longest": f"{longest:,}",
+        "held_out": held_out,
+        "batch": batch,
+        "steps": steps,
+        "epochs": EPOCHS,
+        "sequences": f"{sequences:,}",
+        "rate": f"{rate:.0e}".replace("e", ".0e", 1),
+        "warmup": steps // 20,
+        "answers": 20 if held_out else 0,
+    }
+
+
+def _name(folder: Path) -> str:
+    """A run's name from that of its folder."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")[:100] or "run"
+
+
+def _beside(path: Path, folder: Path) -> str:
+    """A path as a run file in `folder` names it: relative where both lie in the working folder."""
+    here = Path.cwd()
+    inside = path.resolve().is_relative_to(here) and folder.resolve().is_relative_to(here)
+    return os.path.relpath(path.resolve(), folder.resolve()) if inside else str(path.resolve())
+
+
+def _quoted(path: str) -> str:
+    """A path as a YAML scalar inside braces."""
+    plain = re.fullmatch(r"[A-Za-z0-9_./@-]+", path) and not re.fullmatch(r"[0-9.e_-]+", path)
+    return path if plain else "'" + path.replace("'", "''") + "'"

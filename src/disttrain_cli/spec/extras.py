@@ -1,0 +1,54 @@
+"""The package's extras: what each installs and gives, and the command that installs it here."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+
+class Extra(NamedTuple):
+    """One extra of `pyproject.toml`."""
+
+    requirement: str
+    module: str
+    gives: str
+
+    @property
+    def installed(self) -> bool:
+        """True where its module can be found."""
+        return find_spec(self.module) is not None
+
+
+EXTRAS = {
+    "demo": Extra("scikit-learn>=1.5", "sklearn", "sample data, and the judge of what is drawn"),
+    "audio": Extra("soundfile>=0.13", "soundfile", "audio clips in data.sources"),
+    "video": Extra("av>=14", "av", "videos in data.sources"),
+    "http": Extra("aiohttp>=3.10", "aiohttp", "data.sources at http:// and https://"),
+    "tensorboard": Extra("tensorboard>=2.18", "tensorboard", "train.track: [tensorboard]"),
+    "wandb": Extra("wandb>=0.20", "wandb", "train.track: [wandb]"),
+    "adapters": Extra("peft>=0.17", "peft", "exported adapters loaded and merged by peft"),
+    "generate": Extra(
+        "torchvision>=0.26,<0.29",
+        "torchvision",
+        "transformers' processors of exported Qwen-VL, InternVL and SmolVLM folders",
+    ),
+}
+
+
+def install_command(name: str) -> str:
+    """What installs an extra's packages here; of torchvision the version that fits torch."""
+    words = _torchvision() if name == "generate" else [EXTRAS[name].requirement]
+    return shlex.join(["python", "-m", "pip", "install", *words])
+
+
+def _torchvision() -> list[str]:
+    """torchvision 0.N is built for torch 2.(N - 15), each build of it for the same build."""
+    try:
+        release, _, build = version("torch").partition("+")
+    except PackageNotFoundError:
+        return [EXTRAS["generate"].requirement]
+    minor = int(release.split(".")[1]) + 15
+    index = f"https://download.pytorch.org/whl/{build}"
+    return [f"torchvision==0.{minor}.*", *(["--index-url", index] if build else [])]

@@ -1,0 +1,34 @@
+"""Texts of a fixed form: a pattern for JSON Schema, words for people."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+
+@dataclass(frozen=True)
+class Form:
+    """Annotation of a text field: its whole value matches `pattern`; errors give `words`."""
+
+    pattern: str
+    words: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(schema) | {"pattern": self.pattern}
+
+    def _checked(self, value: str) -> str:
+        if not re.fullmatch(self.pattern, value, re.ASCII):
+            raise ValueError(f"allowed: {self.words}")
+        return value

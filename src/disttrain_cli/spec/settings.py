@@ -1,0 +1,55 @@
+"""`--set KEY=VALUE`: a run file's content, changed in memory as an editor would change it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from disttrain_cli.errors import UsageError
+from disttrain_cli.spec.yaml_text import load_yaml
+
+
+def with_settings(value: Any, settings: Sequence[str]) -> tuple[Any, list[tuple[str, ...]]]:
+    """Plain content with every setting applied in order, and the paths that were set.
+
+    A KEY is a dotted path, indices of lists included (`data.sources.0.weight`); sections that are
+    not there are added. A VALUE is YAML.
+
+    Raises:
+        UsageError: a setting is not of this form, or leads into what has no fields.
+    """
+    changed = []
+    value = copy.deepcopy(value) if settings else value  # aliases of YAML share parts
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        path = tuple(part.strip() for part in key.split("."))
+        if not (equals and all(path)):
+            _refuse(setting, "allowed: KEY=VALUE, such as train.optimizer.lr=1e-4")
+        try:
+            new = load_yaml(text)
+        except ValueError as error:
+            _refuse(setting, f"the value is not valid YAML: {error}")
+        changed.append(path)
+        value = _replaced(value, path, new, setting)
+    return value, changed
+
+
+def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:
+    """`value` with `new` at `path`."""
+    if not path:
+        return new
+    part, rest = path[0], path[1:]
+    if isinstance(value, list):
+        if not (part.isascii() and part.isdigit() and int(part) < len(value)):
+            _refuse(setting, f"{part!r} is no index of a list of {len(value)}, which begins at 0")
+        index = int(part)
+        return [*value[:index], _replaced(value[index], rest, new, setting), *value[index + 1 :]]
+    if value is not None and not isinstance(value, dict):
+        _refuse(setting, f"{part!r} leads into {value!r}, which has no fields")
+    section = value or {}
+    return {**section, part: _replaced(section.get(part), rest, new, setting)}
+
+
+def _refuse(setting: str, why: str) -> NoReturn:
+    raise UsageError(f"Cannot apply --set {setting}", why, "disttrain plan --help")

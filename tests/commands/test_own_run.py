@@ -1,0 +1,122 @@
+"""`disttrain init --folder --data`: a run file for one's own model and data, or a refusal."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from disttrain_cli.app import main
+from disttrain_cli.commands.init import SCHEMA
+from disttrain_cli.commands.preset_files import write_model_files
+from disttrain_cli.spec.runfile import read_run
+from tests.commands.test_init import init
+from tests.data.dataset import encoded, write_tar
+
+QUESTION, ANSWER = "Which digit is this?", "It is a seven."
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A LLaVA's folder, the LLM of one alone, and 120 samples in three forms."""
+    root = tmp_path_factory.mktemp("own")
+    write_model_files("tiny-llava", root / "llava")
+    shutil.copytree(root / "llava", root / "llm")
+    text = json.loads((root / "llava" / "config.json").read_text())["text_config"]
+    (root / "llm" / "config.json").write_text(json.dumps(text))
+    (root / "vit").mkdir()
+    (root / "vit" / "config.json").write_text('{"model_type": "vit"}')
+    picture, records, chats, pairs = encoded(28, 28), [], [], {}
+    (root / "img").mkdir()
+    for number in range(120):
+        (root / "img" / f"{number}.jpg").write_bytes(picture)
+        path = f"img/{number}.jpg"
+        asked = [{"type": "image", "image": path}, {"type": "text", "text": QUESTION}]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": ANSWER}]
+        records.append({"messages": turns})
+        turns = [
+            {"from": "human", "value": f"<image>\n{QUESTION}"},
+            {"from": "gpt", "value": ANSWER},
+        ]
+        chats.append({"id": str(number), "image": path, "conversations": turns})
+        pairs |= {f"{number:03d}.jpg": picture, f"{number:03d}.txt": ANSWER.encode()}
+    lines = [json.dumps(record) for record in records]
+    (root / "talks.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "sharegpt.json").write_text(json.dumps(chats))
+    write_tar(root / "pairs.tar", pairs.items())
+    texts = [json.dumps({"text": f"It is written {number} times."}) for number in range(120)]
+    (root / "texts.jsonl").write_text("\n".join(texts) + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("llava", "talks.jsonl"),
+        ("llava", "sharegpt.json"),
+        ("llava", "pairs.tar"),
+        ("llm", "texts.jsonl"),
+    ],
+)
+def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model, data):
+    monkeypatch.chdir(made)
+    monkeypatch.setattr("disttrain_cli.commands.init.cuda_devices", lambda: 0)
+    to = tmp_path / f"run {model}"
+    code, out, err = init([str(to), "--folder", model, "--data", data, "--json"], capsys)
+    assert code == 0, out + err
+    said = json.loads(out)
+    assert said["samples"] == 120 and said["skipped"] == 0 and (to / SCHEMA).is_file()
+    opened = read_run(to / "disttrain.yaml")
+    file = opened.file
+    assert file.name == f"run-{model}" and opened.resolve(file.data.sources[0].path) == made / data
+    assert file.train.precision == "fp32" and file.data.held_out == 0.05
+    assert file.data.sequence_length == 256 and file.train.global_batch_size <= 8
+    assert 3 * 8 <= file.train.steps < 200 and 1e-4 < file.train.optimizer.lr < 1e-2
+    assert opened.resolve(file.data.tokenizer) == made / model
+    code, _, err = init([str(to), "--folder", model, "--data", data], capsys)
+    assert code == 1 and "disttrain.yaml exists" in err
+
+
+def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monkeypatch):
+    shutil.copytree(made / "llava", tmp_path / "my model")
+    shutil.copy(made / "pairs.tar", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = init(["--folder", "my model", "--data", "pairs.tar"], capsys)
+    assert code == 0 and err.endswith("Next: disttrain profile\n")
+    file = read_run(tmp_path / "disttrain.yaml").file
+    assert file.model.folder == "my model" and file.data.sources[0].path == "pairs.tar"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--folder", "llava"], 2, "--folder and --data go together"),
+        (["--data", "pairs.tar"], 2, "--folder and --data go together"),
+        (["--folder", "llava", "--data", "pairs.tar", "--sample-data"], 2, "go without --preset"),
+        (["--folder", "vit", "--data", "pairs.tar"], 1, "model_type 'vit'"),
+        (["--folder", "nothing", "--data", "pairs.tar"], 1, "no model configuration"),
+        (["--folder", "llava", "--data", "nothing"], 1, "no data at nothing"),
+        (["--folder", "llm", "--data", "pairs.tar"], 1, "llm has no module for 120 images"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    made, tmp_path, capsys, monkeypatch, words, code, said
+):
+    monkeypatch.chdir(made)
+    ended, _, err = init([str(tmp_path / "run"), *words], capsys)
+    assert ended == code and said in err and not (tmp_path / "run").exists()
+
+
+def test_sample_data_is_not_begun_without_its_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    code, _, err = init([str(tmp_path / "run"), "--preset", "tiny-llava", "--sample-data"], capsys)
+    assert code == 1 and "pip install 'scikit-learn" in err and not (tmp_path / "run").exists()
+
+
+def test_presets_complete(capsys, monkeypatch):
+    monkeypatch.setenv("_DISTTRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "disttrain init run --preset tiny-l")
+    monkeypatch.setenv("COMP_CWORD", "4")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["tiny-llava"]
