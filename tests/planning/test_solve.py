@@ -13,8 +13,14 @@ from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
 from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
 from disttrain_cli.planning.predict import predict
-from disttrain_cli.planning.solve import check_profile, cluster_of, solve, with_own_prediction
-from disttrain_cli.planning.units import groupings, units_of
+from disttrain_cli.planning.solve import (
+    check_profile,
+    cluster_of,
+    solve,
+    solve_for,
+    with_own_prediction,
+)
+from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
@@ -138,6 +144,35 @@ def test_tp_groups_of_nodes_of_six_stay_inside_nodes() -> None:
     layout = {"microbatch_size": 2, "microbatches": 6, "gpus_used": 11, "units": straddling}
     with pytest.raises(SpecError, match="unit image_encoder would lie on two nodes"):
         check(edited(plan, **layout), run, profile)
+
+
+@pytest.mark.parametrize("top", [0, 3, 8])
+def test_replicas_of_an_encoder_with_much_to_reduce_become_stages(top: int) -> None:
+    """The formula, which knows no reductions, has two layouts before that; whatever runners-up are
+    shown."""
+    run = synthetic.run_file(batch=4, gpus=6, precision="bf16")
+    profile, modules = synthetic.tiny(run, kind="cuda", memory_gib=0.2039), {}
+    for name, kinds in (("image_encoder", ["embed", "block"]), ("llm", ["embed", "head"])):
+        module = profile.modules[name]
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "parameters": 300 * cost.parameters,
+                    "tp": {
+                        tp: shard.model_copy(update={"parameters": 300 * shard.parameters})
+                        for tp, shard in cost.tp.items()
+                    },
+                }
+            )
+            for kind, cost in module.costs.items()
+        }
+        cuts = module.cut_bytes_per_sequence[:2]
+        modules[name] = module.model_copy(
+            update={"layers": kinds, "costs": costs, "cut_bytes_per_sequence": cuts}
+        )
+    profile = profile.model_copy(update={"modules": modules})
+    plan = solve_for(profile, Cluster(6, 6, 0.2039, 1, 4), top=top)
+    assert plan.plan.describe() == "image_encoder (TP 1 DP 2 PP 2) → llm (TP 1 DP 1 PP 2)"
 
 
 def test_one_gpu_gets_one_unit() -> None:

@@ -1,10 +1,10 @@
 """The objective: how long a step takes, as DistTrain's paper models it (section on model
 orchestration).
 
-    T = T_warmup + T_steady T_warmup = time of the first slot through the whole pipeline, forward
-    and backward: of encoders side by side the
-               slowest, the LLM and the generators one after the other (the simulator, which ranks
-               what the search finds, has these side by side)
+    T        = T_warmup + T_steady
+    T_warmup = time of the first slot through the whole pipeline, forward and backward: of
+               encoders side by side the slowest, the LLM and the generators one after the other
+               (the simulator, which ranks what the search finds, has these side by side)
     T_steady = time of one slot on the slowest stage × (n - 1)
 
 The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -367,7 +367,7 @@ def _climbed(
     finalists: list[Ranked],
 ) -> list[Ranked]:
     """Better neighbours of the best finalists that differ in grouping or the LLM's shape, of those
-    that are nearly as fast as any."""
+    that are nearly as fast as any, and these with other modules whole."""
     profile = groups[0][0].profile
 
     def build(units: list[Unit], shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
@@ -382,6 +382,22 @@ def _climbed(
 
     def as_run(layout: Layout) -> tuple[Layout, float]:
         return timed(profile, cluster, layout, draws=draws)
+
+    def dealt_otherwise(layout: Layout) -> Iterator[Layout]:
+        """The layout with other modules whole on each rank of a TP group."""
+        shapes = [unit.shape for unit in layout.units]
+        slot_sequences = layout.global_batch_size // layout.microbatches
+        for units in groups:
+            if (
+                grouping(units) != grouping(layout.units)
+                and [list(unit.modules) for unit in units] == [one.modules for one in layout.units]
+                and all(
+                    (one.tp, one.cp) in unit.widths for unit, one in zip(units, shapes, strict=True)
+                )
+                and (other := build(units, shapes, slot_sequences)) is not None
+                and has_room(other)
+            ):
+                yield other
 
     seen: set[str] = set()
     by_grouping = {grouping(units): units for units in groups}
@@ -399,8 +415,12 @@ def _climbed(
         lambda one: (grouping(one.layout.units), one.layout.unit_of(profile.inputs.llm).shape),
         CLIMBED,
     )
-    found = []
+    found, known = [], [whole(one.layout) for one in finalists]
     for start in starts:
+        for layout in dealt_otherwise(start.layout):
+            if layout not in known:
+                known.append(layout)
+                found.append(Ranked(*as_run(layout)))
         units = by_grouping[grouping(start.layout.units)]
         way = climb(
             units,
