@@ -5,11 +5,12 @@ sees skewed data, every transfer, the reduction of gradients and the optimizer. 
 rounds: the formula's best, then its best with at most half as many ranks with the same weights of
 the LLM as the last round's best has, and so on, because many replicas of few stages have the most
 to reduce. Of each list the fastest are taken by the formula with what reductions and optimizer add
-(`climb.estimate_s`), as a unit without the LLM may have much to reduce, too. No more rounds once the formula alone takes longer than the best simulated time, or than
-it says of the layout that was fastest. Every grouping of modules into units has its own rounds, the
-fastest by the formula first, after the layouts of other strategies. Then come, of the best one's
-grouping, the formula's best on a few devices less, as the best for fewer is a layout for more, and
-last other shapes of the LLM near the best one's.
+(`climb.estimate_s`), as a unit without the LLM may have much to reduce, too. No more rounds once
+the formula alone takes longer than the best simulated time, or than it says of the layout that was
+fastest. Every grouping of modules into units has its own rounds, the fastest by the formula first,
+after the layouts of other strategies. Then come, of the best one's grouping, the formula's best on
+a few devices less, as the best for fewer is a layout for more, and last other shapes of the LLM
+near the best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all
 `predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
