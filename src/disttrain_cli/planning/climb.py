@@ -146,9 +146,8 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
         if one_changes and width in (2 * shape.width, shape.width // 2):
             other = shape._replace(tp=tp, cp=cp, gathers=gathers)
             yield other
-            if not unit.holds_llm:
-                yield other._replace(dp=max(1, shape.dp * shape.width // width))
-            else:
+            yield other._replace(dp=max(1, shape.dp * shape.width // width))
+            if unit.holds_llm:
                 pp = max(1, min(unit.layers, shape.pp * shape.width // width))
                 yield other._replace(pp=pp)
 
