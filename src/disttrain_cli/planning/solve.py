@@ -62,7 +62,7 @@ SEARCHED: tuple[Strategy, ...] = ("disaggregated", "megatron")  # as `auto` is
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
-CLOSE = 1.02  # times as long as the best one, at most
+CLOSE = 1.02  # times as long as the best one, at most, and as the policy of training gains
 NEAR = 2  # finalists with another shape of the LLM near the best one's
 
 
@@ -444,16 +444,17 @@ def _as_trained(
     the best one.
 
     Under another policy than they were ranked by only the first few are simulated, if they are
-    close: the others take as many times longer as the best one does.
+    close beside what that policy gains: the others take as many times longer as the best one does.
     """
     predictions = [_predicted(profile, cluster, ranked[0].layout)]
     if ranked_as(cluster) == cluster or profile.device.kind == "cpu":
         return ranked, predictions[0]
     first_s = ranked[0].iteration_s
+    gained = max(1.0, first_s / predictions[0].iteration_s)  # others may gain as much, or nothing
     predictions += [
         _predicted(profile, cluster, one.layout)
         for one in ranked[1:TRIED]
-        if one.iteration_s <= CLOSE * first_s
+        if one.iteration_s <= CLOSE * gained * first_s
     ]
     times_s = [prediction.iteration_s for prediction in predictions]
     scale = times_s[0] / first_s
