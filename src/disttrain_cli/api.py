@@ -249,6 +249,13 @@ def plan(
         note(f"Not compared with {short_path(previous)}: it was made for {another}.")
     elif before is not None:
         change = changes(before, best, opened.file, costs, cluster)
+    used, there = best.plan.gpus_used, costs.device.count
+    if used > there:
+        nodes = -(-used // opened.file.cluster.gpus_per_node)
+        note(
+            f"The cluster has {there:,} of this plan's {used:,} devices: training needs"
+            f" cluster.nodes: {nodes:,}."
+        )
     path = write_plan(out or opened.dir.plan, best)
     step = simulated_step(costs, best.plan, cluster, draws=draws)
     picture = draw(path, step.pipeline, step.timeline, best.plan)

@@ -158,6 +158,13 @@ def test_gpus_bounds_the_devices(run_folder, capsys):
     assert code == 0 and layout["gpus_used"] == 1 and len(layout["units"]) == 1
 
 
+def test_a_plan_for_more_devices_than_there_are_says_so(run_folder, capsys):
+    code, out, err = call(["plan", run_folder, "--gpus", 12, "--top", 0, "--json"], capsys)
+    used = json.loads(out)["plan"]["gpus_used"]
+    assert code == 0 and f"The cluster has 6 of this plan's {used} devices" in err
+    assert f"training needs cluster.nodes: {-(-used // 6)}." in err
+
+
 def test_no_room_in_memory_is_exit_3_and_names_the_limit(run_folder, capsys):
     path = run_folder / "runs" / "tiny" / "profile.json"
     profile = json.loads(path.read_text())

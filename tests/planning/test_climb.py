@@ -56,6 +56,8 @@ def test_neighbours_keep_to_the_devices_the_batch_and_the_profiled_tp(
         changed = [one != other for one, other in zip(shapes, LOPSIDED, strict=True)]
         assert sum(changed) <= 2
     used = [sum(shape.gpus for shape in shapes) for shapes in found]
+    # groups twice as wide with half the replicas, on the same devices
+    assert {UnitShape(8, 2, 1, False), UnitShape(2, 8, 1, False)} <= {one[llm] for one in found}
     assert used.count(cluster.gpus) > 10  # what is left goes to another unit
 
 

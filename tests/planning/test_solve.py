@@ -10,13 +10,21 @@ import pytest
 
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
+from disttrain_cli.planning import solve as solve_
 from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
+from disttrain_cli.planning.finalists import Ranked
 from disttrain_cli.planning.predict import predict
-from disttrain_cli.planning.solve import check_profile, cluster_of, solve, with_own_prediction
-from disttrain_cli.planning.units import groupings, units_of
+from disttrain_cli.planning.solve import (
+    check_profile,
+    cluster_of,
+    solve,
+    solve_for,
+    with_own_prediction,
+)
+from disttrain_cli.planning.units import Cluster, groupings, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Plan, read_plan, write_plan
+from disttrain_cli.spec.plan import Layout, Plan, Prediction, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from tests import profiles
@@ -138,6 +146,59 @@ def test_tp_groups_of_nodes_of_six_stay_inside_nodes() -> None:
     layout = {"microbatch_size": 2, "microbatches": 6, "gpus_used": 11, "units": straddling}
     with pytest.raises(SpecError, match="unit image_encoder would lie on two nodes"):
         check(edited(plan, **layout), run, profile)
+
+
+@pytest.mark.parametrize("top", [0, 3, 8])
+def test_replicas_of_an_encoder_with_much_to_reduce_become_stages(top: int) -> None:
+    """The formula, which knows no reductions, has two layouts before that; whatever runners-up are
+    shown."""
+    run = synthetic.run_file(batch=4, gpus=6, precision="bf16")
+    profile, modules = synthetic.tiny(run, kind="cuda", memory_gib=0.2039), {}
+    for name, kinds in (("image_encoder", ["embed", "block"]), ("llm", ["embed", "head"])):
+        module = profile.modules[name]
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "parameters": 300 * cost.parameters,
+                    "tp": {
+                        tp: shard.model_copy(update={"parameters": 300 * shard.parameters})
+                        for tp, shard in cost.tp.items()
+                    },
+                }
+            )
+            for kind, cost in module.costs.items()
+        }
+        cuts = module.cut_bytes_per_sequence[:2]
+        modules[name] = module.model_copy(
+            update={"layers": kinds, "costs": costs, "cut_bytes_per_sequence": cuts}
+        )
+    profile = profile.model_copy(update={"modules": modules})
+    plan = solve_for(profile, Cluster(6, 6, 0.2039, 1, 4), top=top)
+    assert plan.plan.describe() == "image_encoder (TP 1 DP 2 PP 2) → llm (TP 1 DP 1 PP 2)"
+
+
+@pytest.mark.parametrize(("second_s", "taken"), [(8.0, 1), (9.5, 0)])
+def test_what_the_policy_of_training_gains_may_change_the_order(
+    made: tuple[RunFile, Profile, Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    second_s: float,
+    taken: int,
+) -> None:
+    """Of layouts that are 5 % apart under the policy that ranks them, where training gains 17 %."""
+    _, profile, plan = made
+    gpu = profile.device.model_copy(update={"kind": "cuda"})
+    profile = profile.model_copy(update={"device": gpu})
+    layouts = [plan.plan, plan.alternatives[0].plan]
+    assert layouts[0] and layouts[1]
+    ranked = [Ranked(layouts[0], 10.0), Ranked(layouts[1], 10.5)]
+    trained_s = {layouts[0].describe(): 8.5, layouts[1].describe(): second_s}
+
+    def predicted(_: Profile, __: Cluster, layout: Layout) -> Prediction:
+        return plan.predicted.model_copy(update={"iteration_s": trained_s[layout.describe()]})
+
+    monkeypatch.setattr(solve_, "_predicted", predicted)
+    cluster = Cluster(6, 6, 4.0, 1, 24, ordering="best")
+    assert solve_._as_trained(profile, cluster, ranked)[0][0].layout == layouts[taken]
 
 
 def test_one_gpu_gets_one_unit() -> None:

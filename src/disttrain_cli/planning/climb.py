@@ -20,7 +20,7 @@ from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout, UnitShape
 
 LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
-TRIED = 12  # neighbours of a layout that are simulated: the best by `_estimate_s`
+TRIED = 12  # neighbours of a layout that are simulated: the best by `estimate_s`
 BEST = 3  # of them, of which it is found how they are best run
 MOST = 8  # steps of a climb
 
@@ -57,7 +57,7 @@ def climb(
         found = {_name(other): other for other in _built(units, cluster, layout, build)}
         new = [other for name, other in found.items() if name not in seen]
         seen.update(found)
-        new.sort(key=lambda other: _estimate_s(cluster, units, other))
+        new.sort(key=lambda other: estimate_s(cluster, units, other))
         tried = sorted(itertools.islice(filter(fits, new), TRIED), key=simulated_s)[:BEST]
         fastest = min(map(timed, tried), key=lambda one: one[1], default=(layout, best_s))
         if fastest[1] > best_s * (1 - LEAST_GAIN):
@@ -146,9 +146,8 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
         if one_changes and width in (2 * shape.width, shape.width // 2):
             other = shape._replace(tp=tp, cp=cp, gathers=gathers)
             yield other
-            if not unit.holds_llm:
-                yield other._replace(dp=max(1, shape.dp * shape.width // width))
-            else:
+            yield other._replace(dp=max(1, shape.dp * shape.width // width))
+            if unit.holds_llm:
                 pp = max(1, min(unit.layers, shape.pp * shape.width // width))
                 yield other._replace(pp=pp)
 
@@ -160,7 +159,7 @@ def _groups(unit: Unit) -> Iterator[tuple[int, int, bool]]:
     yield from dict.fromkeys(found)
 
 
-def _estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
+def estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:
     """The formula with the longest reduction and optimizer step, or what is left of them
     behind passes: whom to simulate first."""
     profile, gpus_per_node = units[0].profile, cluster.gpus_per_node

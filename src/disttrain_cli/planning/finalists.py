@@ -4,11 +4,13 @@ The formula takes all sequences to be alike and a step to end with its last back
 sees skewed data, every transfer, the reduction of gradients and the optimizer. Finalists come in
 rounds: the formula's best, then its best with at most half as many ranks with the same weights of
 the LLM as the last round's best has, and so on, because many replicas of few stages have the most
-to reduce. No more rounds once the formula alone takes longer than the best simulated time, or than
-it says of the layout that was fastest. Every grouping of modules into units has its own rounds, the
-fastest by the formula first, after the layouts of other strategies. Then come, of the best one's
-grouping, the formula's best on a few devices less, as the best for fewer is a layout for more, and
-last other shapes of the LLM near the best one's.
+to reduce. Of each list the fastest are taken by the formula with what reductions and optimizer add
+(`climb.estimate_s`), as a unit without the LLM may have much to reduce, too. No more rounds once
+the formula alone takes longer than the best simulated time, or than it says of the layout that was
+fastest. Every grouping of modules into units has its own rounds, the fastest by the formula first,
+after the layouts of other strategies. Then come, of the best one's grouping, the formula's best on
+a few devices less, as the best for fewer is a layout for more, and last other shapes of the LLM
+near the best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all
 `predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
@@ -25,6 +27,7 @@ from typing import TypeVar
 
 from disttrain_cli.costs.layout import optimizer_s, stages_of
 from disttrain_cli.costs.memory import fits
+from disttrain_cli.planning.climb import estimate_s
 from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import batches, simulated_s
@@ -125,8 +128,12 @@ def rounds(
             candidate: (candidate.slot_sequences, candidate.shapes[holder], candidate.cps[holder])
             for candidate in result.best
         }
-        for candidate in diverse(result.best, kinds.__getitem__, count):
-            layout = layout_of(units, candidate)
+        layouts = {candidate: layout_of(units, candidate) for candidate in result.best}
+        ordered = sorted(
+            result.best, key=lambda candidate: estimate_s(cluster, units, layouts[candidate])
+        )
+        for candidate in diverse(ordered, kinds.__getitem__, count):
+            layout = layouts[candidate]
             if layout in others:
                 continue
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
@@ -141,7 +148,7 @@ def rounds(
     for units in sorted(groups, key=fastest_ms) if len(groups) > 1 else groups:
         most: int | None = None
         for number in range(ROUNDS):
-            count = EACH if number else max(EACH, wanted)
+            count = EACH if number else max(SURE, wanted)
             holders = add(units, Limits(within_ms(), most), count, pool)
             most = holders // 2
             if not most:

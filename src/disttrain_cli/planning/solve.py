@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -62,7 +62,7 @@ SEARCHED: tuple[Strategy, ...] = ("disaggregated", "megatron")  # as `auto` is
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
-CLOSE = 1.02  # times as long as the best one, at most
+CLOSE = 1.02  # times as long as the best one, at most, and as the policy of training gains
 NEAR = 2  # finalists with another shape of the LLM near the best one's
 
 
@@ -372,7 +372,7 @@ def _climbed(
     finalists: list[Ranked],
 ) -> list[Ranked]:
     """Better neighbours of the best finalists that differ in grouping or the LLM's shape, of those
-    that are nearly as fast as any."""
+    that are nearly as fast as any, and these with other modules whole."""
     profile = groups[0][0].profile
 
     def build(units: list[Unit], shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
@@ -387,6 +387,22 @@ def _climbed(
 
     def as_run(layout: Layout) -> tuple[Layout, float]:
         return timed(profile, cluster, layout, draws=draws)
+
+    def dealt_otherwise(layout: Layout) -> Iterator[Layout]:
+        """The layout with other modules whole on each rank of a TP group."""
+        shapes = [unit.shape for unit in layout.units]
+        slot_sequences = layout.global_batch_size // layout.microbatches
+        for units in groups:
+            if (
+                grouping(units) != grouping(layout.units)
+                and [list(unit.modules) for unit in units] == [one.modules for one in layout.units]
+                and all(
+                    (one.tp, one.cp) in unit.widths for unit, one in zip(units, shapes, strict=True)
+                )
+                and (other := build(units, shapes, slot_sequences)) is not None
+                and has_room(other)
+            ):
+                yield other
 
     seen: set[str] = set()
     by_grouping = {grouping(units): units for units in groups}
@@ -404,8 +420,12 @@ def _climbed(
         lambda one: (grouping(one.layout.units), one.layout.unit_of(profile.inputs.llm).shape),
         CLIMBED,
     )
-    found = []
+    found, known = [], [whole(one.layout) for one in finalists]
     for start in starts:
+        for layout in dealt_otherwise(start.layout):
+            if layout not in known:
+                known.append(layout)
+                found.append(Ranked(*as_run(layout)))
         units = by_grouping[grouping(start.layout.units)]
         way = climb(
             units,
@@ -429,16 +449,17 @@ def _as_trained(
     the best one.
 
     Under another policy than they were ranked by only the first few are simulated, if they are
-    close: the others take as many times longer as the best one does.
+    close beside what that policy gains: the others take as many times longer as the best one does.
     """
     predictions = [_predicted(profile, cluster, ranked[0].layout, draws)]
     if ranked_as(cluster) == cluster or profile.device.kind == "cpu":
         return ranked, predictions[0]
     first_s = ranked[0].iteration_s
+    gained = max(1.0, first_s / predictions[0].iteration_s)  # others may gain as much, or nothing
     predictions += [
         _predicted(profile, cluster, one.layout, draws)
         for one in ranked[1:TRIED]
-        if one.iteration_s <= CLOSE * first_s
+        if one.iteration_s <= CLOSE * gained * first_s
     ]
     times_s = [prediction.iteration_s for prediction in predictions]
     scale = times_s[0] / first_s
