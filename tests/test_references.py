@@ -59,7 +59,7 @@ def is_dead(reference: str) -> bool:
     if re.search(r"\.(py|sql|yaml|json)$", path):
         return "/" in path and not any(f"/{file}".endswith(f"/{path}") for file in FILES)
     parts = path.split(".")
-    if len(parts) < 2 or parts[0] not in ROOMS:
+    if parts[0] not in ROOMS or any(part.isdigit() for part in parts):  # a list in a run file
         return False
     for length in range(len(parts), 0, -1):
         ending = ".".join(parts[:length])

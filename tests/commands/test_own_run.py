@@ -71,7 +71,7 @@ def test_a_run_file_for_what_is_there(made, tmp_path, capsys, monkeypatch, model
     assert file.name == f"run-{model}" and opened.resolve(file.data.sources[0].path) == made / data
     assert file.train.precision == "fp32" and file.data.held_out == 0.05
     assert file.data.sequence_length == 256 and file.train.global_batch_size <= 8
-    assert 3 * 8 <= file.train.steps < 200 and 1e-4 < file.train.optimizer.lr < 1e-2
+    assert file.train.epochs == 3 and 1e-4 < file.train.optimizer.lr < 1e-2
     assert opened.resolve(file.data.tokenizer) == made / model
     code, _, err = init([str(to), "--folder", model, "--data", data], capsys)
     assert code == 1 and "disttrain.yaml exists" in err

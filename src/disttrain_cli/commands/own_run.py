@@ -40,7 +40,7 @@ cluster:
 
 train:
   global_batch_size: $batch  # packed sequences per optimizer step
-  steps: $steps  # about $epochs passes over $sequences sequences
+  epochs: $epochs  # passes over the data: about $steps steps
   precision: $precision  # bf16 on GPUs that have it
   zero_stage: 1  # optimizer states are split over the replicas of a unit
   optimizer: {lr: $rate, warmup_steps: $warmup, schedule: cosine}
@@ -163,7 +163,7 @@ def _index(
 
     guess = {
         "length": SHORTEST, "longest": 0, "held_out": 0.0, "batch": 1, "steps": 1, "epochs": 1,
-        "sequences": 1, "rate": RATE, "warmup": 0, "answers": 0,
+        "rate": RATE, "warmup": 0, "answers": 0,
     }  # fmt: skip
     file = scratch / "disttrain.yaml"
     file.write_text(TEXT.substitute(guess | values | _filled(fields, folder)), encoding="utf-8")
@@ -174,7 +174,7 @@ def _index(
 
 
 def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
-    """Sequence length, batch, steps and rate for these samples."""
+    """Sequence length, batch and rate for these samples."""
     from disttrain_cli.models.architectures import read_configs
 
     lengths = index.lengths
@@ -191,9 +191,8 @@ def _sizes(run: Run, index: Index, devices: int) -> dict[str, object]:
         "longest": f"{longest:,}",
         "held_out": held_out,
         "batch": batch,
-        "steps": steps,
+        "steps": f"{steps:,}",
         "epochs": EPOCHS,
-        "sequences": f"{sequences:,}",
         "rate": f"{rate:.0e}".replace("e", ".0e", 1),
         "warmup": steps // 20,
         "answers": 20 if held_out else 0,
