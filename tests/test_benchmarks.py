@@ -179,10 +179,11 @@ def test_best_is_level_and_near_the_best_order():
 
 
 def test_planner_has_no_gap_to_brute_force():
-    search, strategies_, nothing_fits, gaps = planner.measure(small=True).values()
+    search, strategies_, nothing_fits, gaps, commands = planner.measure(small=True).values()
     assert search[0]["GPUs"] == 6 and strategies_[0]["megatron ms"] > 0
     assert "GiB" in nothing_fits[0]["remedies"]
     assert all(abs(float(row["gap"])) < 1e-9 for row in gaps)
+    assert commands[0]["CPU s"] > 0
 
 
 def test_simulated_plans_are_never_slower_than_the_papers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
 from disttrain_cli.planning import solve as solve_
 from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
+from disttrain_cli.planning.draws import Draws
 from disttrain_cli.planning.finalists import Ranked
 from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.solve import (
@@ -193,12 +195,15 @@ def test_what_the_policy_of_training_gains_may_change_the_order(
     ranked = [Ranked(layouts[0], 10.0), Ranked(layouts[1], 10.5)]
     trained_s = {layouts[0].describe(): 8.5, layouts[1].describe(): second_s}
 
-    def predicted(_: Profile, __: Cluster, layout: Layout) -> Prediction:
+    def predicted(_: Profile, __: Cluster, layout: Layout, *___: Any) -> Prediction:
         return plan.predicted.model_copy(update={"iteration_s": trained_s[layout.describe()]})
 
     monkeypatch.setattr(solve_, "_predicted", predicted)
     cluster = Cluster(6, 6, 4.0, 1, 24, ordering="best")
-    assert solve_._as_trained(profile, cluster, ranked)[0][0].layout == layouts[taken]
+    assert (
+        solve_._as_trained(profile, cluster, ranked, Draws(profile, cluster))[0][0].layout
+        == layouts[taken]
+    )
 
 
 def test_one_gpu_gets_one_unit() -> None:

@@ -81,7 +81,7 @@ def orders_of(run: Run, layout: Layout) -> Orders:
 
 
 def before_fork(payload: dict[str, Any]) -> None:
-    layer_table(read_run(Path(payload["cases"][0]["run"])))
+    layer_table(read_run(*payload["cases"][0]["run"]))
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def ranks(payload: dict[str, Any]) -> None:
     buckets.BUCKET_NUMBERS = BUCKET_NUMBERS
     with joined("cpu", 120.0) as device:
         for case in _in_turn(payload["cases"]):
-            run = read_run(Path(case["run"]))
+            run = read_run(*case["run"])
             plan = Plan.model_validate(case["plan"])
             graph = stage_graph(plan.plan, "llm", tied_layers(layer_table(run)))
             place = graph.coords(int(os.environ["RANK"]))

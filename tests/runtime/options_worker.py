@@ -46,7 +46,7 @@ class CountingTracer(Tracer):
 
 def before_fork(payload: dict[str, Any]) -> None:
     for case in payload["cases"]:
-        layer_table(read_run(Path(case["run"])))
+        layer_table(read_run(*case["run"]))
 
 
 def ranks(payload: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def ranks(payload: dict[str, Any]) -> None:
 
 def _train(case: dict[str, Any], device: torch.device) -> None:
     run, plan, out = (
-        read_run(Path(case["run"])),
+        read_run(*case["run"]),
         Plan.model_validate(case["plan"]),
         Path(case["out"]),
     )

@@ -172,7 +172,7 @@ def train(
             replanner,
         ).run(resume, start)
     other_cores = others.cores()
-    spec = run.file.train.evaluation
+    spec = run.file.train.evaluated
     best = best_of(root.checkpoints) if spec and spec.keep_best else None
     newest = best or latest(root.checkpoints)
     samples = None

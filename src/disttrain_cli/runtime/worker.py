@@ -138,7 +138,7 @@ def main(payload: dict[str, Any]) -> None:
             if told["resume"]
             else 0
         )
-        spec = run.file.train.evaluation
+        spec = run.file.train.evaluated
         newest = latest(run.dir.checkpoints) if told["resume"] else None
         evaluation = (
             Evaluation(

@@ -41,7 +41,7 @@ def history_of(out: Path, name: str) -> torch.Tensor:
 
 def before_fork(payload: dict[str, Any]) -> None:
     for case in payload.get("cases", []):
-        layer_table(read_run(Path(case["run"])))
+        layer_table(read_run(*case["run"]))
 
 
 def ranks(payload: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     """Steps `first` .. `last` - 1 from the checkpoint `load`, or with the weights of `start`, with
     ones at `save`."""
     run, plan, out = (
-        read_run(Path(case["run"])),
+        read_run(*case["run"]),
         Plan.model_validate(case["plan"]),
         Path(case["out"]),
     )

@@ -108,7 +108,7 @@ def _executed(run_path: Path, plan_path: Path, profile_path: Path) -> list[dict[
         run, plan = read_run(run_path), Plan.model_validate_json(plan_path.read_text())
         profile = Profile.model_validate_json(profile_path.read_text())
         graph = stage_graph(plan.plan, profile.inputs.llm)
-        worker.before_fork({"run": run_path, "at_once": 1})
+        worker.before_fork({"run": [run_path], "at_once": 1})
     for stage in graph.stages:
         seen = StageSeen(stages=[], rank=0, slots_in_flight=0, slots=slots_seen(stage, SLOTS))
         coords = graph.coords(stage.rank(0))

@@ -192,11 +192,11 @@ class TrainSpec(Strict):
     checkpoint: CheckpointSpec = Field(
         default_factory=CheckpointSpec, description="How often, and how many are kept."
     )
-    evaluation: EvaluationSpec | None = Field(
-        default_factory=EvaluationSpec,
+    evaluation: EvaluationSpec | Literal["auto"] | None = Field(
+        "auto",
         description=(
-            "Losses on held-out data: where data.held_out is above 0 also if not given; {}: on a"
-            " folder's validation split, too; null: none."
+            "Losses on held-out data. auto: with the defaults where data.held_out is above 0; {}:"
+            " on a folder's validation split, too; null: none."
         ),
     )
     ema: EmaSpec | None = Field(None, description="Moving averages of weights; none if not given.")
@@ -281,7 +281,12 @@ class TrainSpec(Strict):
     @property
     def asks_evaluation(self) -> bool:
         """True where the run file has `evaluation`: data must be held out then."""
-        return self.evaluation is not None and "evaluation" in self.model_fields_set
+        return isinstance(self.evaluation, EvaluationSpec)
+
+    @property
+    def evaluated(self) -> EvaluationSpec | None:
+        """`evaluation`, or its defaults for auto, for runs that hold data out."""
+        return EvaluationSpec() if self.evaluation == "auto" else self.evaluation
 
     @property
     def longest_hang_s(self) -> float:
