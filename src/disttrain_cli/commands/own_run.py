@@ -10,6 +10,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+import yaml
+
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.progress import Progress
 
@@ -93,9 +95,9 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
     with tempfile.TemporaryDirectory() as scratch:
         given = model if named else str(path)
         values = {
-            "name": _name(folder),
-            "about": f"{model} and {data}",
-            "data": data if url else _quoted(str(Path(data).resolve())),
+            "name": _quoted(_name(folder)),
+            "about": f"{_quoted(model)} and {_quoted(data)}",
+            "data": _quoted(data) if url else _quoted(str(Path(data).resolve())),
             "devices": devices or min(2, os.cpu_count() or 1),
             "precision": "bf16" if devices else "fp32",
             "video": "",
@@ -211,7 +213,8 @@ def _beside(path: Path, folder: Path) -> str:
     return os.path.relpath(path.resolve(), folder.resolve()) if inside else str(path.resolve())
 
 
-def _quoted(path: str) -> str:
-    """A path as a YAML scalar inside braces."""
-    plain = re.fullmatch(r"[A-Za-z0-9_./@-]+", path) and not re.fullmatch(r"[0-9.e_-]+", path)
-    return path if plain else "'" + path.replace("'", "''") + "'"
+def _quoted(text: str) -> str:
+    """A text as a YAML scalar of one line, inside braces, too."""
+    if re.fullmatch(r"[A-Za-z0-9_./@-]+", text) and yaml.safe_load(f"[{text}]") == [text]:
+        return text
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
