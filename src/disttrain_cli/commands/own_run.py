@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from disttrain_cli.errors import DataError, SpecError
+from disttrain_cli.errors import DataError, SpecError, UsageError
 from disttrain_cli.spec.progress import Progress
 
 if TYPE_CHECKING:
@@ -77,13 +77,19 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         devices: GPUs of this machine; 0 = none.
 
     Raises:
-        SpecError: the model is of no known family, or has no module for something in the data.
+        UsageError: one of them is empty.
+        SpecError: the model is of no known family, its weights cannot be read, or it has no module
+            for something in the data.
         DataError: the data cannot be read, or hold too many samples that cannot be used.
     """
+    from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.spec.files import parse_json
     from disttrain_cli.spec.hub import is_name, snapshot
     from disttrain_cli.spec.index import UNREAD, VIDEOS
 
+    for option, given in (("--folder", model), ("--data", data)):
+        if not given:
+            raise UsageError(f"{option} is empty", "", f"Give a path or a name after {option}.")
     named = is_name(model, Path.cwd())
     path = snapshot(model, "--folder").path if named else Path(model).resolve()
     config = parse_json(path / "config.json", "model configuration", "Correct --folder.")
@@ -106,6 +112,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         if VIDEOS in index.unread and run.published and run.published.family.video:
             values["video"] = "  video: {}  # read as the model's processor says\n"
             run, index = _index(Path(scratch), fields, given, values, progress)
+        starting_weights(run)
         for what, count in index.unread.items():
             if what in (*UNREAD.values(), VIDEOS):
                 raise SpecError(
