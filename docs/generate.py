@@ -64,7 +64,8 @@ def runfile() -> str:
             " errors. `disttrain schema` prints the same as a JSON Schema, for editors"
             " ([schema/runfile.schema.json](schema/runfile.schema.json)). `--set KEY=VALUE`"
             " changes a field for one command: `--set train.steps=100`, `--set"
-            " data.sources.0.weight=2`."
+            " data.sources.0.weight=2`. `true` and `no` are"
+            " no numbers, nor is `1:30` (90 in YAML)."
         ),
         *_section("Top level", schema, schema["$defs"]),
     ]

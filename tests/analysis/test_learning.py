@@ -3,6 +3,7 @@ its steps."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,32 @@ def test_a_healthy_run_learns_and_is_never_called_bad(name: str, share: float) -
         assert seen[-1] == "learning" or (name == "fine-tuned" and share == 0.1)
 
 
+@pytest.mark.parametrize("count", [*range(150, COUNT, 17), COUNT])
+def test_noise_is_no_course(count: int) -> None:
+    """Noise of neighbouring steps that is correlated, blocks of steps that do not divide a run,
+    held-out losses that swing, and a floor that is reached within a few steps."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        walk = np.convolve(rng.standard_normal(COUNT + 20), 0.8 ** np.arange(20), "same")[10:-10]
+        swinging = {step: 0.6 * (1 + 0.04 * rng.standard_normal()) for step in range(71, COUNT, 8)}
+        floor = 0.5 + 3 * np.exp(-AT / 1.5)
+        for text, held_out, warmup in (
+            (FALLING * (1 + 0.1 * walk), {}, 20),
+            (noisy(FALLING, 0.3, seed), {}, 20),
+            (noisy(FALLING, 0.05, seed), {23: 3.1, 47: 1.6, **swinging}, 20),
+            (noisy(floor, 0.02, seed), {}, 1),
+        ):
+            assert judge(rows(text[:count], held_out, warmup=warmup), text=BAR).verdict in (
+                "learning",
+                "too early to say",
+            )
+    assert judge(rows(noisy(floor, 0.02)[:count], warmup=1), text=BAR).verdict == "learning"
+
+
+def test_a_bar_of_zero_is_none() -> None:
+    assert judge(rows(noisy(FALLING)), text=0.0).verdict == "learning"
+
+
 BAD: dict[str, tuple[Any, dict[int, float], str]] = {
     "flat": (FLAT, {}, "not learning"),
     "noisy flat": (noisy(FLAT), {}, "not learning"),
@@ -89,6 +116,11 @@ BAD: dict[str, tuple[Any, dict[int, float], str]] = {
     "U-shaped": (
         noisy(FALLING),
         {step: 1.5 + 0.3 * abs(step - 95) / 96 for step in EVERY},
+        "overfitting",
+    ),
+    "U-shaped, once without a loss": (
+        noisy(FALLING),
+        {step: math.nan if step == 47 else 1.5 + 0.3 * abs(step - 95) / 96 for step in EVERY},
         "overfitting",
     ),
     "up again": (noisy(np.where(AT < 150, FALLING, 5.0)), {}, "diverging"),

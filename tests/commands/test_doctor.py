@@ -73,3 +73,12 @@ def test_small_shared_memory_and_few_files_are_advice(call, monkeypatch):
 
 def test_torch_is_asked_in_a_process_of_its_own():
     assert set(doctor._torch()) == set(TORCH)
+
+
+def test_what_other_packages_print_is_no_answer_of_torch(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "ASK_TORCH", "print('{\"devices\": []}')")
+    assert doctor._torch() == {"devices": []}
+    monkeypatch.setattr(doctor, "ASK_TORCH", "")
+    assert "hello" in doctor._torch()["error"]

@@ -24,6 +24,9 @@ def made(tmp_path_factory):
     shutil.copytree(root / "llava", root / "llm")
     text = json.loads((root / "llava" / "config.json").read_text())["text_config"]
     (root / "llm" / "config.json").write_text(json.dumps(text))
+    shutil.copytree(root / "llm", root / "pulled not")
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\nsize 1\n"
+    (root / "pulled not" / "model.safetensors").write_text(pointer)
     (root / "vit").mkdir()
     (root / "vit" / "config.json").write_text('{"model_type": "vit"}')
     picture, records, chats, pairs = encoded(28, 28), [], [], {}
@@ -87,6 +90,19 @@ def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monke
     assert file.model.folder == "my model" and file.data.sources[0].path == "pairs.tar"
 
 
+@pytest.mark.parametrize("name", ["no", "2026-11-27", "new\nline \x85", 'a, {b}: #c \'s "日本"'])
+def test_any_name_of_a_file_is_read_back(made, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    data, model, run = (tmp_path / f"{name}{end}" for end in (".jsonl", " model", ""))
+    shutil.copy(made / "texts.jsonl", data)
+    shutil.copytree(made / "llm", model)
+    code, _, err = init([name, "--folder", f"./{model.name}", "--data", data.name], capsys)
+    assert code == 0, err
+    opened = read_run(run / "disttrain.yaml")
+    assert opened.resolve(opened.file.data.sources[0].path) == data
+    assert opened.resolve(opened.file.model.modules["llm"].folder) == model
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -97,6 +113,9 @@ def test_paths_in_the_working_folder_stay_relative(made, tmp_path, capsys, monke
         (["--folder", "nothing", "--data", "pairs.tar"], 1, "no model configuration"),
         (["--folder", "llava", "--data", "nothing"], 1, "no data at nothing"),
         (["--folder", "llm", "--data", "pairs.tar"], 1, "llm has no module for 120 images"),
+        (["--folder", "pulled not", "--data", "texts.jsonl"], 1, "a Git LFS pointer"),
+        (["--folder", "llava", "--data", ""], 2, "--data is empty"),
+        (["--folder", "", "--data", "pairs.tar"], 2, "--folder is empty"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(

@@ -136,6 +136,11 @@ def test_evaluations_take_a_stated_share_of_a_run(
     assert steps // every * batches * 0.45 <= 0.03 * steps
     asked = EvaluationSpec(every_steps=5, sequences=13)
     assert schedule(asked, steps, 6, sequences) == (5, 3)
+    evaluation = Evaluation.__new__(Evaluation)
+    evaluation._steps, evaluation._every, evaluation._batches = steps, every, batches
+    evaluation._layout = SimpleNamespace(global_batch_size=6)  # type: ignore[assignment]
+    none = "No evaluation in 5 steps: the first is due after 15"
+    assert evaluation.plan.startswith(none if steps == 5 else "Evaluating ")
 
 
 def test_training_ends_after_evaluations_without_a_lower_loss() -> None:

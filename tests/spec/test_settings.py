@@ -69,6 +69,12 @@ def test_what_is_set_is_as_if_it_were_edited(file, setting, path, value):
         ("learning_rate=3", "--set learning_rate: unknown key; here it is train.optimizer.lr"),
         ("train.steps=many", "--set train.steps: input should be a valid integer"),
         ("train.precision=bfloat16", "here it is bf16"),
+        ("train.steps=yes", "--set train.steps: should be a number (given: True)"),
+        ("train.optimizer.betas=[0.9, off]", "train.optimizer.betas.1: should be a number"),
+        ("train.optimizer.modules.llm.lr=no", "modules.llm.lr: should be a number (given: False)"),
+        ("train.steps=1:30", "1:30 is 90 in YAML"),
+        ("train.ema.decay=0.9", "--set train.ema.modules: field required"),
+        ("data.sources.²={}", "'²' is no index of a list of 2"),
         ("train.zero_stage=0 # no", None),
     ],
 )

@@ -1,9 +1,10 @@
 """Whether a run learns, from the losses that it recorded.
 
 A loss of one batch is noisy, so medians of some first and last steps are compared, and the trend of
-the last half of the steps. Their errors follow from the differences of successive steps, which a
-trend hardly touches. Held-out losses are of the same sequences and noise every time, and are
-compared as they are.
+the last half of the steps. Their errors follow from the differences of successive steps and blocks
+of steps, which a trend hardly touches; blocks, because the noise of neighbouring steps may be
+correlated. Held-out losses are of the same sequences and noise every time; how much they swing is
+seen in the rises from which they have recovered.
 
 Nothing is called bad before the warm-up is over for `SETTLED` steps. Of a run that goes on from
 steps that are not recorded, a loss that stays as it is may have been learned before.
@@ -38,6 +39,9 @@ LEAST = 20  # steps that are judged at all, but for losses that are not finite
 #: The same where a loss has fallen, though not below the one to beat: it may wait there.
 PLATEAU = 100
 FIRST, LAST = 25, 200  # steps at most whose median begins and ends a course
+#: Steps over which noise may be correlated, and where it is: means of as many vary so many times
+#: more than independent steps would have them.
+BLOCK, CORRELATED = 8, 2
 SIGMAS = 3.0
 #: Shares of a loss: what counts as movement, and what of one that stands still may be hidden.
 MOVED, HIDDEN = 0.01, 0.02
@@ -46,6 +50,7 @@ BEATEN = 0.03
 #: By which share a held-out loss is above its best, at two evaluations, where a model overfits; and
 #: which share of the held-out loss a training loss has that is learned by heart.
 WORSE, BY_HEART = 0.03, 0.5
+SWINGS = 2  # such a rise is more than so many times what the loss has swung
 #: By which share of the best a loss is above it, or of what was learned, where a run diverges.
 RISEN, LOST = 0.25, 0.5
 
@@ -136,7 +141,11 @@ def _courses(rows: Sequence[Mapping[str, Any]], profile: Profile) -> dict[str, C
         courses[name] = Course(
             np.array([step for step, _ in found], float),
             np.array([loss for _, loss in found], float),
-            [(row["step"], row[held]) for row in rows if row.get(held) is not None],
+            [
+                (row["step"], row[held])
+                for row in rows
+                if row.get(held) is not None and math.isfinite(row[held])
+            ],
         )
     return courses
 
@@ -174,13 +183,16 @@ def _course(
     begin = values[: min(FIRST, max(5, count // 4))]
     end = values[-min(LAST, max(5, count // 5)) :]
     noise = _noise(values)
+    of_blocks = _noise(_means(values)) * math.sqrt(BLOCK)
+    noise = of_blocks if of_blocks > CORRELATED * noise else noise
     # a median's error is 1.25 times a mean's
     error = 1.25 * noise * math.sqrt(1 / len(begin) + 1 / len(end))
     first, last = float(np.median(begin)), float(np.median(end))
     trend = _trend(values[-min(2 * LAST, max(5, count // 2)) :], noise)
     judged = replace(judged, first=first, last=last, error=error)
     summary = f"{figure(first, 4)} → {figure(last, 4)} over {_steps(count)}"
-    beat = bar is None or last < (1 - BEATEN) * bar.value
+    # a bar of 0: nothing to learn but what is always the same
+    beat = bar is None or not bar.value or last < (1 - BEATEN) * bar.value
     if bar is not None:
         summary += f", loss to beat {figure(bar.value, 4)} ({bar.basis})"
     held = [loss for _, loss in course.held_out]
@@ -192,7 +204,10 @@ def _course(
         return replace(judged, verdict="diverging")
     if settled < SETTLED:
         return replace(judged, why=f"{summary}; {_steps(settled)} since the warm-up")
-    if len(held) > best + 2 and min(held[-2:]) > (1 + WORSE) * held[best] and last < held[-1]:
+    risen = len(held) > best + 2 and min(held[-2:]) - held[best] > max(
+        WORSE * held[best], SWINGS * _swing(np.array(held), best)
+    )
+    if risen and last < held[-1]:
         since = course.held_out[best][0]
         why = f"{summary}, which was {figure(held[best], 4)} after step {since}"
         return replace(judged, verdict="overfitting", why=why)
@@ -201,6 +216,8 @@ def _course(
         return replace(judged, verdict="overfitting", why=f"{summary}, which falls no more")
     fell = first - last > max(SIGMAS * error, MOVED * first)
     fell |= len(held) > 1 and held[-1] < (1 - MOVED) * held[0]
+    # within fewer steps than the first median is of
+    fell |= values[:2].min() - last > max(2 * SIGMAS * noise, MOVED * first)
     falls = trend < -2
     if not beat:
         if falls:
@@ -224,8 +241,25 @@ def _steps(count: int) -> str:
 
 
 def _noise(values: Floats) -> float:
-    """Standard deviation of a loss from step to step; few spikes do not change it."""
-    return 1.4826 * float(np.median(np.abs(np.diff(values)))) / math.sqrt(2)
+    """Standard deviation of a loss from step to step; few spikes and a trend do not change it."""
+    steps = np.diff(values)
+    return 1.4826 * float(np.median(np.abs(steps - np.median(steps)))) / math.sqrt(2)
+
+
+def _means(values: Floats) -> Floats:
+    """Means of successive blocks of steps, the last of which ends with the last step."""
+    return values[len(values) % BLOCK :].reshape(-1, BLOCK).mean(axis=1)
+
+
+def _swing(held: Floats, best: int) -> float:
+    """The largest rise from which a held-out loss came back to its best, or fall since then."""
+    before, since = held[: best + 1], held[best:]
+    return float(
+        max(
+            (before - np.minimum.accumulate(before)).max(),
+            (np.maximum.accumulate(since) - since).max(),
+        )
+    )
 
 
 def _trend(values: Floats, noise: float) -> float:
@@ -243,12 +277,13 @@ def _trend(values: Floats, noise: float) -> float:
 def _diverges(values: Floats, width: int, error: float, trend: float) -> bool:
     """True where the last two blocks of steps have lost half of what was learned, or lie clearly
     above where the loss began, and do not fall."""
-    blocks = [float(np.median(values[at : at + width])) for at in range(0, len(values), width)]
+    starts = range(len(values) % width, len(values), width)
+    blocks = [float(np.median(values[at : at + width])) for at in starts]
     if len(blocks) < 3 or trend < -2:
         return False
     best = min(blocks)
     limit = best + max(4 * error, RISEN * best, LOST * (blocks[0] - best))
-    return min(blocks[-2], float(np.median(values[-width:]))) > limit
+    return min(blocks[-2:]) > limit
 
 
 def _advice(verdict: Verdict, rate: float, passes: float) -> str:

@@ -117,7 +117,10 @@ def _torch() -> dict[str, Any]:
         return {"error": f"no answer within {TORCH_S:.0f} s"}
     if answer.returncode:
         return {"error": (answer.stderr.strip().splitlines() or ["it ended"])[-1]}
-    return dict(json.loads(answer.stdout))
+    try:  # what else is imported may print, too
+        return dict(json.loads(answer.stdout.splitlines()[-1]))
+    except (LookupError, ValueError):
+        return {"error": f"no answer but {answer.stdout[-200:]!r}"}
 
 
 def _packages() -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -227,7 +228,10 @@ def fitted(text: str, gpus: int) -> str:
 
 
 def cuda_devices() -> int:
-    """GPUs that the driver shows, asked without loading torch; 0 where there is no driver."""
+    """GPUs that the driver shows, asked without loading torch; 0 where there is no driver.
+
+    As CUDA reads it, CUDA_VISIBLE_DEVICES ends at the first name that is of no device.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         answer = subprocess.run(
@@ -236,8 +240,9 @@ def cuda_devices() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     devices = sum(line.startswith("GPU ") for line in answer.splitlines())
-    return (
-        devices
-        if visible is None
-        else min(devices, len([name for name in visible.split(",") if name.strip()]))
-    )
+    if visible is None:
+        return devices
+    names = [name.strip() for name in visible.split(",")]
+    there = [*map(str, range(devices))]
+    known = takewhile(lambda name: name in there or name.startswith(("GPU-", "MIG-")), names)
+    return len({*known})

@@ -10,7 +10,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from disttrain_cli.errors import DataError, SpecError
+import yaml
+
+from disttrain_cli.errors import DataError, SpecError, UsageError
 from disttrain_cli.spec.progress import Progress
 
 if TYPE_CHECKING:
@@ -75,13 +77,19 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         devices: GPUs of this machine; 0 = none.
 
     Raises:
-        SpecError: the model is of no known family, or has no module for something in the data.
+        UsageError: one of them is empty.
+        SpecError: the model is of no known family, its weights cannot be read, or it has no module
+            for something in the data.
         DataError: the data cannot be read, or hold too many samples that cannot be used.
     """
+    from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.spec.files import parse_json
     from disttrain_cli.spec.hub import is_name, snapshot
     from disttrain_cli.spec.index import UNREAD, VIDEOS
 
+    for option, given in (("--folder", model), ("--data", data)):
+        if not given:
+            raise UsageError(f"{option} is empty", "", f"Give a path or a name after {option}.")
     named = is_name(model, Path.cwd())
     path = snapshot(model, "--folder").path if named else Path(model).resolve()
     config = parse_json(path / "config.json", "model configuration", "Correct --folder.")
@@ -93,9 +101,9 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
     with tempfile.TemporaryDirectory() as scratch:
         given = model if named else str(path)
         values = {
-            "name": _name(folder),
-            "about": f"{model} and {data}",
-            "data": data if url else _quoted(str(Path(data).resolve())),
+            "name": _quoted(_name(folder)),
+            "about": f"{_quoted(model)} and {_quoted(data)}",
+            "data": _quoted(data) if url else _quoted(str(Path(data).resolve())),
             "devices": devices or min(2, os.cpu_count() or 1),
             "precision": "bf16" if devices else "fp32",
             "video": "",
@@ -104,6 +112,7 @@ def own_run(folder: Path, model: str, data: str, devices: int, progress: Progres
         if VIDEOS in index.unread and run.published and run.published.family.video:
             values["video"] = "  video: {}  # read as the model's processor says\n"
             run, index = _index(Path(scratch), fields, given, values, progress)
+        starting_weights(run)
         for what, count in index.unread.items():
             if what in (*UNREAD.values(), VIDEOS):
                 raise SpecError(
@@ -211,7 +220,8 @@ def _beside(path: Path, folder: Path) -> str:
     return os.path.relpath(path.resolve(), folder.resolve()) if inside else str(path.resolve())
 
 
-def _quoted(path: str) -> str:
-    """A path as a YAML scalar inside braces."""
-    plain = re.fullmatch(r"[A-Za-z0-9_./@-]+", path) and not re.fullmatch(r"[0-9.e_-]+", path)
-    return path if plain else "'" + path.replace("'", "''") + "'"
+def _quoted(text: str) -> str:
+    """A text as a YAML scalar of one line, inside braces, too."""
+    if re.fullmatch(r"[A-Za-z0-9_./@-]+", text) and yaml.safe_load(f"[{text}]") == [text]:
+        return text
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()

@@ -10,6 +10,7 @@ larger one is found by looking.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import cache
@@ -31,6 +32,8 @@ from disttrain_cli.spec.hub import fetch_weights
 SINGLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 
+POINTER = b"version https://git-lfs"  # its beginning
+
 _VAE = "diffusers:AutoencoderKL"
 # Attention of autoencoders saved by diffusers before 0.16.
 _OLD_VAE = {
@@ -47,18 +50,19 @@ def weight_files(folder: Path) -> list[Path]:
     Those of a name on Hugging Face are downloaded where they are not there.
 
     Raises:
-        SpecError: the weights are pickled only, or files that the index names are missing.
+        SpecError: the weights are pickled only, or files that the index names are missing, or
+            pointers of Git LFS.
     """
     fetch_weights(folder)
     for name in SINGLE:
         if (folder / name).exists():
-            return [folder / name]
+            return _no_pointers([folder / name])
         index = folder / f"{name}.index.json"
         if index.exists():
-            return _of_index(index)
+            return _no_pointers(_of_index(index))
     others = sorted(folder.glob("*.safetensors"))
     if len(others) == 1:
-        return others
+        return _no_pointers(others)
     if others:
         names = ", ".join(path.name for path in others)
         raise SpecError(
@@ -75,6 +79,19 @@ def weight_files(folder: Path) -> list[Path]:
             " or set pretrained: false.",
         )
     return []
+
+
+def _no_pointers(files: list[Path]) -> list[Path]:
+    """The same files; SpecError where Git LFS has yet to bring some."""
+    for path in files:
+        with path.open("rb") as file:
+            pointer = file.read(len(POINTER)) == POINTER
+        if pointer:
+            raise SpecError(
+                f"{path} is a Git LFS pointer in place of the weights",
+                next_step=f"Bring the files: git -C {shlex.quote(str(path.parent))} lfs pull",
+            )
+    return files
 
 
 def _of_index(index: Path) -> list[Path]:

@@ -103,6 +103,11 @@ class Evaluation:
     @property
     def plan(self) -> str:
         """When it evaluates what, and what that costs, for people."""
+        if self._every > self._steps:
+            return (
+                f"No evaluation in {self._steps:,} steps: the first is due after"
+                f" {self._every:,} (train.evaluation.every_steps)"
+            )
         share = self._batches * FORWARD / self._every
         return (
             f"Evaluating {self._batches * self._layout.global_batch_size} held-out sequences every"

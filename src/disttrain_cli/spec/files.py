@@ -8,7 +8,7 @@ import os
 import re
 import select
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,26 +107,57 @@ def validate(
         raise SpecError(
             f"The {what} {path} must be a mapping", f"given: {type(value).__name__}", next_step
         )
+    problems: list[dict[str, Any]]
     try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        problems: list[dict[str, Any]] = [dict(problem) for problem in error.errors()[:8]]
-        text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
-        where = [
-            "--set " if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
-            for problem, line in zip(
-                problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True
-            )
+        read = kind.model_validate(value)
+        problems = [
+            {"loc": loc, "type": "value_error", "msg": "should be a number", "input": given}
+            for loc, given in _truths(value)
+            if isinstance(_at(read, loc), int | float) and not isinstance(_at(read, loc), bool)
         ]
-        wrong = UsageError if all(one == "--set " for one in where) else SpecError
-        raise wrong(
-            f"The {what} {path} has {error.error_count()} wrong field(s)",
-            "\n".join(
-                f"  {at}{_explain(problem, kind)}"
-                for at, problem in zip(where, problems, strict=True)
-            ),
-            next_step if wrong is SpecError else "Correct --set and run the command again.",
-        ) from None
+        if not problems:
+            return read
+    except ValidationError as error:
+        problems = [dict(problem) for problem in error.errors()]
+    count, problems = len(problems), problems[:8]
+    text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
+    where = [
+        "--set " if _is_set(problem["loc"], changed) else f"line {line}, " if line else ""
+        for problem, line in zip(
+            problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True
+        )
+    ]
+    wrong = UsageError if all(one == "--set " for one in where) else SpecError
+    raise wrong(
+        f"The {what} {path} has {count} wrong field(s)",
+        "\n".join(
+            f"  {at}{_explain(problem, kind)}" for at, problem in zip(where, problems, strict=True)
+        ),
+        next_step if wrong is SpecError else "Correct --set and run the command again.",
+    ) from None
+
+
+def _truths(value: Any, *place: Any) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """Places of true and false in plain data; pydantic takes them for 1 and 0."""
+    if isinstance(value, bool):
+        yield place, value
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(inner, bool | dict | list):
+                yield from _truths(inner, *place, key)
+
+
+def _at(read: Any, location: tuple[Any, ...]) -> Any:
+    """The value at a place of a model; None where it was read into something else."""
+    for part in location:
+        if isinstance(read, BaseModel):
+            read = getattr(read, str(part), None)
+        else:
+            try:
+                read = read[part]
+            except (TypeError, LookupError):
+                return None
+    return read
 
 
 def _is_set(location: tuple[Any, ...], changed: Sequence[tuple[str, ...]]) -> bool:

@@ -11,7 +11,8 @@ from disttrain_cli.spec.yaml_text import load_yaml
 
 
 def with_settings(value: Any, settings: Sequence[str]) -> tuple[Any, list[tuple[str, ...]]]:
-    """Plain content with every setting applied in order, and the paths that were set.
+    """Plain content with every setting applied in order, and the paths that were set; of a section
+    that was added for a setting, its own.
 
     A KEY is a dotted path, indices of lists included (`data.sources.0.weight`); sections that are
     not there are added. A VALUE is YAML.
@@ -30,9 +31,21 @@ def with_settings(value: Any, settings: Sequence[str]) -> tuple[Any, list[tuple[
             new = load_yaml(text)
         except ValueError as error:
             _refuse(setting, f"the value is not valid YAML: {error}")
-        changed.append(path)
-        value = _replaced(value, path, new, setting)
+        before, value = value, _replaced(value, path, new, setting)
+        changed.append(path[: _there(before, path) + 1])
     return value, changed
+
+
+def _there(value: Any, path: tuple[str, ...]) -> int:
+    """How many parts of a path that could be set lead to something."""
+    for number, part in enumerate(path):
+        if isinstance(value, dict):
+            value = value.get(part)
+        elif isinstance(value, list):
+            value = value[int(part)]
+        if value is None:
+            return number
+    return len(path)
 
 
 def _replaced(value: Any, path: tuple[str, ...], new: Any, setting: str) -> Any:

@@ -29,7 +29,13 @@ class _Loader(yaml.CSafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if isinstance(value, int | float) and ":" in node.value:
+                raise ValueError(
+                    f"{node.value} is {value} in YAML, which reads it in base 60: write that, or"
+                    f" '{node.value}' for a text"
+                )
+            return value
         # 2026-13-45 looks like a date and is none; a number of 5,000 digits
         except ValueError as error:
             raise yaml.constructor.ConstructorError(

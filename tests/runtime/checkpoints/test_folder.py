@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,12 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(tmp_path: Path) -> None:
     assert superseded(tmp_path, 1, keep_best=True) == [folders[0], *folders[2:-1]]
     unsound = checkpoint(tmp_path, 9, held_out_loss=0.5, sound=False)
     assert best_of(tmp_path) == folders[1] != unsound
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    folders = [
+        checkpoint(tmp_path, step, held_out_loss=loss)
+        for step, loss in enumerate([math.nan, -math.inf, 2.0, math.nan, 3.0])
+    ]
+    assert best_of(tmp_path) == folders[2]
+    assert folders[2] not in superseded(tmp_path, 1, keep_best=True)

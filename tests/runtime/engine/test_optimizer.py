@@ -140,6 +140,10 @@ def test_steps_beyond_a_schedule_that_ends_at_zero_are_said() -> None:
     [said] = beyond_schedule(run, 101)  # type: ignore[arg-type]
     assert said.startswith("warning: llm, projectors: the schedule ends at train.steps, 100, ")
     assert beyond_schedule(run, 100) == []  # type: ignore[arg-type]
+    file.train = train.model_copy(update={"steps": None, "epochs": 4.0})
+    file.train.count_epochs(25 * train.global_batch_size)
+    [said] = beyond_schedule(run, 101)  # type: ignore[arg-type]
+    assert "at train.epochs, 100, " in said and "train.steps" not in said
 
 
 @given(

@@ -261,10 +261,11 @@ def check_workers(
         )
     if steps > run.file.train.total_steps:
         raise SpecError(
-            f"{steps} steps are more than train.steps = {run.file.train.total_steps}",
+            f"{steps} steps are more than the {run.file.train.total_steps} of"
+            f" {run.file.train.ends_by}",
             "preprocessing workers answer no request beyond the last step of their run file",
-            f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data"
-            " serve",
+            f"Raise {run.file.train.ends_by} to {steps} steps in the run file, and start the"
+            " workers again: disttrain data serve",
         )
     access, identity = access_of(run), identity_of(run, layout, index, profile)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -49,7 +50,7 @@ def best_of(checkpoints: Path) -> Path | None:
     for folder in all_of(checkpoints):
         with suppress(SpecError):  # damaged
             told = describe(folder)
-            if told.get("sound", True) and "held_out_loss" in told:
+            if told.get("sound", True) and math.isfinite(told.get("held_out_loss", math.nan)):
                 losses[folder] = told["held_out_loss"]
     return min(losses, key=lambda folder: losses[folder], default=None)
 

@@ -92,7 +92,7 @@ def make_optimizer(
 
 def learning_rate(train: TrainSpec, module: str, step: int) -> float:
     """Rate of a module (or "projectors") in a step: linear warm-up, then its schedule, which ends
-    at `train.steps`."""
+    at the run file's last step."""
     spec = train.optimizer.of(module)
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
@@ -112,14 +112,14 @@ def lrs(run: Run, step: int) -> dict[str, float]:
 
 def beyond_schedule(run: Run, total: int) -> list[str]:
     """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at
-    `train.steps`."""
-    end = run.file.train.total_steps
+    the run file's last."""
+    end, field = run.file.train.total_steps, run.file.train.ends_by
     idle = [name for name, lr in lrs(run, total - 1).items() if lr == 0.0] if total > end else []
     return (
         [
-            f"warning: {', '.join(idle)}: the schedule ends at train.steps, {end}, and the"
-            f" learning rate is 0 from there on. To learn in all {total} steps, set train.steps to"
-            f" {total} instead of --steps."
+            f"warning: {', '.join(idle)}: the schedule ends at {field}, {end}, and the learning"
+            f" rate is 0 from there on. To learn in all {total} steps, raise {field} to as many"
+            " instead of --steps."
         ]
         if idle
         else []

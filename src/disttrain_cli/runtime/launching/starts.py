@@ -180,7 +180,9 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
     if step >= total:
         raise SpecError(
             f"The newest checkpoint is of step {step}, and the run ends at step {total}",
-            next_step="Raise train.steps in the run file, then: disttrain train --resume",
+            next_step=(
+                f"Raise {run.file.train.ends_by} in the run file, then: disttrain train --resume"
+            ),
         )
     return step
 

@@ -274,6 +274,11 @@ class TrainSpec(Strict):
         steps = self.epochs * self._sequences / self.global_batch_size
         return max(1, math.ceil(round(steps, 6)))
 
+    @property
+    def ends_by(self) -> str:
+        """The field that says when training ends."""
+        return "train.epochs" if self.steps is None else "train.steps"
+
     def count_epochs(self, sequences: int) -> None:
         """Take the number of packed sequences of one pass over the data."""
         self._sequences = sequences
