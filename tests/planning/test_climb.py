@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning import climb as climbing
 from disttrain_cli.planning import solve
@@ -111,3 +112,59 @@ def test_a_ranking_with_neighbours_is_never_slower(
             monkeypatch.setattr(solve, "CLIMBED", climbed)
             times_s.append(solve.ranking(profile, cluster, strategy)[0][0].iteration_s)
         assert times_s[0] <= times_s[1]
+
+
+def test_layers_of_most_weights_lie_on_different_stages() -> None:
+    """Their reductions take longer than all passes, by which splits are found."""
+    profile = synthetic.tiny(synthetic.run_file(batch=6, gpus=8, nodes=1), kind="cuda", tps=(1,))
+    llm = profile.modules["llm"]
+    heavy = {
+        kind: cost.model_copy(
+            update={
+                "parameters": 1000 * cost.parameters,
+                "tp": {
+                    tp: shard.model_copy(update={"parameters": 1000 * shard.parameters})
+                    for tp, shard in cost.tp.items()
+                },
+            }
+        )
+        for kind, cost in llm.costs.items()
+    }
+    modules = profile.modules | {
+        "llm": llm.model_copy(
+            update={
+                "costs": heavy,
+                "layers": ["embed", "block", "head"],
+                "cut_bytes_per_sequence": llm.cut_bytes_per_sequence[:3],
+            }
+        )
+    }
+    profile = profile.model_copy(update={"modules": modules})
+    cluster = Cluster(8, 8, 80.0, 1, 6)
+    (units,) = (found for found in groupings(profile, cluster, "megatron") if len(found) == 1)
+    start = layout_with(units, cluster, [UnitShape(1, 2, 4, False)], 6, "megatron")
+    assert start is not None
+    (unit,) = start.units
+    shifted = unit.model_copy(update={"layers_per_stage": [4, 2, 3, 2]})
+    start = start.model_copy(update={"units": [shifted]})
+
+    def simulated_s(layout: Layout) -> float:
+        return one_batch_s(profile, layout, cluster)
+
+    way = climb(
+        units,
+        cluster,
+        start,
+        simulated_s(start),
+        lambda shapes, size: None,
+        lambda layout: True,
+        simulated_s,
+        lambda layout: (layout, simulated_s(layout)),
+        set(),
+    )
+    best, best_s = way[-1]
+    assert best_s < 0.95 * simulated_s(start) and best.describe() == start.describe()
+    (stage,) = [
+        stage for stage in stages_of(profile, best) if ("llm", "block", "trained") in stage.held
+    ]
+    assert [module for module, _, _ in stage.held].count("llm") == 1

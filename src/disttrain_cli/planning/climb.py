@@ -4,7 +4,8 @@ The formula by which the search finds layouts knows neither reductions, nor mess
 skewed data, nor where a stage begins inside a node. So from the best finalists on, one unit at a
 time takes a few devices, a TP or CP size or a stage more or less, another one takes what devices
 are left, one recomputes or not, slots are halved or doubled, and the fastest simulated neighbour is
-the next one to start from, as long as it gains.
+the next one to start from, as long as it gains. A layer moves to a neighbouring stage where that
+shortens the estimate: splits of layers are found by passes alone, whatever a stage has to reduce.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.objective import layout_time
+from disttrain_cli.planning.splitting import whole
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout, UnitShape
 
@@ -54,7 +56,8 @@ def climb(
     layout, best_s = start, start_s
     seen.add(_name(start))
     for _ in range(MOST):
-        found = {_name(other): other for other in _built(units, cluster, layout, build)}
+        others = [*_built(units, cluster, layout, build), *_shifted(units, cluster, layout)]
+        found = {_name(other): other for other in others}
         new = [other for name, other in found.items() if name not in seen]
         seen.update(found)
         new.sort(key=lambda other: estimate_s(cluster, units, other))
@@ -68,7 +71,26 @@ def climb(
 
 
 def _name(layout: Layout) -> str:
-    return f"{layout.describe()} M {layout.microbatch_size}"
+    splits = [unit.layers_per_stage for unit in layout.units]
+    return f"{layout.describe()} M {layout.microbatch_size} {splits}"
+
+
+def _shifted(units: list[Unit], cluster: Cluster, layout: Layout) -> Iterator[Layout]:
+    """The layout with a layer moved between neighbouring stages, where the estimate gains."""
+    layout = whole(layout)
+    limit_s = estimate_s(cluster, units, layout) * (1 - LEAST_GAIN)
+    for number, unit in enumerate(layout.units):
+        for first, second in itertools.permutations(range(unit.pp), 2):
+            if abs(first - second) != 1 or unit.layers_per_stage[first] == 1:
+                continue
+            split = list(unit.layers_per_stage)
+            split[first] -= 1
+            split[second] += 1
+            shifted = unit.model_copy(update={"layers_per_stage": split})
+            both = [*layout.units[:number], shifted, *layout.units[number + 1 :]]
+            other = layout.model_copy(update={"units": both})
+            if estimate_s(cluster, units, other) < limit_s:
+                yield other
 
 
 def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) -> Iterator[Layout]:
