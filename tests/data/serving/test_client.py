@@ -486,9 +486,9 @@ def test_a_worker_that_lives_and_has_no_answer_is_named(
 
 
 def test_more_steps_than_workers_answer_are_refused_at_the_start(run: Run, index: Index) -> None:
-    with pytest.raises(SpecError, match=r"3 steps are more than train\.steps = 2") as caught:
+    with pytest.raises(SpecError, match=r"3 steps are more than the 2 of train\.steps") as caught:
         check_workers(pulling(run, "grpc://127.0.0.1:1"), MONOLITHIC, index, None, 3)
-    assert "train.steps: 3" in caught.value.next_step
+    assert "Raise train.steps" in caught.value.next_step
 
 
 class Gauge:

@@ -264,7 +264,7 @@ def check_workers(
             f"{steps} steps are more than the {run.file.train.total_steps} of"
             f" {run.file.train.ends_by}",
             "preprocessing workers answer no request beyond the last step of their run file",
-            f"Raise {run.file.train.ends_by} to {steps} steps in the run file, and start the"
+            f"Raise {run.file.train.ends_by} to as many in the run file, and start the"
             " workers again: disttrain data serve",
         )
     access, identity = access_of(run), identity_of(run, layout, index, profile)
