@@ -55,6 +55,7 @@ def test_a_latent_generator_makes_images(tmp_path, data):
             {
                 "run": run.source,
                 "profile": profile.model_dump(mode="json"),
+                "device": "cpu",
                 "images": str(folder),
                 "checkpoint": str(opened.dir.checkpoints / f"step-{step:06d}"),
             }
