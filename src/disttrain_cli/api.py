@@ -7,7 +7,6 @@ something lasts, `note` with a sentence that a user should know.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,10 +110,12 @@ def not_over(out: Path | None, *inputs: Path) -> None:
 
 def check_device_name(device: str) -> None:
     """UsageError where no device is called so."""
-    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
+    from disttrain_cli.spec.runfile.cluster import DEVICE
+
+    if not DEVICE.allows(device):
         raise UsageError(
             f"There is no device {device!r}",
-            "allowed: auto, cpu, cuda, analytic:NAME",
+            f"allowed: {DEVICE.words}",
             "disttrain profile --help",
         )
 
@@ -296,8 +297,8 @@ def plan(
 
 
 def _passes(run: Run, profile: Profile, steps: int | None = None) -> str:
-    """How often training passes over the data, for people; empty where phases of the data differ,
-    or there are none."""
+    """Number of passes of training over the data, as a sentence; empty where phases of the data
+    differ, or there are none."""
     train, given, data = run.file.train, run.file.data, profile.data
     train.count_epochs(data.sequences)
     if given.distribution is not None or given.curriculum:

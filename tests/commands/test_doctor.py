@@ -8,6 +8,7 @@ from disttrain_cli.app import main
 from disttrain_cli.commands import doctor
 from disttrain_cli.spec.extras import EXTRAS
 
+DOCTOR = "disttrain_cli.commands.doctor"
 TORCH = {"cuda": None, "nccl": None, "gloo": True, "devices": []}
 
 
@@ -48,15 +49,23 @@ def test_an_environment_that_serves(call):
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        ("_torch", lambda: {"error": "ImportError: no libtorch"}, "torch"),
-        ("cuda_devices", lambda: 8, "GPUs"),
-        ("_torch", lambda: TORCH | {"devices": [["H100", 79.1]], "cuda": "12.8"}, "NCCL"),
-        ("requires", lambda name: ["torch>=99", "typer"], "torch"),
-        ("requires", lambda name: ["no-such-package>=1"], "no-such-package"),
+        (
+            f"{DOCTOR}._torch",
+            lambda: {"error": "ImportError: no libtorch"},
+            "torch",
+        ),
+        (f"{DOCTOR}.cuda_devices", lambda: 8, "GPUs"),
+        (
+            f"{DOCTOR}._torch",
+            lambda: TORCH | {"devices": [["H100", 79.1]], "cuda": "12.8"},
+            "NCCL",
+        ),
+        ("importlib.metadata.requires", lambda name: ["torch>=99", "typer"], "torch"),
+        ("importlib.metadata.requires", lambda name: ["no-such-package>=1"], "no-such-package"),
     ],
 )
 def test_what_every_run_needs_ends_it_with_1(call, monkeypatch, name, value, what):
-    monkeypatch.setattr(doctor, name, value)
+    monkeypatch.setattr(name, value)
     code, out, _ = call("--json")
     assert code == 1 and [one["what"] for one in json.loads(out)["problems"]] == [what]
     code, out, err = call()

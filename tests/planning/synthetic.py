@@ -266,6 +266,23 @@ def attending(
     return profile.model_copy(update={"inputs": inputs, "modules": modules})
 
 
+def heavier(module: ModuleProfile, factor: float) -> ModuleProfile:
+    """A module whose layers have so many times the parameters, in the same time."""
+    costs = {
+        kind: cost.model_copy(
+            update={
+                "parameters": factor * cost.parameters,
+                "tp": {
+                    tp: shard.model_copy(update={"parameters": factor * shard.parameters})
+                    for tp, shard in cost.tp.items()
+                },
+            }
+        )
+        for kind, cost in module.costs.items()
+    }
+    return module.model_copy(update={"costs": costs})
+
+
 def on_nodes(profile: Profile, gpus_per_node: int, speed: float = 0.5) -> Profile:
     """The profile of a cluster of such nodes, between which links are so fast beside those inside
     where it has none."""

@@ -117,28 +117,12 @@ def test_a_ranking_with_neighbours_is_never_slower(
 def test_layers_of_most_weights_lie_on_different_stages() -> None:
     """Their reductions take longer than all passes, by which splits are found."""
     profile = synthetic.tiny(synthetic.run_file(batch=6, gpus=8, nodes=1), kind="cuda", tps=(1,))
-    llm = profile.modules["llm"]
-    heavy = {
-        kind: cost.model_copy(
-            update={
-                "parameters": 1000 * cost.parameters,
-                "tp": {
-                    tp: shard.model_copy(update={"parameters": 1000 * shard.parameters})
-                    for tp, shard in cost.tp.items()
-                },
-            }
-        )
-        for kind, cost in llm.costs.items()
+    llm = synthetic.heavier(profile.modules["llm"], 1000)
+    shorter = {
+        "layers": ["embed", "block", "head"],
+        "cut_bytes_per_sequence": llm.cut_bytes_per_sequence[:3],
     }
-    modules = profile.modules | {
-        "llm": llm.model_copy(
-            update={
-                "costs": heavy,
-                "layers": ["embed", "block", "head"],
-                "cut_bytes_per_sequence": llm.cut_bytes_per_sequence[:3],
-            }
-        )
-    }
+    modules = profile.modules | {"llm": llm.model_copy(update=shorter)}
     profile = profile.model_copy(update={"modules": modules})
     cluster = Cluster(8, 8, 80.0, 1, 6)
     (units,) = (found for found in groupings(profile, cluster, "megatron") if len(found) == 1)

@@ -157,23 +157,9 @@ def test_replicas_of_an_encoder_with_much_to_reduce_become_stages(top: int) -> N
     run = synthetic.run_file(batch=4, gpus=6, precision="bf16")
     profile, modules = synthetic.tiny(run, kind="cuda", memory_gib=0.2039), {}
     for name, kinds in (("image_encoder", ["embed", "block"]), ("llm", ["embed", "head"])):
-        module = profile.modules[name]
-        costs = {
-            kind: cost.model_copy(
-                update={
-                    "parameters": 300 * cost.parameters,
-                    "tp": {
-                        tp: shard.model_copy(update={"parameters": 300 * shard.parameters})
-                        for tp, shard in cost.tp.items()
-                    },
-                }
-            )
-            for kind, cost in module.costs.items()
-        }
+        module = synthetic.heavier(profile.modules[name], 300)
         cuts = module.cut_bytes_per_sequence[:2]
-        modules[name] = module.model_copy(
-            update={"layers": kinds, "costs": costs, "cut_bytes_per_sequence": cuts}
-        )
+        modules[name] = module.model_copy(update={"layers": kinds, "cut_bytes_per_sequence": cuts})
     profile = profile.model_copy(update={"modules": modules})
     plan = solve_for(profile, Cluster(6, 6, 0.2039, 1, 4), top=top)
     assert plan.plan.describe() == "image_encoder (TP 1 DP 2 PP 2) → llm (TP 1 DP 1 PP 2)"

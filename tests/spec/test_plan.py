@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.plan import UnitPlan, read_plan, write_plan
+from disttrain_cli.spec.settings import with_settings
 from tests.runtime.factory import plan_of, unit, write_run
 
 
@@ -21,6 +24,17 @@ def test_the_plan_that_is_replaced_is_kept(tmp_path: Path) -> None:
     write_plan(path, plan)
     assert (tmp_path / "plan.yaml.before").read_text() == edited
     assert read_plan(path) == plan
+
+
+@pytest.mark.parametrize("field", ["dp", "layers_per_stage.0"])
+def test_a_boolean_is_no_number(tmp_path: Path, field: str) -> None:
+    run, path = write_run(tmp_path, tmp_path), tmp_path / "plan.yaml"
+    write_plan(path, plan_of(run, [unit("llm", ["llm"], [4], 1)], 1))
+    value, _ = with_settings(yaml.safe_load(path.read_text()), [f"plan.units.0.{field}=yes"])
+    path.write_text(yaml.safe_dump(value))
+    with pytest.raises(SpecError, match=r"1 wrong field") as caught:
+        read_plan(path)
+    assert f"plan.units.0.{field}: should be a number (given: True)" in (caught.value.why or "")
 
 
 @pytest.mark.parametrize(
@@ -43,8 +57,6 @@ def test_delays_are_given_for_every_stage(delays: list[int | None], refused: str
         ({"module_tp": {"ear": 1}}, "module_tp names ear, .* modules: eye, llm"),
         ({"module_tp": {"eye": 2}}, "module_tp of eye must be 1.*given: 2"),
         ({"module_tp": {"eye": True}}, "integer"),
-        ({"dp": True}, "integer"),
-        ({"layers_per_stage": [True]}, "integer"),
         ({"tp": 1, "dp": 2}, "needs a TP group"),
         ({"cp": 2, "gpus": 4}, "module_tp and cp exclude each other"),
     ],

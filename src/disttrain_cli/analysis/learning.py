@@ -1,4 +1,4 @@
-"""Whether a run learns, from the losses that it recorded.
+"""Verdict on whether a run learns, from its recorded losses.
 
 A loss of one batch is noisy, so medians of some first and last steps are compared, and the trend of
 the last half of the steps. Their errors follow from the differences of successive steps and blocks
@@ -287,7 +287,7 @@ def _diverges(values: Floats, width: int, error: float, trend: float) -> bool:
 
 
 def _advice(verdict: Verdict, rate: float, passes: float) -> str:
-    """What to look at."""
+    """Fields and data to look at."""
     if verdict == "not learning":
         return (
             f"Look at optimizer.lr ({rate:.3g} at most), model.trained, and what the answers are"

@@ -369,7 +369,7 @@ def _slower_than_predicted(record: Record) -> list[str]:
 
 
 def _waited(record: Record, step: Comparison) -> str:
-    """How long ranks waited for cores, where the kernel says it."""
+    """Time that ranks waited for cores, where the kernel reports it."""
     waited_s = record.core_wait_s
     if waited_s is None:
         return "which is the likely reason"

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -108,7 +107,7 @@ def run(json_mode: JsonFlag = False, quiet: QuietFlag = False) -> None:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch sees, asked in a process of its own, or {"error": …}."""
+    """Answer of torch to `ASK_TORCH`, in a process of its own, or {"error": …}."""
     try:
         answer = subprocess.run(
             [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_S
@@ -125,11 +124,11 @@ def _torch() -> dict[str, Any]:
 
 def _packages() -> Iterator[Finding]:
     """Python, and every package that `pyproject.toml` requires."""
+    from importlib.metadata import PackageNotFoundError, requires, version  # 20 ms
+
     from packaging.requirements import Requirement
 
-    python = platform.python_version()
-    old = sys.version_info < (3, 11)
-    yield Finding("python", python, "problem" if old else "ok", "3.11 or newer is needed")
+    yield Finding("python", platform.python_version())
     for line in requires("disttrain") or []:
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):

@@ -167,7 +167,7 @@ def _listed(option: str, kind: tuple[str, str], given: str | None) -> list[str]:
 
 
 def _same(one: str) -> str:
-    """What all spellings of a number of devices, or of a device, have in common."""
+    """Common form of all spellings of a number of devices, or of a device."""
     return one.lower().removeprefix("analytic:").lstrip("0")
 
 

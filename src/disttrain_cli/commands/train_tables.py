@@ -90,7 +90,7 @@ def _show_steps(console: Console, steps: list[dict[str, Any]]) -> None:
 def _say_cores(
     console: Console, steps: Sequence[dict[str, Any]], median_s: float, other_cores: float | None
 ) -> None:
-    """How much of slow steps the ranks spent waiting for cores, and who held these."""
+    """Print the share of slow steps that ranks waited for cores, and who held these."""
     waits = sorted(step["core_wait_s"] for step in steps if step.get("core_wait_s") is not None)
     wait_s = waits[len(waits) // 2] if waits else 0.0
     if wait_s < (SLOWER - 1) * median_s:

@@ -52,7 +52,7 @@ def reads_files(fields: Iterable[str]) -> bool:
 
 
 class Request(NamedTuple):
-    """What a replica of a unit needs in a slot.
+    """Needs of a replica of a unit in a slot.
 
     `fields` are names of `FIELDS`; of a further encoder or generator with its number (pixels.1).
     """

@@ -126,8 +126,9 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
 
 
 def _to_beat(run: Run, index: Index) -> list[LossToBeat]:
-    """Of texts, and of images whose noise, or flow from noise, is predicted: a prediction of zero
-    costs 1 there, or more. Of velocities nobody has measured what it costs."""
+    """Losses to beat of texts, and of images whose noise, or flow from noise, is predicted: there a
+    prediction of zero costs 1 or more. Nobody has measured its cost where velocities are
+    predicted."""
     predicted = {one.noise.prediction for one in read_configs(run).values() if one.noise}
     image = LossToBeat(loss="image", value=1.0, basis="a prediction of zero")
     return [

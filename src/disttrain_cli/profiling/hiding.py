@@ -128,7 +128,7 @@ def times_ms(
 
 
 def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Passes:
-    """What happens in a layer; nothing where it does not overlap though it is asked to."""
+    """Events of a layer; none where it does not overlap though it is asked to."""
     layer = joined_shard(run, probes, index, tp, overlap)
     events: Passes = {}
     if layer.group is None or layer.group.overlap != overlap:

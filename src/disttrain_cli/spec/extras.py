@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -45,6 +44,8 @@ def install_command(name: str) -> str:
 
 def _torchvision() -> list[str]:
     """torchvision 0.N is built for torch 2.(N - 15), each build of it for the same build."""
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms
+
     try:
         release, _, build = version("torch").partition("+")
     except PackageNotFoundError:

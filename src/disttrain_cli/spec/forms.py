@@ -28,7 +28,11 @@ class Form:
     ) -> JsonSchemaValue:
         return handler(schema) | {"pattern": self.pattern}
 
+    def allows(self, value: str) -> bool:
+        """True where the whole value matches."""
+        return re.fullmatch(self.pattern, value, re.ASCII) is not None
+
     def _checked(self, value: str) -> str:
-        if not re.fullmatch(self.pattern, value, re.ASCII):
+        if not self.allows(value):
             raise ValueError(f"allowed: {self.words}")
         return value

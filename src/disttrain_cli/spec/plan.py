@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.forms import Form
@@ -24,15 +24,8 @@ Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
 Basis = Literal["measured", "stated", "assumed"]
 
 
-def _no_boolean(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("input should be a valid integer")
-    return value
-
-
-NoBoolean = BeforeValidator(_no_boolean)  # pydantic takes `yes` for 1
-GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS), NoBoolean]
-SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES), NoBoolean]
+GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
+SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
 
 
 class UnitShape(NamedTuple):
@@ -90,7 +83,7 @@ class UnitPlan(Strict):
     dp: GpuCount = 1
     pp: GpuCount = 1
     gpus: GpuCount = Field(description="tp × cp × dp × pp.")
-    layers_per_stage: list[Annotated[int, NoBoolean]] = Field(
+    layers_per_stage: list[int] = Field(
         description="Layers of each stage; their sum is the layers of the modules."
     )
     checkpointing: bool = Field(

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 #: Columns of a step that say what it learned.
-LEARNED = (
+LEARNED = [
     *("step", "run", "end_ns", "learning_rate", "learning_rates"),
     *("loss_text", "loss_image", "generator_losses"),
     *("evaluation_loss_text", "evaluation_loss_image"),
-)
+]
 
 
 class Footer(NamedTuple):
@@ -256,20 +256,16 @@ def recorded_steps(traces: Path) -> list[dict[str, Any]]:
                 if file in written
                 else pa.Table.from_batches(whole_batches(file))
             )
-            found = fitted(table, STEP_COLUMNS)
-            rows += found.select(
-                [name for name in LEARNED if name in found.column_names]
-            ).to_pylist()
+            rows += fitted(table, STEP_COLUMNS).select(LEARNED).to_pylist()
         except (OSError, ValueError, pa.ArrowException):  # deleted just now, or damaged
             continue
-    rows = [row for row in rows if row["run"] is not None and row["end_ns"] is not None]
-    begins: dict[str, tuple[int, int]] = {}  # by start: its first row's time and step
+    starts: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        begins[row["run"]] = min(begins.get(row["run"], (1 << 62, 0)), (row["end_ns"], row["step"]))
-    later = sorted(begins.values())
-    steps = {
-        row["step"]: {name: row.get(name) for name in LEARNED}
-        for row in rows
-        if not any(since > row["end_ns"] and row["step"] >= step for since, step in later)
-    }
+        if row["run"] is not None and row["end_ns"] is not None:
+            starts.setdefault(row["run"], []).append(row)
+    steps: dict[int, dict[str, Any]] = {}
+    for own in sorted(starts.values(), key=lambda own: min(row["end_ns"] for row in own)):
+        first = min(row["step"] for row in own)
+        steps = {step: row for step, row in steps.items() if step < first}
+        steps |= {row["step"]: row for row in own}
     return [steps[step] for step in sorted(steps)]

@@ -411,7 +411,7 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
 
 
 def learned(analysis: Analysis) -> str:
-    """Whether the run learns, loss by loss."""
+    """Verdict on what the run learns, loss by loss."""
     judged = analysis.learning
     if judged is None:
         return ""

@@ -233,7 +233,7 @@ def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[objec
 
 
 def _said(analysis: Analysis) -> Said:
-    """What a verdict names, which data have moved, and why the run does not learn."""
+    """Identity of a verdict: what it names, which data have moved, why the run does not learn."""
     place = asdict(analysis.verdict.place)
     return (
         analysis.verdict.cause,

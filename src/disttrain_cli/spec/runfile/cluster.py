@@ -14,6 +14,7 @@ from disttrain_cli.spec.runfile.containers import KubernetesSpec, SkypilotSpec
 
 #: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
 #: apart.
+DEVICE = Form(r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$", "auto, cpu, cuda, analytic:NAME")
 _WORD = r"[A-Za-z0-9_.,:@%/+\[\]-]+"
 SlurmWord = Annotated[str, Form(f"^{_WORD}$", "letters, digits and _ . , : @ % / + [ ] -")]
 #: Price of one device for an hour, in any one currency.
@@ -99,10 +100,7 @@ class ClusterSpec(Strict):
     gpus_per_node: int = Field(
         8, ge=1, le=1024, description="Devices of one node; on a CPU, processes."
     )
-    device: Annotated[
-        str,
-        Form(r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$", "auto, cpu, cuda, analytic:NAME"),
-    ] = Field(
+    device: Annotated[str, DEVICE] = Field(
         "auto",
         description=(
             "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
