@@ -85,7 +85,7 @@ def test_extras_are_described_and_installed_by_what_is_published(monkeypatch):
         ("2.11.1", "'torchvision==0.26.*'"),
         ("2.12.0+cpu", "'torchvision==0.27.*' --index-url https://download.pytorch.org/whl/cpu"),
     ):
-        monkeypatch.setattr(extras, "version", lambda name, torch=torch: torch)
+        monkeypatch.setattr("importlib.metadata.version", lambda name, torch=torch: torch)
         assert extras.install_command("generate") == f"python -m pip install {ends}"
     sources = [
         path.read_text() for path in (ROOT / "src").rglob("*.*") if path.suffix in (".py", ".yaml")
