@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.common import Tables, table
-from benchmarks.waiting import COSTS, costs
+from benchmarks.waiting import COSTS, costs, read
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.solve import solve
 from disttrain_cli.spec.profile import Profile
@@ -37,8 +37,7 @@ def frozen(model: str, device: str) -> tuple[RunFile, Profile]:
     """Run file and profile of a model, as they were frozen."""
     if model in PAPERS:
         return costs(model)
-    both = json.loads(gzip.decompress((COSTS / f"{model}-{device}.json.gz").read_bytes()))
-    return RunFile.model_validate(both["run"]), Profile.model_validate(both["profile"])
+    return read(json.loads(gzip.decompress((COSTS / f"{model}-{device}.json.gz").read_bytes())))
 
 
 def cases(small: bool) -> Iterator[tuple[str, str, list[int]]]:

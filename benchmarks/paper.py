@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Tables, table
+from benchmarks.rules import planned_by
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.planning.bounds import divisors
@@ -39,7 +40,7 @@ from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.predict import predict, simulated_steps
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import cluster_of, ranking, solve, solve_for
-from disttrain_cli.planning.units import Cluster, groupings, units_of
+from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout, Prediction, Strategy, UnitShape
@@ -253,8 +254,7 @@ def orchestration(small: bool) -> Tables:
         run = changed(original, gpus=96, batch=SMALL_BATCHES[preset], ordering="none")
         layout, predicted, cluster = ours(run, profile, 96)
         published = megatron_lm(profile, cluster, LLM_PP[preset])
-        flops = ranking(profile, cluster, "distmm")[0][0].layout
-        shared = predict(units_of(profile, cluster, flops), flops, cluster)
+        shared = planned_by(profile, cluster, "distmm")
         rows.append(
             {
                 "model": preset,
@@ -264,7 +264,7 @@ def orchestration(small: bool) -> Tables:
                 "over Megatron-LM of the paper": (
                     predicted.mfu / published[1].mfu if published else "does not fit"
                 ),
-                "over distmm": predicted.mfu / shared.mfu,
+                "over distmm": predicted.mfu / shared[1].mfu if shared else "does not fit",
             }
         )
     return {"Orchestration alone, 96 devices, MFU over MFU, ordering none": rows}

@@ -25,7 +25,7 @@ import yaml
 
 from benchmarks.common import Tables, alternate, main, paired_ratio
 from benchmarks.grouping import frozen
-from disttrain_cli.planning.baselines import by_rule
+from benchmarks.rules import Rule, by_rule
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, groupings
@@ -89,23 +89,23 @@ def searched(name: str, case: Case, rounds: int) -> dict[str, Any]:
 
 
 def compared(name: str, case: Case, rounds: int) -> dict[str, Any]:
-    """Every strategy's best plan by the formula."""
+    """The best plan of every strategy and rule by the formula."""
     strategies: tuple[Strategy, ...] = get_args(Strategy)
+    rules: tuple[Rule, ...] = get_args(Rule)
     seconds = alternate(
         {
-            each: lambda each=each: (  # type: ignore[misc]
-                by_rule(*case, each, 1)
-                if each in ("distmm", "paper")
-                else [search(units, case[1]) for units in groupings(*case, each)]
-            )
+            each: lambda each=each: [  # type: ignore[misc]
+                search(units, case[1]) for units in groupings(*case, each)
+            ]
             for each in strategies
-        },
+        }
+        | {each: lambda each=each: by_rule(*case, each) for each in rules},  # type: ignore[misc]
         rounds,
     )
     return {
         "costs": name,
         "GPUs": case[1].gpus,
-        **{f"{each} ms": 1e3 * median(seconds[each]) for each in strategies},
+        **{f"{each} ms": 1e3 * median(values) for each, values in seconds.items()},
     }
 
 

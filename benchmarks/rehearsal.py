@@ -31,12 +31,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, cast, get_args
 
 import yaml
 
 from benchmarks.common import Tables, table
 from benchmarks.paper import LLM_PP, megatron_lm, one_unit, shapes
+from benchmarks.rules import Rule, planned_by
 from benchmarks.strategies import disttrain
 from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.spec.files import fingerprint
@@ -141,7 +142,7 @@ class Prepared:
                 train={"global_batch_size": self.case.batch},
             )
             disttrain(self.folder, "profile")
-        if name in (PUBLISHED, ONE_UNIT) and not path.is_file():
+        if name in (PUBLISHED, ONE_UNIT, *get_args(Rule)) and not path.is_file():
             write_plan(path, written(self.folder, self.case.preset, name))
         elif not path.is_file():
             disttrain(self.folder, "plan", "--strategy", name, "--top", 0, "--out", path)
@@ -169,16 +170,18 @@ def merged(plan: Plan, times: int) -> Plan:
 
 
 def written(folder: Path, preset: str, name: str) -> Plan:
-    """A plan of a profiled run that no command makes: like the paper's Megatron-LM, or in one
-    unit."""
+    """A plan of a profiled run that no command makes: like the paper's Megatron-LM, in one unit,
+    or by a rule."""
     run = read_run(folder / RUN_FILE)
     profile = read_profile(run.dir.profile)
     cluster = cluster_of(run.file, profile)
-    found = (
-        megatron_lm(profile, cluster, LLM_PP[preset])
-        if name == PUBLISHED
-        else one_unit(profile, cluster)
-    )
+    if name == PUBLISHED:
+        found = megatron_lm(profile, cluster, LLM_PP[preset])
+    elif name == ONE_UNIT:
+        found = one_unit(profile, cluster)
+    else:
+        plain = replace(cluster, splits=False, overlaps=False, hides=False)
+        found = planned_by(profile, plain, cast(Rule, name))
     if found is None:
         raise SystemExit(f"{name} does not fit {preset} on this cluster.")
     prints = profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})

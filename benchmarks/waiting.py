@@ -42,8 +42,20 @@ def costs(name: str) -> tuple[RunFile, Profile]:
         for kind, by_tp in kinds.items():
             for tp, shard in by_tp.items():
                 frozen["profile"]["modules"][module]["costs"][kind]["tp"][tp] |= shard
-    run = RunFile.model_validate(frozen["run"])
-    return run, Profile.model_validate(frozen["profile"] | {"cluster": run.cluster})
+    frozen["profile"] |= {"cluster": frozen["run"]["cluster"]}
+    return read(frozen)
+
+
+def read(frozen: dict[str, Any]) -> tuple[RunFile, Profile]:
+    """Run file and profile of a frozen document, with fingerprints as they are computed now."""
+    run, profile = (
+        RunFile.model_validate(frozen["run"]),
+        Profile.model_validate(frozen["profile"]),
+    )
+    prints = {"model": run.model_fingerprint(), "cluster": run.cluster_fingerprint()}
+    return run, profile.model_copy(
+        update={"fingerprints": profile.fingerprints.model_copy(update=prints)}
+    )
 
 
 def _read(name: str) -> Any:

@@ -388,7 +388,7 @@ def test_every_batch_has_a_plan(profiled, capsys):
     assert 7 % next(unit["dp"] for unit in plan["units"] if "llm" in unit["modules"]) == 0
 
 
-@pytest.mark.parametrize("strategy", ["disaggregated", "megatron", "distmm", "paper"])
+@pytest.mark.parametrize("strategy", ["disaggregated", "megatron"])
 def test_too_little_memory_names_what_binds_and_what_would_do(profiled, refused, capsys, strategy):
     path = profiled / "runs" / "tiny" / "profile.json"
     profile = json.loads(path.read_text())

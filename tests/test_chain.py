@@ -139,7 +139,7 @@ def test_plan_has_the_promised_keys_and_fits_its_ranks(chain):
     for stage in document["predicted"]["memory"]:
         keys(stage, "unit stage peak_gib limit_gib")
         assert 0 < stage["peak_gib"] <= stage["limit_gib"]
-    keys(document["baselines"], "disaggregated megatron distmm paper")
+    keys(document["baselines"], "disaggregated megatron")
     for baseline in document["baselines"].values():
         keys(baseline, "iteration_s sequences_per_s mfu gpus_used")
     keys(document["search"], "solve_s candidates exact")

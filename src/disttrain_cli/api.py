@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.rundir import RunDir
     from disttrain_cli.spec.runfile import Run, RunFile
 
-Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
+Strategy = Literal["auto", "disaggregated", "megatron"]
 Note = Callable[[str], None]
 
 

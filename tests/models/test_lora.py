@@ -288,8 +288,7 @@ def test_a_module_without_targets_is_refused(make_run):
         make_run(llm={"lora": {"r": 4}})
 
 
-def test_files_without_lora_keep_their_fingerprints(make_run):
-    assert "lora" not in make_run().file.model_dump_json()
+def test_adapters_are_part_of_the_fingerprint(make_run):
     run = make_run(llm={"lora": {"target_modules": ["q_proj"]}})
     assert run.file.model_fingerprint() != make_run().file.model_fingerprint()
 

@@ -109,10 +109,9 @@ def test_ratios_are_per_gpu_given_and_used(made: Made) -> None:
         )
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
-def test_every_strategy_is_explained(strategy: str) -> None:
+def test_other_strategies_are_explained() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
-    plan, why = explained(run, synthetic.tiny(run, kind="cuda"), strategy=strategy, top=1)
+    plan, why = explained(run, synthetic.tiny(run, kind="cuda"), strategy="megatron", top=1)
     assert len(why.units) == len(plan.plan.units)
     assert sum(part.seconds for part in why.time) == pytest.approx(plan.predicted.iteration_s)
 

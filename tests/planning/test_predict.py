@@ -13,13 +13,10 @@ from disttrain_cli.planning.finalists import Limits, diverse, faster_zero, one_b
 from disttrain_cli.planning.predict import predict, simulated_s, simulated_step
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import (
-    baseline_of,
     best_by_formula,
     cluster_of,
     layout_of,
     ranking,
-    run_by,
-    solve,
 )
 from disttrain_cli.planning.traffic import preprocess_need
 from disttrain_cli.planning.units import Cluster, Unit, groupings
@@ -509,33 +506,6 @@ def test_finalists_are_of_several_kinds() -> None:
     ]
     assert diverse(["a1", "a2", "a3"], lambda name: name[0], 2) == ["a1", "a2"]
     assert diverse(["a1", "b1"], lambda name: name[0], 4) == ["a1", "b1"]
-
-
-@pytest.mark.parametrize(("gpus", "spread"), [(6, 1), (8, 3)])
-def test_never_slower_than_the_papers_plan_in_the_same_simulator(gpus: int, spread: int) -> None:
-    run = synthetic.run_file(batch=24, gpus=gpus)
-    profile = synthetic.tiny(run, kind="cuda", tps=(1, 2))
-    sample = profile.data.sample
-    skewed = sample.model_copy(
-        update={
-            "images": [
-                images * spread if place % spread == 0 else []
-                for place, images in enumerate(sample.images)
-            ]
-        }
-    )
-    profile = profile.model_copy(
-        update={"data": profile.data.model_copy(update={"sample": skewed})}
-    )
-    plan = solve(run, profile, top=2)
-    plain = run_by(cluster_of(run, profile), "paper")
-    published = baseline_of(profile, plain, ranking(profile, plain, "paper")[0])
-    assert published is not None and plan.predicted.iteration_s <= published.iteration_s * (
-        1 + 1e-9
-    )
-    assert plan.search.simulated >= 3
-    if spread == 1:
-        assert plan == solve(run, profile, top=2).model_copy(update={"search": plan.search})
 
 
 def test_the_plan_is_near_the_best_of_all_layouts_in_the_simulator() -> None:

@@ -73,12 +73,12 @@ def test_layouts_are_compared_on_the_same_batches(planned: Planned) -> None:
     (plan, cluster), profile = planned, profiled(RUN, "analytic")
     draws, layout = Draws(profile, cluster), plan.plan
     assert compared(profile, cluster, draws, layout, layout) == Order("tie", 0.0, 0.0)
-    slower = plan.baselines["paper"]
+    slower = plan.baselines["disaggregated"]
     assert slower is not None and slower.plan is not None
     order = compared(profile, cluster, draws, layout, slower.plan)
     assert order.verdict == "first" and order.expected > 0.01
     assert compared(profile, cluster, draws, slower.plan, layout).verdict == "second"
-    assert orders_of(plan, profile, cluster, draws)["paper"] == order
+    assert orders_of(plan, profile, cluster, draws)["disaggregated"] == order
     assert {"#2", "#3"} <= orders_of(plan, profile, cluster, draws).keys()
     assert orders_of(plan, profiled(RUN, "cpu"), cluster, draws) == {}
 

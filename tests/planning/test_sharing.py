@@ -48,7 +48,6 @@ def test_degrees_divide_heads_tokens_and_nodes() -> None:
     assert widths(profile_of(None)) == [alone] * 3
     assert widths(profile_of(length=4))[1] == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]  # type: ignore[index]
     assert widths(profile_of(), replace(ONE, most_cp=2))[1] == [(1, 1), (1, 2), (2, 1), (2, 2)]  # type: ignore[index]
-    assert widths(profile_of(), strategy="distmm") == [alone] * 3
     assert widths(profile_of(), strategy="megatron") == [alone]
 
 
@@ -60,7 +59,7 @@ def test_groups_on_several_nodes_are_whole_nodes() -> None:
         [*inside, (1, 8), (2, 4)]
     )
     for profile, cluster in (
-        (profile_of(), nodes),  # does not know the size of a node
+        (profile_of(), nodes),  # of a single node
         (known, replace(nodes, over_nodes=False)),
         (known, replace(nodes, gpus=4)),
     ):
@@ -106,7 +105,7 @@ def test_what_fits_only_shared_is_found_and_what_cannot_be_is_named() -> None:
     assert not search(groupings(profile, alone, "disaggregated")[0], alone).best
     old = heavy(profile_of(None, length=32_768))
     why = infeasible(old, tight, "disaggregated").why
-    assert "cannot be shared (CP): the profile, made before llm could" in why
+    assert "cannot be shared (CP): llm has no attention" in why
     assert "CP" not in infeasible(heavy(profile_of(None)), tight, "disaggregated").why
 
 
@@ -177,4 +176,4 @@ def test_a_plan_for_long_sequences_says_why_they_are_not_shared(
     assert sharing_sentence(plan, short, many) is None
     said = sharing_sentence(plan, long, many)
     assert said is not None and "32,768 tokens are not shared (CP)" in said and "% longer" in said
-    assert "does not know of its heads" in (sharing_sentence(plan, old, many) or "")
+    assert "has no attention whose rows" in (sharing_sentence(plan, old, many) or "")

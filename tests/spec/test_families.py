@@ -7,7 +7,7 @@ import pytest
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.spec.runfile import RunFile, read_run
+from disttrain_cli.spec.runfile import read_run
 from tests.whole_models import QWEN, QWEN_TOWER, TEXT, TOWER, rewritten, run_of
 
 LLAVA = {
@@ -76,18 +76,6 @@ def test_what_was_filled_in_reads_the_same_again(folder):
     path = folder.parent / "again.yaml"
     path.write_text(run.file.model_dump_json())
     assert read_run(path).file == run.file
-
-
-def test_a_run_file_without_a_folder_keeps_its_fingerprint():
-    file = RunFile.model_validate(
-        {
-            "name": "tiny",
-            "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
-            "data": {"sources": [{"path": "data"}]},
-            "train": {"global_batch_size": 4, "steps": 1},
-        }
-    )
-    assert file.model_fingerprint() == "a0ea50d8b664bf5c"
 
 
 @pytest.mark.parametrize(

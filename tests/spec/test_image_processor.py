@@ -32,9 +32,8 @@ def test_a_budget_is_the_one_of_transformers(patch, merge, least, most):
     assert head.misfit(201, 1) and not head.misfit(200, 1)
 
 
-def test_a_head_without_a_processor_is_described_as_before():
+def test_a_processor_is_kept_when_written():
     head = ImageInput(module="eye", patch_px=14, max_pixels=4096)
-    assert "processor" not in head.model_dump(mode="json")
     fixed = ImageProcessor(resize="stretch", height_px=30, width_px=45)
     other = head.model_copy(update={"processor": fixed})
     assert ImageInput.model_validate_json(other.model_dump_json()) == other

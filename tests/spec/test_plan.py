@@ -74,7 +74,6 @@ def test_a_module_may_be_whole_on_every_rank_of_a_tp_group(
     assert unit.degrees == "TP 2 (eye 1) DP 1 PP 1"
     assert [(names, shape.tp) for names, shape in unit.parts] == [(["eye"], 1), (["llm"], 2)]
     assert (unit.dealt_over("eye"), unit.dealt_over("llm")) == (2, 1)
-    assert "module_tp" not in UnitPlan.model_validate(known).model_dump()
 
 
 def test_messages_of_one_rank_do_not_travel_behind_products() -> None:

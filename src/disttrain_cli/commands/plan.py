@@ -63,8 +63,6 @@ class Strategy(StrEnum):
     auto = "auto"
     disaggregated = "disaggregated"
     megatron = "megatron"
-    distmm = "distmm"
-    paper = "paper"
 
 
 def run(
@@ -92,7 +90,7 @@ def run(
         typer.Option(
             metavar="NAME",
             help="Layouts to search: auto, modules grouped into units as is fastest; disaggregated,"
-            " each a unit of its own; megatron, all in one; or by a rule: distmm, paper.",
+            " each a unit of its own; megatron, all in one.",
         ),
     ] = Strategy.auto,
     top: Annotated[

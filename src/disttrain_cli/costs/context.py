@@ -63,10 +63,7 @@ def misfit(
     for name in modules:
         known = [cost.heads for cost in profile.modules[name].costs.values() if cost.heads]
         if not known:
-            return (
-                f"the profile, made before {name} could share its rows, does not know of its heads:"
-                " disttrain profile"
-            )
+            return f"{name} has no attention whose rows ranks could share"
         for heads in known:
             query, key = heads.query // tp, heads.key // tp
             if not key or not (gathers or (query % cp == 0 and (key % cp == 0 or cp % key == 0))):

@@ -267,7 +267,7 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
         if unit.width > run.cluster.gpus_per_node and profile.links.gpus_per_node is None:
             raise SpecError(
                 f"CP groups of unit {unit.name} lie on several nodes",
-                "the profile, made before they could, does not know the size of a node",
+                "the profile is of a single node",
                 "Profile again: disttrain profile",
             )
         if (why := misfit(profile, unit.modules, unit.tp, unit.cp, unit.gathers)) is not None:

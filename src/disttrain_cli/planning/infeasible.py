@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.context import misfit
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.bounds import divisors
-from disttrain_cli.planning.layouts import layout_of, layout_with
+from disttrain_cli.planning.layouts import layout_with
 from disttrain_cli.planning.options import layer_gib
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
@@ -121,10 +120,7 @@ def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy) -> int 
 
 
 def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> Layout | None:
-    """Some layout of a strategy, of few GPUs; None where none was found."""
-    if strategy in ("distmm", "paper"):  # their rules fix the GPUs of every unit
-        units, result = by_rule(profile, cluster, strategy, 1)
-        return layout_of(units, cluster, result.best[0], strategy) if result.best else None
+    """Some layout of a strategy, of few GPUs; None where nothing fits."""
     fits: list[tuple[int, int, int, Fit]] = []
     groups = groupings(profile, cluster, strategy)
     for place, units in enumerate(groups):

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from disttrain_cli.costs.stage import tp_degrees
-from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.search import Candidate, search
 from disttrain_cli.planning.solve import fewer_replicas
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
@@ -27,11 +26,6 @@ from disttrain_cli.spec.progress import Progress
 
 _PICTURES = ("image", "target")
 SAME = 1e-9  # relative difference of two times that are one
-EXACT: tuple[Strategy, ...] = (
-    "auto",
-    "disaggregated",
-    "megatron",
-)  # whose best time never gets worse with more GPUs
 
 
 @dataclass(frozen=True)
@@ -114,11 +108,7 @@ def sensitivity(
         return units if data is profile and same else {}
 
     before, most = _best(profile, cluster, strategy, None, units), None
-    if (
-        before is not None
-        and strategy in EXACT
-        and layout.unit_of(profile.inputs.llm).holders < before.llm_replicas
-    ):
+    if before is not None and layout.unit_of(profile.inputs.llm).holders < before.llm_replicas:
         most = layout.unit_of(profile.inputs.llm).holders
         before = _best(profile, cluster, strategy, most, units)
     if before is None:
@@ -146,11 +136,9 @@ def sensitivity(
     bigger = {
         more: replace(cluster, gpus=cluster.gpus + more) for more in (1, cluster.gpus_per_node)
     }
-    within_ms = before.total_ms if strategy in EXACT else math.inf  # what fits now fits then
-    by_gpus = {more: best(profile, machines, within_ms) for more, machines in bigger.items()}
-    until = None
-    if strategy in EXACT:
-        until = 1 if _faster(by_gpus[1], before) else _until_faster(cluster, faster)
+    # what fits now fits then
+    by_gpus = {more: best(profile, machines, before.total_ms) for more, machines in bigger.items()}
+    until = 1 if _faster(by_gpus[1], before) else _until_faster(cluster, faster)
     progress("what-if searches", total, total)
     one, node = (
         _change(f"one more {name}", before, cluster, by_gpus[more], bigger[more])
@@ -246,17 +234,13 @@ def _best(
     than `within_ms` is wanted. Of units that are known, what was asked of them is not computed
     again."""
     found: tuple[list[Unit], Candidate] | None = None
-    if strategy in ("distmm", "paper"):
-        units, result = by_rule(profile, cluster, strategy, 1)
-        found = (units, result.best[0]) if result.best else None
-    else:
-        for fresh in groupings(profile, cluster, strategy):
-            units = [known.get((unit.modules, unit.replicated), unit) for unit in fresh]
-            keep = None if most is None else fewer_replicas(units, most)
-            limit = within_ms if found is None else found[1].total_ms
-            result = search(units, cluster, 1, keep=keep, within_ms=limit)
-            if result.best and (found is None or result.best[0].total_ms < found[1].total_ms):
-                found = units, result.best[0]
+    for fresh in groupings(profile, cluster, strategy):
+        units = [known.get((unit.modules, unit.replicated), unit) for unit in fresh]
+        keep = None if most is None else fewer_replicas(units, most)
+        limit = within_ms if found is None else found[1].total_ms
+        result = search(units, cluster, 1, keep=keep, within_ms=limit)
+        if result.best and (found is None or result.best[0].total_ms < found[1].total_ms):
+            found = units, result.best[0]
     if found is None:
         return None
     units, best = found

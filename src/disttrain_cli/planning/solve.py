@@ -15,7 +15,6 @@ from disttrain_cli.costs.freezing import owners
 from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.costs.memory import fits
 from disttrain_cli.errors import MismatchError, SpecError
-from disttrain_cli.planning.baselines import by_rule
 from disttrain_cli.planning.bounds import Keep
 from disttrain_cli.planning.climb import climb
 from disttrain_cli.planning.draws import Draws
@@ -55,10 +54,7 @@ from disttrain_cli.spec.plan import (
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-#: In the order in which they are found: the first two rules' layouts are tried by the others.
-BASELINES: tuple[Strategy, ...] = ("distmm", "paper", "disaggregated", "megatron")
-SHOWN: tuple[Strategy, ...] = ("disaggregated", "megatron", "distmm", "paper")
-SEARCHED: tuple[Strategy, ...] = ("disaggregated", "megatron")  # as `auto` is
+BASELINES: tuple[Strategy, ...] = ("disaggregated", "megatron")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
 CLIMBED = 2  # finalists whose neighbours are simulated
 TRIED = 4  # of the best layouts, simulated under the policy of training if they are
@@ -136,9 +132,8 @@ def solve(
     Strategies differ in the units that they may have (`units.groupings`) and in what they hide:
     `auto` and `disaggregated` have backwards in two parts (`splitting`), reductions and gathers
     behind passes (`costs.overlap`) and a TP group's messages behind products (`Unit.overlaps`),
-    `megatron` the last two and, as a baseline, virtual stages (`interleaved`), `distmm` and `paper`
-    none. Where training orders by `best`, baselines but `disaggregated` are predicted under the
-    policy `paper`.
+    `megatron` the last two and, as a baseline, virtual stages (`interleaved`). Where training
+    orders by `best`, `megatron` is predicted under the policy `paper`.
 
     The formula's best layouts are simulated, and for `auto` the other strategies' own choices with
     them: a plan is no slower than a baseline, ties apart.
@@ -182,30 +177,20 @@ def solve_for(
     for name in BASELINES:
         if name == strategy:
             continue
-        theirs, searched = run_by(everything, name), name in SEARCHED
-        found, looked_at, tried = ranking(
-            profile,
-            theirs,
-            name,
-            top * searched,
-            either_zero,
-            others if name == "disaggregated" else [],
-            draws,
-        )
+        theirs = run_by(everything, name)
+        found, looked_at, tried = ranking(profile, theirs, name, top, either_zero, [], draws)
         if name == "disaggregated" and found:
             found, shown = _as_trained(profile, theirs, found, draws)
             baselines[name] = _baseline(found[0].layout, shown)
         else:
             theirs = ranked_as(theirs)
             baselines[name] = other = baseline_of(profile, theirs, found, draws)
-            if name == "megatron" and other and profile.device.kind != "cpu":
+            if other and profile.device.kind != "cpu":
                 layouts = [one.layout for one in found]
                 baselines[name] = with_chunks(profile, theirs, draws, layouts, other)
-        if strategy == "auto" and searched:
+        if strategy == "auto":
             combinations, simulated = combinations + looked_at, simulated + tried
-        if strategy == "auto" or (strategy == "disaggregated" and name != "megatron"):
-            layouts = [one.layout for one in found[: None if searched else 1]]
-            others += _as_ours(profile, cluster, strategy, layouts)
+            others += _as_ours(profile, cluster, [one.layout for one in found])
     ranked, looked_at, tried = ranking(profile, cluster, strategy, top, either_zero, others, draws)
     combinations, simulated = combinations + looked_at, simulated + tried
     if not ranked:
@@ -247,7 +232,7 @@ def solve_for(
         provenance=profile.provenance,
         plan=best.layout,
         predicted=predicted,
-        baselines={name: baselines[name] for name in SHOWN}
+        baselines={name: baselines[name] for name in BASELINES}
         | (
             {"fsdp": sharded(profile, ranked_as(everything), draws)}
             if profile.device.kind != "cpu"
@@ -263,9 +248,7 @@ def solve_for(
             )
             for other in ranked[1 : top + 1]
         ],
-        search=Search(
-            solve_s=solve_s, candidates=combinations, exact=strategy != "paper", simulated=simulated
-        ),
+        search=Search(solve_s=solve_s, candidates=combinations, exact=True, simulated=simulated),
     )
 
 
@@ -280,9 +263,8 @@ def ranking(
 ) -> tuple[list[Ranked], int, int]:
     """Layouts of a strategy, best first, and how many were candidates and simulated.
 
-    `distmm` and `paper` keep the order of their own rules. Where the best layout shares tokens
-    (CP), the best without it are ranked, too. Where training orders by the policy `best`, layouts
-    are ranked by `paper`, which takes milliseconds for each.
+    Where the best layout shares tokens (CP), the best without it are ranked, too. Where training
+    orders by the policy `best`, layouts are ranked by `paper`, which takes milliseconds for each.
 
     Args:
         top: runners-up wanted beside the best layout.
@@ -312,7 +294,7 @@ def ranking(
         if strategy == "auto" and others:
             # `megatron` has climbed without split backwards
             unclimbed = _unlike(profile, cluster, groups, ["disaggregated"]) or groups
-            groups = _unlike(profile, cluster, groups, SEARCHED)
+            groups = _unlike(profile, cluster, groups, BASELINES)
         finalists = rounds(
             profile,
             cluster,
@@ -330,14 +312,6 @@ def ranking(
         simulated += len(finalists)
         return rank(profile, cluster, draws, finalists, top + 1)
 
-    if strategy in ("distmm", "paper"):
-        units, result = by_rule(profile, cluster, strategy, top + 1)
-        layouts = [as_layout(units, candidate) for candidate in result.best]
-        ranked = [
-            Ranked(layout, simulated_s(profile, layout, cluster, shared=False, draws=draws))
-            for layout in layouts
-        ]
-        return ranked, result.combinations, len(ranked)
     ranked = ranked_within(cluster)
     for width, simpler in (
         (cluster.gpus_per_node, replace(cluster, over_nodes=False)),
@@ -489,11 +463,9 @@ def _simplest(profile: Profile, cluster: Cluster, draws: Draws, ranked: list[Ran
     return best
 
 
-def _as_ours(
-    profile: Profile, cluster: Cluster, strategy: Strategy, layouts: list[Layout]
-) -> list[Layout]:
-    """Layouts of other strategies as this one runs them, as far as they fit."""
-    ours = [as_found(layout, units_of(profile, cluster, layout), strategy) for layout in layouts]
+def _as_ours(profile: Profile, cluster: Cluster, layouts: list[Layout]) -> list[Layout]:
+    """Layouts of other strategies as `auto` runs them, as far as they fit."""
+    ours = [as_found(layout, units_of(profile, cluster, layout), "auto") for layout in layouts]
     return [layout for layout in ours if fits(profile, layout, cluster.memory_gib)]
 
 
@@ -513,10 +485,7 @@ def with_own_prediction(plan: Plan, run: RunFile, profile: Profile) -> Plan:
 
 def run_by(cluster: Cluster, strategy: Strategy) -> Cluster:
     """The cluster with what a strategy's layouts do there to be faster."""
-    if strategy in ("auto", "disaggregated"):
-        return cluster
-    theirs = replace(cluster, splits=False)
-    return theirs if strategy == "megatron" else replace(theirs, overlaps=False, hides=False)
+    return replace(cluster, splits=False) if strategy == "megatron" else cluster
 
 
 def ranked_as(cluster: Cluster) -> Cluster:

@@ -419,16 +419,13 @@ def groupings(profile: Profile, cluster: Cluster, strategy: Strategy) -> list[li
     `auto`: the LLM's unit holds any run of encoders directly before the LLM and of generators
     directly behind it, each divided by its TP or whole on every rank (`replicating`); every other
     module is a unit of its own. `megatron` puts every module into one unit, in all of these
-    ways, the others each into its own, as far as there are GPUs for it; `distmm` and `paper` know
-    no CP.
+    ways, `disaggregated` each into its own, as far as there are GPUs for it.
 
     Raises:
         InfeasibleError: in every grouping a unit has no TP degree that fits a node.
     """
     names = list(profile.modules)
     llm = names.index(profile.inputs.llm)
-    if strategy in ("distmm", "paper"):
-        cluster = replace(cluster, most_cp=1)
     known: dict[tuple[str, ...], Unit] = {}
 
     def unit(modules: Sequence[str]) -> Unit:

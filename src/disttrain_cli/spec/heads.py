@@ -187,7 +187,6 @@ class ImageInput(Head):
         WithJsonSchema({"anyOf": [ImageProcessor.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        exclude_if=lambda given: given is None,  # so that fingerprints without one stay
         description="The published model's own rule of resizing, where it has one.",
     )
     video: Annotated[
@@ -195,7 +194,6 @@ class ImageInput(Head):
         WithJsonSchema({"anyOf": [VideoProcessor.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        exclude_if=lambda given: given is None,
         description=(
             "How videos are prepared, where they are read: an item is then two frames of a video,"
             " or an image twice."
@@ -485,7 +483,6 @@ class TargetInput(Head):
         WithJsonSchema({"anyOf": [Buckets.model_json_schema(), {"type": "null"}]}),
     ] = Field(
         None,
-        exclude_if=lambda given: given is None,  # so that fingerprints without one stay
         description=(
             "Sizes of the images, where they are not all squares; a grid is then patches, and"
             " size_px that of the images which are drawn."

@@ -60,12 +60,9 @@ class ImageProcessor(Strict):
     tokens: int | None = Field(
         None,
         ge=1,
-        exclude_if=lambda given: given is None,
         description="tiles: placeholders that are written for a tile.",
     )
-    tiling: Tiling | None = Field(
-        None, exclude_if=lambda given: given is None, description="tiles: how they are cut."
-    )
+    tiling: Tiling | None = Field(None, description="tiles: how they are cut.")
 
     @model_validator(mode="after")
     def _numbers(self) -> ImageProcessor:

@@ -57,7 +57,6 @@ class ModelInputs(Strict):
     )
     positions: Positions = Field(
         "1d",
-        exclude_if=lambda given: given == "1d",
         description=(
             "Positions of the LLM's tokens: one number each, counted in their sample, or three"
             " (time, row and column), as multimodal rotary embeddings take them."

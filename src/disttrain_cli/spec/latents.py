@@ -35,7 +35,6 @@ class Origin(Strict):
     precision: Literal["fp32", "bf16"]
     buckets: Buckets | None = Field(
         None,
-        exclude_if=lambda buckets: buckets is None,
         description="Sizes of the images, where they differ; shape is the largest one's.",
     )
 

@@ -19,7 +19,7 @@ from disttrain_cli.spec.whole import keep_before, write_whole
 
 #: Names as in Megatron-LM.
 CpCommType = Literal["a2a", "all_gather"]
-Strategy = Literal["auto", "disaggregated", "megatron", "distmm", "paper"]
+Strategy = Literal["auto", "disaggregated", "megatron"]
 #: Where a figure comes from: measured by this project, stated by a catalogue or by others, assumed.
 Basis = Literal["measured", "stated", "assumed"]
 
@@ -66,7 +66,6 @@ class UnitPlan(Strict):
     tp: GpuCount = 1
     cp: GpuCount = Field(
         1,
-        exclude_if=lambda given: given == 1,
         description=(
             "Ranks that share the tokens of a replica's sequences and the rows of its images, all"
             " with the same weights; of a unit without generators."
@@ -74,7 +73,6 @@ class UnitPlan(Strict):
     )
     cp_comm_type: CpCommType = Field(
         "a2a",
-        exclude_if=lambda given: given == "a2a",
         description=(
             "How a CP group attends: a2a exchanges rows for heads, all_gather gathers keys and"
             " values for each rank's own queries, with tokens levelled by their work."
@@ -107,7 +105,6 @@ class UnitPlan(Strict):
 
     module_tp: dict[str, Annotated[int, Field(strict=True)]] = Field(
         default_factory=dict,
-        exclude_if=lambda given: not given,
         description=(
             "TP of modules that the unit's TP does not divide, by name; 1: every rank of a TP group"
             " holds such a module whole and computes other items of its replica, dealt out by"
@@ -255,7 +252,6 @@ class Layout(Strict):
     )
     left_out: list[Annotated[int, Field(ge=0, lt=MOST_GPUS)]] = Field(
         default_factory=list,
-        exclude_if=lambda given: not given,
         description=(
             "Devices of the cluster that no rank takes: node × gpus_per_node + number in the node."
             " The ranks take the others in order."
@@ -435,17 +431,10 @@ class Prediction(Strict):
     data's sizes."""
 
     layout: str | None = Field(
-        None,
-        description=(
-            "Fingerprint of the layout that this is the prediction of; None in plans made before it"
-            " was noted."
-        ),
+        None, description="Fingerprint of the layout that this is the prediction of."
     )
     ordering: Literal["none", "paper", "best"] | None = Field(
-        None,
-        description=(
-            "Policy that ordered the simulated steps; None in plans made before it was noted."
-        ),
+        None, description="Policy that ordered the simulated steps."
     )
     iteration_s: float = Field(
         gt=0,
@@ -483,14 +472,10 @@ class Prediction(Strict):
     mfu_causal: float | None = Field(
         None,
         description=(
-            "The same with half of the LLM's attention, which is what causal kernels compute; None"
-            " in plans made before it was noted."
+            "The same with half of the LLM's attention, which is what causal kernels compute."
         ),
     )
-    mfu_used: float | None = Field(
-        None,
-        description="Over the devices that the plan uses; None in plans made before it was noted.",
-    )
+    mfu_used: float | None = Field(None, description="Over the devices that the plan uses.")
     warmup_s: float
     steady_s: float
     bubble_fraction: float
@@ -504,11 +489,7 @@ class Prediction(Strict):
         0.0, description="Longest optimizer step with gathering of updated weights, all at once."
     )
     exposed_reduce_s: float | None = Field(
-        None,
-        description=(
-            "Of the reductions, the longest part after a stage's last pass; None in plans made"
-            " before it was noted."
-        ),
+        None, description="Of the reductions, the longest part after a stage's last pass."
     )
     exposed_optimizer_s: float | None = Field(
         None,

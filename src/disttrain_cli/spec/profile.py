@@ -58,7 +58,6 @@ class LayerShard(Strict):
     parameters: int = Field(description="Parameters that one rank of the TP group holds.")
     trained_parameters: int | None = Field(
         None,
-        exclude_if=lambda count: count is None,
         description=(
             "Those of them that are trained where the layer is: its adapters'; None: all, as the"
             " module has no lora."
@@ -96,7 +95,6 @@ class LayerShard(Strict):
     )
     still_bytes: Polynomial | None = Field(
         None,
-        exclude_if=lambda size: size is None,
         description=(
             "The most bytes that a forward without a backward holds at a time: that of a frozen"
             " layer with no trained one before it. None, in older profiles: `transient_bytes`."
@@ -190,15 +188,13 @@ class LayerCost(Strict):
     )
     heads: Heads | None = Field(
         None,
-        exclude_if=lambda heads: heads is None,
         description=(
             "Of an attention whose rows ranks may share (CP): heads of queries, of keys and values,"
-            " and their width; profiles made before do not know them."
+            " and their width."
         ),
     )
     fused_heads: bool = Field(
         False,
-        exclude_if=lambda fused: not fused,
         description=(
             "Queries, keys and values are views of one tensor: a rank alone keeps all of it for the"
             " values, ranks that share rows the values."
@@ -206,7 +202,6 @@ class LayerCost(Strict):
     )
     frozen_projection: bool = Field(
         False,
-        exclude_if=lambda frozen: not frozen,
         description=(
             "The projection behind that attention is never trained and has no adapter: what it"
             " reads is not kept."
@@ -214,10 +209,8 @@ class LayerCost(Strict):
     )
     gathered_bytes: Polynomial = Field(
         default_factory=Polynomial,
-        exclude_if=lambda size: size == Polynomial(),
         description=(
-            "Bytes of rows of encoders that ranks which share the LLM's tokens (CP) gather for it;"
-            " profiles made before do not know them."
+            "Bytes of rows of encoders that ranks which share the LLM's tokens (CP) gather for it."
         ),
     )
 
@@ -259,7 +252,6 @@ class ModuleProfile(Strict):
     )
     side: list[int] = Field(
         default_factory=list,
-        exclude_if=lambda places: not places,
         description=(
             "Places of layers that no later layer of the module reads (DeepStack's mergers)."
         ),
@@ -267,7 +259,6 @@ class ModuleProfile(Strict):
 
     tied: list[int] = Field(
         default_factory=list,
-        exclude_if=lambda places: not places,
         max_length=2,
         description=(
             "Places of a layer all of whose parameters another one shares, and of that one (an"
@@ -349,7 +340,6 @@ class LinkTimes(Strict):
     hop_us: float = Field(
         0.0,
         ge=0,
-        exclude_if=lambda latency: not latency,
         description=(
             "Latency of every step of a ring beyond those: N-1 steps, twice as many of an"
             " all-reduce. 0 in a profile; expected costs have it."
@@ -361,13 +351,7 @@ class LinkProfile(LinkTimes):
     """Links inside a node, and between nodes."""
 
     gpus_per_node: int | None = Field(
-        None,
-        ge=1,
-        exclude_if=lambda count: count is None,
-        description=(
-            "Ranks of a node where there are several nodes; profiles made before CP groups could"
-            " lie on several do not know it."
-        ),
+        None, ge=1, description="Ranks of a node where there are several nodes."
     )
 
     inter_node: LinkTimes | None = Field(
@@ -405,7 +389,6 @@ class SizeSample(Strict):
     targets: list[int] = Field(description="Images to generate, by sequence.")
     target_areas: list[list[int]] = Field(
         default_factory=list,
-        exclude_if=lambda areas: not areas,
         description="Patches of each of them, by sequence; empty where all have one size.",
     )
     clips: list[int] = Field(
@@ -458,7 +441,6 @@ class PhaseProfile(Strict):
     )
     sample: SizeSample | None = Field(
         None,
-        exclude_if=lambda sample: sample is None,
         description="Sizes of some of its sequences; none where `DataProfile.sample` has them, or"
         " it was over when the data were profiled.",
     )
@@ -491,7 +473,6 @@ class DataProfile(Strict):
     )
     videos: int = Field(
         0,
-        exclude_if=lambda given: not given,
         description="Videos; every two frames that are seen of one are one of the images.",
     )
     targets: int = Field(description="Images to generate.")
@@ -501,7 +482,6 @@ class DataProfile(Strict):
     images_per_sequence: Distribution
     duplicates: int = Field(
         0,
-        exclude_if=lambda given: not given,
         description="Samples that are not used because an earlier one says the same.",
     )
     skipped: int = Field(
@@ -519,7 +499,6 @@ class DataProfile(Strict):
     )
     unread_files: list[str] = Field(
         default_factory=list,
-        exclude_if=lambda given: not given,
         description=(
             "Files in the folders of data.sources that are not read, such as other splits, and why;"
             " also the validation split that evaluation uses."
@@ -531,35 +510,29 @@ class DataProfile(Strict):
     )
     unread_keys: list[dict[str, int]] = Field(
         default_factory=list,
-        exclude_if=lambda given: not given,
         description=(
             "Of each source, the samples by key or column of their records that no reader knows."
         ),
     )
     sources: list[str] = Field(
         default_factory=list,
-        exclude_if=lambda given: not given,
         description="The fingerprint of each source: a run may go on with more of them.",
     )
     phases: list[PhaseProfile] = Field(
         default_factory=list,
-        exclude_if=lambda given: not given,
         description="How sources are mixed from which step on.",
     )
     goes_on_from: int = Field(
         0,
-        exclude_if=lambda step: not step,
         description="Step of the checkpoint whose run had other phases; 0 where all of them are"
         " the run file's.",
     )
     priced_step: int = Field(
         0,
-        exclude_if=lambda step: not step,
         description="First step of the phase that all these figures are of.",
     )
     losses_to_beat: list[LossToBeat] = Field(
         default_factory=list,
-        exclude_if=lambda given: not given,
         description="What training has to get below, of losses of which that is known.",
     )
     sample: SizeSample

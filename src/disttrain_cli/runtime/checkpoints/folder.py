@@ -218,7 +218,7 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
 
 
 def check_tied(folder: Path, shared: Iterable[str]) -> None:
-    """Refuse a checkpoint of before `tie_word_embeddings` tied anything.
+    """Refuse a checkpoint with weights of its own where this run ties them to another layer's.
 
     Args:
         shared: LAYER/PARAMETER of the model's parameters that are another layer's.
@@ -231,8 +231,7 @@ def check_tied(folder: Path, shared: Iterable[str]) -> None:
     if apart:
         raise SpecError(
             f"The checkpoint {folder} has a head that was trained apart from its embedding",
-            f"it holds {', '.join(apart)}: it is older than tie_word_embeddings: true, which makes"
-            " them one weight",
+            f"it holds {', '.join(apart)}; tie_word_embeddings: true makes them one weight",
             "Set tie_word_embeddings: false in the LLM's config, and start a run from its weights:"
             f" disttrain train --from {folder}",
         )

@@ -114,7 +114,6 @@ class ClusterSpec(Strict):
         0.0,
         ge=0,
         le=1e6,
-        exclude_if=lambda margin: not margin,  # fingerprints of older run files stay
         description=(
             "Memory of each device that plans leave free, beside the stated reserves; a plan that"
             " leaves less than 3 % says so."

@@ -28,7 +28,6 @@ class SourceSpec(Strict):
     text: str | None = Field(
         None,
         min_length=1,
-        exclude_if=lambda text: text is None,
         description=(
             "Column of its Parquet or Arrow files that holds the texts, or the turns of"
             " conversations, where it has no usual name."
@@ -46,7 +45,6 @@ class SourceSpec(Strict):
     name: str | None = Field(
         None,
         min_length=1,
-        exclude_if=lambda name: name is None,
         description="What data.curriculum calls it; its path if not given.",
     )
 
@@ -135,7 +133,6 @@ class DataSpec(Strict):
     )
     curriculum: list[CurriculumPhase] = Field(
         default_factory=list,
-        exclude_if=lambda phases: not phases,
         description="Phases with other weights of the sources, in order.",
     )
     temperature: float = Field(

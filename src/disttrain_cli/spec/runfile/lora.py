@@ -64,7 +64,6 @@ class LoraSpec(Strict):
         None,
         ge=0,
         lt=1,
-        exclude_if=lambda given: given is None,
         description=(
             "Share of what an adapter reads that is dropped while training, the same in every"
             " layout; 0 if not given, or as the adapter's folder says."
@@ -72,7 +71,6 @@ class LoraSpec(Strict):
     )
     modules_to_save: list[str] | None = Field(
         None,
-        exclude_if=lambda given: given is None,
         description=(
             "Parts of the module that are trained whole beside adapters, by the ends of their names"
             " as in peft: embed_tokens, lm_head; norm is every norm whose name ends so."

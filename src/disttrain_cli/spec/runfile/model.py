@@ -61,7 +61,6 @@ class NoiseSpec(Strict):
     )
     density: Literal["uniform", "logit_normal", "mode"] | None = Field(
         None,
-        exclude_if=lambda given: given is None,
         description=(
             "Flow: how timesteps are drawn (Stable Diffusion 3, arXiv 2403.03206, section 3.1);"
             " uniform if not given."
@@ -71,28 +70,24 @@ class NoiseSpec(Strict):
         None,
         ge=-10,
         le=10,
-        exclude_if=lambda given: given is None,
         description="logit_normal: mean; above 0 more noise than image, 0 if not given.",
     )
     logit_std: float | None = Field(
         None,
         gt=0,
         le=10,
-        exclude_if=lambda given: given is None,
         description="logit_normal: standard deviation, 1 if not given.",
     )
     mode_scale: float | None = Field(
         None,
         ge=-1,
         le=1.75,
-        exclude_if=lambda given: given is None,
         description=(
             "mode: above 0 more of the middle, below 0 more of both ends; 1.29 if not given."
         ),
     )
     shift: Annotated[float, Field(gt=0, le=1000)] | Literal["resolution"] | None = Field(
         None,
-        exclude_if=lambda given: given is None,
         description=(
             "Flow: how far timesteps are shifted towards noise, in training and in drawing: s of"
             " s·σ / (1 + (s − 1)·σ), 3 in Stable Diffusion 3; or resolution: by the image's"
@@ -154,7 +149,6 @@ class ModuleSpec(Strict):
     )
     projector: Projector = Field(
         "mlp",
-        exclude_if=lambda given: given == "mlp",
         description=(
             "Encoders: what joins the module to the LLM: mlp, a two-layer MLP; norm_mlp, the same"
             " behind a norm of the merged rows, as InternVL's; linear, one linear without bias, as"
@@ -167,7 +161,6 @@ class ModuleSpec(Strict):
     )
     buckets: list[tuple[BucketSide, BucketSide]] | None = Field(
         None,
-        exclude_if=lambda buckets: buckets is None,
         min_length=1,
         description=(
             "Generators (sd3, flux, lumina2): sizes [width, height] in pixels that images are"
@@ -212,7 +205,6 @@ class ModuleSpec(Strict):
     )
     lora: LoraSpec | None = Field(
         None,
-        exclude_if=lambda lora: lora is None,
         description=(
             "Adapters, which are trained in the place of the module's own weights wherever"
             " `trained` names the module; its projector is one of the projectors still."
@@ -266,7 +258,6 @@ class ModelSpec(Strict):
     )
     adapter: str | None = Field(
         None,
-        exclude_if=lambda adapter: adapter is None,
         description=(
             "Local folder of an adapter of peft over the whole published model of `folder`, which"
             " gives its modules their `lora`, and from which they start."

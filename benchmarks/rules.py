@@ -1,26 +1,30 @@
-"""Strategies with a rule of their own: GPUs by FLOPs (`distmm`), the paper's relaxation (`paper`).
+"""Planners with a rule of their own: GPUs by FLOPs (DistMM), the relaxation of DistTrain's paper.
 
-Every module is a unit, and neither knows CP. Megatron's pipelines, one unit of all modules, are
-searched like any grouping (`units.groupings`).
+Every module is a unit, and neither has CP.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import flops_per_sequence
 from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.layouts import layout_of
 from disttrain_cli.planning.options import Rows, layer_gib
 from disttrain_cli.planning.partition import fewest_stages
+from disttrain_cli.planning.predict import predict
 from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of, units_after
-from disttrain_cli.spec.plan import Strategy
+from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
+Rule = Literal["distmm", "paper"]
 GRID = 400  # points of the slowest stage's time at which the relaxation is evaluated
 CASES = 32  # relaxed cases that are rounded; more only while none has fitted
 
@@ -39,15 +43,24 @@ def proportional(flops: list[float], gpus: int) -> list[int]:
 
 
 def by_rule(
-    profile: Profile, cluster: Cluster, strategy: Strategy, top: int
+    profile: Profile, cluster: Cluster, rule: Rule, top: int = 1
 ) -> tuple[list[Unit], SearchResult]:
-    """Units of `distmm` or `paper`, and the best layouts of its rule, by the formula.
+    """A unit for each module, and the best layouts of a rule, by the formula.
 
     Raises:
         InfeasibleError: a unit has no TP degree that fits a node.
     """
-    units = groupings(profile, cluster, strategy)[0]
-    return units, (distmm if strategy == "distmm" else paper)(units, cluster, top)
+    units = groupings(profile, replace(cluster, most_cp=1), "disaggregated")[0]
+    return units, (distmm if rule == "distmm" else paper)(units, cluster, top)
+
+
+def planned_by(profile: Profile, cluster: Cluster, rule: Rule) -> tuple[Layout, Prediction] | None:
+    """The best layout of a rule, and its prediction; None where none fits."""
+    units, result = by_rule(profile, cluster, rule)
+    if not result.best:
+        return None
+    layout = layout_of(units, cluster, result.best[0], "disaggregated")
+    return layout, predict(units, layout, cluster)
 
 
 def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> SearchResult:
