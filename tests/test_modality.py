@@ -98,7 +98,7 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Call:
 def test_it_is_profiled_planned_trained_and_analysed(call: Call, tmp_path: Path) -> None:
     profile = call("profile")
     assert profile["modules"]["curve_encoder"]["tp"]["1"]["forward_ms"] > 0
-    plan = call("plan")
+    plan = call("plan", "--strategy", "disaggregated")
     assert "curve_encoder" in [unit["name"] for unit in plan["plan"]["units"]]
     apart = call("train", "--restart")
     skipped = {one["sample"]: one["reason"] for one in apart["skipped_samples"]}
