@@ -207,7 +207,7 @@ def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
                 ]
             )
         )
-        * (stage.unit.width // stage.unit.dealt_over(cost.module))
+        * (stage.unit.tp_cp_size // stage.unit.dealt_over(cost.module))
         / 1e3
         for number, stage in enumerate(steps[0].stages)
         for cost in stage.costs
@@ -256,7 +256,7 @@ def _orchestration(
 
 def _bubble(steps: list[Step], layout: Layout) -> float:
     """Share of the devices' time in which they do not compute."""
-    width = np.array([stage.unit.width for stage in steps[0].stages])
+    width = np.array([stage.unit.tp_cp_size for stage in steps[0].stages])
     busy = sum(float(np.nansum(step.timeline.busy_s, axis=1) @ width) for step in steps)
     return 1.0 - busy / (layout.gpus_used * sum(step.timeline.iteration_s for step in steps))
 

@@ -199,7 +199,7 @@ def engine_parts(
     """What an engine is made of besides its runner, brokers and tracer."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
-    config = deepspeed_config(train, layout, coords.unit.holders, optimizer is not None)
+    config = deepspeed_config(train, layout, coords.unit.dp_cp_size, optimizer is not None)
     return {
         "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config, layout.overlap),
         "coords": coords,

@@ -94,7 +94,7 @@ def moved(job: Job, giver: str, taker: str) -> Layout | None:
     unit = next(unit for unit in job.layout.units if unit.name == giver)
     if more is None:
         return None
-    left = unit.dp - -(-(more.gpus_used - job.layout.gpus_used) // (unit.width * unit.pp))
+    left = unit.dp - -(-(more.gpus_used - job.layout.gpus_used) // (unit.tp_cp_size * unit.pp))
     if job.profile.inputs.llm in unit.modules:
         left = next(
             (fewer for fewer in range(left, 0, -1) if job.layout.global_batch_size % fewer == 0), 0
@@ -115,7 +115,7 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
     units = []
     for unit in layout.units:
         dp = replicas.get(unit.name, unit.dp)
-        units.append(unit.model_copy(update={"dp": dp, "gpus": unit.width * dp * unit.pp}))
+        units.append(unit.model_copy(update={"dp": dp, "gpus": unit.tp_cp_size * dp * unit.pp}))
     dp = units[layout.index_of(llm)].dp
     slots = next(
         (n for n in range(layout.microbatches, 0, -1) if layout.global_batch_size % (dp * n) == 0),
