@@ -327,9 +327,8 @@ class UnitEngine:
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it
         is not finite."""
-        gradients = reduced_gradients(
-            self.optimizer, self.coords.unit.dp_cp_size, self.coords.unit.tp
-        )
+        unit = self.coords.unit
+        gradients = reduced_gradients(self.optimizer, dp=unit.dp_cp_size, tp=unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
         self.step_losses = dict(zip(self.loss_modules, losses, strict=True))

@@ -191,11 +191,11 @@ def _times(record: Record, layout: Layout) -> Floats:
     for before, after in zip(job.layout.units, layout.units, strict=True):
         mask = names == before.name
         items = record.items[before.name][graph.slot[mask]]
-        busiest = _busiest(items, before.dp)
+        busiest = _busiest(items, dp=before.dp)
         with np.errstate(divide="ignore", invalid="ignore"):
             share[mask] = np.where(
                 busiest > 0,
-                _busiest(merged * items, after.dp) / busiest,
+                _busiest(merged * items, dp=after.dp) / busiest,
                 merged * before.dp / after.dp,
             )
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -206,7 +206,7 @@ def _times(record: Record, layout: Layout) -> Floats:
         )
 
 
-def _busiest(items: Floats, dp: int) -> Floats:
+def _busiest(items: Floats, *, dp: int) -> Floats:
     """Items of the busiest of so many replicas; where only the mean is known, as if any remainder
     were as likely."""
     known = np.abs(items - np.round(items)) < 1e-6
