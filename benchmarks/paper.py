@@ -43,9 +43,10 @@ from disttrain_cli.planning.solve import cluster_of, ranking, solve, solve_for
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout, Prediction, Strategy, UnitShape
+from disttrain_cli.spec.plan import Layout, Prediction, Strategy
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
+from disttrain_cli.spec.shape import ParallelShape
 
 DEVICE, GPUS, BATCH = "A800", 1296, 1920
 TP, LLM_PP = 8, {"mllm-9b": 1, "mllm-15b": 2, "mllm-72b": 10}  # of the paper's Megatron-LM
@@ -124,10 +125,12 @@ def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Pr
             if TP * dp * (pp + len(units) - 1) > cluster.gpus:
                 continue
             shapes = [
-                [UnitShape(TP, dp, pp, recomputes)]
+                [ParallelShape(tp=TP, dp=dp, pp=pp, recompute=recomputes)]
                 if unit.holds_llm
                 else [
-                    UnitShape(tp, TP * dp // tp, 1, recomputes) for tp in (1, TP) if tp in unit.tps
+                    ParallelShape(tp=tp, dp=TP * dp // tp, recompute=recomputes)
+                    for tp in (1, TP)
+                    if tp in unit.tps
                 ]
                 for unit in units
             ]

@@ -41,6 +41,7 @@ from disttrain_cli.planning.splitting import with_delays
 from disttrain_cli.planning.units import Cluster, groupings
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.shape import ParallelShape
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -148,16 +149,16 @@ class Module(NamedTuple):
 def module_of(case: Case, name: str, ranks: int) -> Module:
     """A module that so many GPUs hold."""
     profile = case.profile
-    kept, shared = (part.sum() for part in state_bytes(profile, [name], 1, 1))
+    kept, shared = (part.sum() for part in state_bytes(profile, [name], 1, tp=1))
     image = np.array([1.0, 0.0, 0.0, 1.0])
-    count = float(parameters(profile, [name], 1).sum())
+    count = float(parameters(profile, [name], tp=1).sum())
     waste = (1.0 + profile.device.fragmentation) / GIB
     link = ring_link(profile.links, case.cluster.gpus_per_node)
     moved = 0.0 if case.hidden else count
     return Module(
         (kept + shared / ranks) / GIB,
-        float((image @ activation_terms(profile, [name], 1)).sum()) * waste,
-        float((image @ working_terms(profile, [name], 1)).max()) * waste,
+        float((image @ activation_terms(profile, [name], tp=1)).sum()) * waste,
+        float((image @ working_terms(profile, [name], tp=1)).max()) * waste,
         reduce_scatter_s(link, moved * GRADIENT_BYTES, ranks),
         count / ranks * profile.device.optimizer_ns_per_parameter * 1e-9
         + all_gather_s(link, moved * WEIGHT_BYTES[profile.precision], ranks),
@@ -245,7 +246,8 @@ def _layout(case: Case, shape: Shape, knobs: Knobs, limit_gib: float) -> Layout 
     units = groupings(case.profile, cluster, "disaggregated")[0]
     sequences = shape.dp * shape.microbatch
     slots = cluster.batch // sequences
-    layers = layers_per_stage(units[1], shape.tp, shape.dp, shape.pp, sequences, slots, knobs.ahead)
+    degrees = ParallelShape(tp=shape.tp, dp=shape.dp, pp=shape.pp)
+    layers = layers_per_stage(units[1], degrees, sequences, slots, knobs.ahead)
     if layers is None:
         return None
     after = [units[2].layers - knobs.ahead + 1, *[1] * (knobs.ahead - 1)]
@@ -260,7 +262,7 @@ def _layout(case: Case, shape: Shape, knobs: Knobs, limit_gib: float) -> Layout 
             gpus=tp * dp * len(split),
             layers_per_stage=split,
             checkpointing=recompute,
-            tp_overlap=unit.overlaps(tp),
+            tp_overlap=unit.overlaps(ParallelShape(tp=tp)),
         )
         for unit, tp, dp, split, recompute in (
             (units[0], 1, cluster.gpus_per_node, [units[0].layers], knobs.recompute),
@@ -288,7 +290,7 @@ def _peaks(case: Case, layout: Layout, delay: int | None) -> Floats:
 def whole_ms(profile: Profile, name: str, tp: int = 1) -> float:
     """Forward and backward of a whole module for the mean sequence, TP messages as is faster."""
     module = profile.modules[name]
-    overlap = tp > 1 and overlap_helps(profile, [name], tp, None, False)
+    overlap = tp > 1 and overlap_helps(profile, [name], ParallelShape(tp=tp))
     shards = [module.costs[kind].tp[str(tp)] for kind in module.layers]
     return sum(
         part(module.work_per_sequence)

@@ -22,6 +22,7 @@ from disttrain_cli.planning.search import Candidate, SearchResult, search
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of, units_after
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.shape import ParallelShape
 
 Floats = NDArray[np.float64]
 Rule = Literal["distmm", "paper"]
@@ -123,7 +124,8 @@ def _relaxed(
     others = [index for index in range(len(units)) if index != holder]
     points = np.geomspace(1.0, 100.0, GRID)[:, None]
     times = [
-        {tp: sum(part.sum() for part in unit.layer_ms(tp)) for tp in unit.tps} for unit in units
+        {tp: sum(part.sum() for part in unit.layer_ms(ParallelShape(tp=tp))) for tp in unit.tps}
+        for unit in units
     ]
     cases: list[tuple[float, tuple[int, ...], int, Floats]] = []
     for dp in divisors(cluster.batch):

@@ -44,7 +44,7 @@ def test_inputs_of_a_slot_stay_where_layers_compute_again(
         }
     )
     before, after = (
-        activation_terms(given, ["image_encoder"], 1, trained, checkpointing)[1].sum()
+        activation_terms(given, ["image_encoder"], trained, tp=1, recompute=checkpointing)[1].sum()
         for given in (profile, known)
     )
     assert after - before == pytest.approx(times * 700 * encoder.max_work_per_sequence.tokens)
@@ -80,15 +80,15 @@ def test_one_replica_has_the_whole_slot() -> None:
 def test_symmetric_memory_is_there_whatever_layer_runs() -> None:
     """As much as the layer with the most needs, and only where messages travel behind products."""
     profile = synthetic.tiny(synthetic.run_file())
-    plain = working_terms(profile, ["llm"], 1)
+    plain = working_terms(profile, ["llm"], tp=1)
     llm = profile.modules["llm"]
     for kind, per_token in (("block", 3.0), ("head", 1.0)):
         shard = llm.costs[kind].tp["1"]
         llm.costs[kind].tp["1"] = shard.model_copy(
             update={"symmetric_bytes": Polynomial(base=7.0, per_token=per_token)}
         )
-    assert working_terms(profile, ["llm"], 1) == pytest.approx(plain)
-    more = working_terms(profile, ["llm"], 1, overlap=True) - plain
+    assert working_terms(profile, ["llm"], tp=1) == pytest.approx(plain)
+    more = working_terms(profile, ["llm"], tp=1, overlap=True) - plain
     mean = llm.work_per_sequence
     expected = [7.0, 3.0 * llm.max_work_per_sequence.tokens, 3.0 * mean.tokens]
     expected.append(3.0 * mean.tokens / mean.items if mean.items else 0.0)
@@ -117,7 +117,7 @@ def test_a_frozen_layer_without_a_backward_holds_what_its_forward_does() -> None
     still = Polynomial(per_item=1e9)
     for trained in (["llm"], ["image_encoder", "llm"]):
         terms, older, plain = (
-            working_terms(one, ["image_encoder"], 1, trained)
+            working_terms(one, ["image_encoder"], trained, tp=1)
             for one in (known(still), known(None), profile)
         )
         assert (older == plain).all()

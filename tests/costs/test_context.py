@@ -23,6 +23,7 @@ from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.traffic import traffic_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Heads, Polynomial, Profile
+from disttrain_cli.spec.shape import ParallelShape
 from tests.costs.test_memory import layout
 from tests.planning import synthetic
 
@@ -87,7 +88,7 @@ def test_copies_around_exchanges_take_what_the_optimizer_says_of_memory() -> Non
     )  # 1 ns per byte
     block = PROFILE.modules["llm"].costs["block"]
     for cp, again in ((1, 0), (2, 1), (8, 2)):
-        llm = shared(cp).units[1]
+        llm = shared(cp).units[1].shape
         for before, after in zip(
             exchanged_ms(PROFILE, "llm", block, llm, "trained"),
             exchanged_ms(slow, "llm", block, llm, "trained"),
@@ -113,7 +114,7 @@ def test_gradients_are_summed_over_replicas_and_cp_groups() -> None:
     assert reduce_s(PROFILE, shared(2), two[1], 8) == reduce_s(
         PROFILE, shared(1, dp=4, gpus=8), twice[1], 8
     )
-    assert two[1].unit.holders == 2 * shared(1).units[1].dp
+    assert two[1].unit.dp_cp_size == 2 * shared(1).units[1].dp
 
 
 def test_a_rank_keeps_its_share_and_what_attention_has_twice() -> None:
@@ -127,19 +128,19 @@ def test_a_rank_keeps_its_share_and_what_attention_has_twice() -> None:
 def test_keys_that_ranks_share_are_kept_and_sent_again() -> None:
     block = PROFILE.modules["llm"].costs["block"]
     number = {"fp32": 4, "bf16": 2}[PROFILE.precision]
-    llm = {cp: shared(cp).units[1] for cp in (1, 2, 4, 8)}
+    llm = {cp: shared(cp).units[1].shape for cp in (1, 2, 4, 8)}
     kept = [kept_bytes(PROFILE, "llm", block, llm[cp], "trained") / 16 / number for cp in llm]
     assert kept == [0, 8, 8, 8 + 2 * 4]
     sent = [exchanged_bytes(PROFILE, "llm", block, llm[cp], "trained") / 16 / number for cp in llm]
     assert sent == [0, 2 * 24 / 2, 2 * 24 * 3 / 4, 2 * 32 * 7 / 8]
     assert exchanged_bytes(PROFILE, "llm", block, llm[4], "still") == sent[2] / 2 * 16 * number
-    again = shared(4, checkpointing=True).units[1]
+    again = shared(4, checkpointing=True).units[1].shape
     assert exchanged_bytes(PROFILE, "llm", block, again, "trained") == sent[2] * 1.5 * 16 * number
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_rows_of_encoders_are_gathered_by_the_ranks_of_the_llm(tp: int) -> None:
-    block, unit = PROFILE.modules["llm"].costs["block"], shared(4, tp=tp).units[1]
+    block, unit = PROFILE.modules["llm"].costs["block"], shared(4, tp=tp).units[1].shape
     deep = block.model_copy(update={"gathered_bytes": Polynomial(per_token=3e3)})
     work = PROFILE.modules["llm"].work_per_sequence
     own_rows, sent = LENGTH * work.items / 4, 3 / 4 * 3e3 * work.tokens / tp
@@ -162,7 +163,8 @@ def test_gathered_keys_and_values_are_sent_kept_and_scattered() -> None:
     for cp in (2, 4, 8):
         how = {"cp_comm_type": "all_gather"}
         unit, again = (
-            shared(cp, **how, checkpointing=recomputes).units[1] for recomputes in (False, True)
+            shared(cp, **how, checkpointing=recomputes).units[1].shape
+            for recomputes in (False, True)
         )
         sent = row * (cp - 1)
         for one, does, passes in ((unit, "trained", 2), (unit, "still", 1), (again, "passes", 3)):
@@ -186,7 +188,7 @@ def test_copies_of_gathered_rows_take_what_the_optimizer_says_of_memory() -> Non
         update={"device": PROFILE.device.model_copy(update={"optimizer_ns_per_parameter": 28.0})}
     )  # 1 ns per byte
     block, cp = PROFILE.modules["llm"].costs["block"], 4
-    unit = shared(cp, cp_comm_type="all_gather").units[1]
+    unit = shared(cp, cp_comm_type="all_gather").units[1].shape
     pairs = zip(
         exchanged_ms(PROFILE, "llm", block, unit, "trained"),
         exchanged_ms(slow, "llm", block, unit, "trained"),
@@ -231,9 +233,11 @@ def test_buckets_wait_for_less_where_passes_are_shorter() -> None:
 
 
 def test_communicators() -> None:
-    assert communicators(1, 1, 2) == 5
-    assert communicators(1, 1, 2, cp=2) == 7  # the CP group, and the ranks with the same weights
-    assert communicators(2, 3, 2, cp=2) == 8
+    assert communicators(2, tp=1, dp=1) == 5
+    assert (
+        communicators(2, tp=1, dp=1, cp=2) == 7
+    )  # the CP group, and the ranks with the same weights
+    assert communicators(2, tp=2, dp=3, cp=2) == 8
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ def test_communicators() -> None:
 def test_what_does_not_fit_is_named(
     profile: Profile, modules: list[str], tp: int, cp: int, why: str | None
 ) -> None:
-    said = misfit(profile, modules, tp, cp)
+    said = misfit(profile, modules, ParallelShape(tp=tp, cp=cp))
     assert (said is None) if why is None else (said is not None and why in said)
 
 
@@ -286,14 +290,14 @@ def test_a_group_does_not_keep_a_fused_tensor_whole() -> None:
     cost = WITH_EYE.modules["image_encoder"].costs["block"]
     fused = cost.model_copy(update={"fused_heads": True})
     width = 4 * 8 * {"fp32": 4, "bf16": 2}[WITH_EYE.precision]
-    unit = eye(4).units[0]
+    unit = eye(4).units[0].shape
     kept = [kept_bytes(WITH_EYE, EYE, one, unit, "trained") for one in (cost, fused)]
     assert kept == [width, -width]
-    assert kept_bytes(WITH_EYE, EYE, fused, eye(1).units[0], "trained") == 0.0
+    assert kept_bytes(WITH_EYE, EYE, fused, eye(1).units[0].shape, "trained") == 0.0
 
 
 def test_what_a_frozen_projection_reads_is_not_kept() -> None:
-    frozen, unit = {"frozen_projection": True}, eye(4).units[0]
+    frozen, unit = {"frozen_projection": True}, eye(4).units[0].shape
     cost = WITH_EYE.modules["image_encoder"].costs["block"]
     adapted = cost.model_copy(update=frozen)
     assert kept_bytes(WITH_EYE, EYE, cost, unit, "trained") > 0.0
@@ -353,4 +357,4 @@ def test_exchanges_between_nodes_take_the_network_at_the_rate_of_a_rank() -> Non
     ],
 )
 def test_replicas_are_parts_of_nodes_or_whole_ones(tp: int, cp: int, node: int, fits: bool) -> None:
-    assert fits_nodes(tp, cp, node) == fits
+    assert fits_nodes(ParallelShape(tp=tp, cp=cp), node) == fits

@@ -190,4 +190,8 @@ def test_reserves_are_stated_and_take_their_share() -> None:
 
 
 def test_communicators_of_a_rank() -> None:
-    assert [communicators(1, 1, 0), communicators(4, 1, 1), communicators(4, 8, 3)] == [1, 4, 9]
+    assert [
+        communicators(0, tp=1, dp=1),
+        communicators(1, tp=4, dp=1),
+        communicators(3, tp=4, dp=8),
+    ] == [1, 4, 9]

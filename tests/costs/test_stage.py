@@ -14,6 +14,7 @@ from disttrain_cli.costs.stage import (
 )
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.profile import ModuleProfile, Polynomial
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
@@ -30,14 +31,14 @@ def test_a_module_without_work_takes_no_time() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     idle = profile.modules["image_generator"].model_copy(update={"work_per_sequence": Work()})
     profile = profile.model_copy(update={"modules": profile.modules | {"image_generator": idle}})
-    times = unit_times(profile, ["image_generator"], 1)
+    times = unit_times(profile, ["image_generator"], ParallelShape())
     assert not np.any(times.forward_base) and not np.any(times.backward_slope)
 
 
 def test_linear_times_agree_with_the_polynomials() -> None:
     profile = synthetic.paper_9b(synthetic.run_file())
     for tp in tp_degrees(profile, list(profile.modules)):
-        times = unit_times(profile, list(profile.modules), tp)
+        times = unit_times(profile, list(profile.modules), ParallelShape(tp=tp))
         direct = [
             layer_times_ms(m, tp, m.work_per_sequence.scaled(5)) for m in profile.modules.values()
         ]
@@ -53,7 +54,7 @@ def test_unprofiled_tp_is_named() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     assert tp_degrees(profile, ["llm"]) == [1]
     with pytest.raises(SpecError, match="TP 2"):
-        unit_times(profile, ["llm"], 2)
+        unit_times(profile, ["llm"], ParallelShape(tp=2))
 
 
 def test_overlap_takes_off_each_pass_what_it_hides() -> None:
@@ -86,7 +87,9 @@ def test_overlap_takes_off_each_pass_what_it_hides() -> None:
 def test_a_profile_that_knows_of_no_overlap_hides_nothing() -> None:
     profile = synthetic.paper_9b(synthetic.run_file())
     names = list(profile.modules)
-    plain, overlapped = (unit_times(profile, names, 2, overlap=one) for one in (False, True))
+    plain, overlapped = (
+        unit_times(profile, names, ParallelShape(tp=2), overlap=one) for one in (False, True)
+    )
     for mine, theirs in zip(vars(plain).values(), vars(overlapped).values(), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert not overlap_helps(profile, names, 2)
+    assert not overlap_helps(profile, names, ParallelShape(tp=2))

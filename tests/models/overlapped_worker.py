@@ -105,7 +105,7 @@ def _toy(
     for overlap in (False, True):
         own = Toy(bias).to(device, dtype).requires_grad_(how != "frozen")
         own.load_state_dict(whole.state_dict())
-        shard(own, group.size, group.rank)
+        shard(own, tp=group.size, rank=group.rank)
         join(own, replace(group, overlap=overlap))
         assert isinstance(own.query, ColumnLinear) == isinstance(own.down, RowLinear) == overlap
         if how == "later":

@@ -19,7 +19,7 @@ def _dropout(
     seeds: list[int], counts: list[int], tp: int = 1, rank: int = 0, key: int = 7
 ) -> SeededDropout:
     made = SeededDropout(P, key, divided=int(tp > 1))
-    made.begin(row_hashes(torch.tensor(seeds), counts), tp, rank)
+    made.begin(row_hashes(torch.tensor(seeds), counts), tp=tp, tp_rank=rank)
     return made
 
 
@@ -36,7 +36,7 @@ def test_rows_and_features_drop_independently(p: float) -> None:
     """Of all pairs of rows, and of features, none drops together more often than chance has it:
     correlations in deviations, which grow to about 5 among so many pairs."""
     made = SeededDropout(p, 7, divided=0)
-    made.begin(row_hashes(torch.tensor([3, 4]), [512, 512]), 1, 0)
+    made.begin(row_hashes(torch.tensor([3, 4]), [512, 512]))
     dropped = ((made(torch.ones(1024, 512)) == 0).float() - p) / (p * (1 - p)) ** 0.5
     for rows in (dropped, dropped.T):
         together = rows @ rows.T / rows.shape[1] ** 0.5
@@ -57,7 +57,7 @@ def test_calls_and_layers_have_masks_of_their_own() -> None:
     first, second = dropout(ones), dropout(ones)
     assert not torch.equal(first, second)
     assert not torch.equal(first, _dropout([5], [6], key=8)(ones))
-    dropout.begin(row_hashes(torch.tensor([5]), [6]), 1, 0)
+    dropout.begin(row_hashes(torch.tensor([5]), [6]))
     assert torch.equal(dropout(ones), first)
 
 
@@ -73,7 +73,7 @@ def test_parts_side_by_side_that_are_divided_alike_have_their_parts_of_the_mask(
     made = []
     for tp, rank in ((1, 0), (2, 0), (2, 1)):
         dropout = SeededDropout(P, 7, divided=5)
-        dropout.begin(rows, tp, rank)
+        dropout.begin(rows, tp=tp, tp_rank=rank)
         made.append(dropout(torch.ones(2, 3, 40 // tp)))
     whole, *halves = made
     joined = torch.stack([half.unflatten(2, (5, 4)) for half in halves], dim=3)
@@ -85,7 +85,7 @@ def test_nothing_is_dropped_without_training() -> None:
     dropout.eval()
     assert torch.equal(dropout(ones), ones)
     dropout.train()
-    dropout.begin(None, 1, 0)
+    dropout.begin(None)
     assert torch.equal(dropout(ones), ones)
 
 

@@ -502,7 +502,7 @@ def test_counted_and_divided(setting, kind):
     for layer in layers:
         given = dict(state)
         if layer.division.row and layer.kind != "projector":
-            parts = [shard(copy.deepcopy(layer), 2, rank) for rank in range(2)]
+            parts = [shard(copy.deepcopy(layer), tp=2, rank=rank) for rank in range(2)]
             for made in in_lockstep(parts, given, dataclasses.replace(batch, cache={})):
                 for name, tensor in layer(given, batch).items():
                     torch.testing.assert_close(made[name], tensor, rtol=1e-4, atol=1e-4)

@@ -72,7 +72,7 @@ def in_lockstep(shards, state, batch):
 def test_summed_partial_outputs_of_all_ranks_equal_the_whole_layer(make_run, name, tp):
     run = make_run(llm={"config": {"num_key_value_heads": tp}}, audio_encoder={})
     state, batch, whole = placed(run, name)
-    shards = [shard(copy.deepcopy(whole), tp, rank) for rank in range(tp)]
+    shards = [shard(copy.deepcopy(whole), tp=tp, rank=rank) for rank in range(tp)]
     expected = whole(dict(state), batch)
     for made in in_lockstep(shards, state, batch):
         for key, tensor in expected.items():
@@ -89,7 +89,7 @@ def test_summed_partial_outputs_of_all_ranks_equal_the_whole_layer(make_run, nam
 
 def test_gradients_of_all_ranks_are_slices_of_the_whole_ones(make_run):
     state, batch, whole = placed(make_run(), "llm.block.0")
-    shards = [shard(copy.deepcopy(whole), TP, rank) for rank in range(TP)]
+    shards = [shard(copy.deepcopy(whole), tp=TP, rank=rank) for rank in range(TP)]
     whole(dict(state), batch)["hidden"].square().sum().backward()
     expected = state["hidden"].grad
     state["hidden"].grad = None
@@ -112,11 +112,14 @@ def test_vocabulary_shards_add_up_to_the_embedding_and_the_logits(make_run):
     state, batch, embed = placed(run, "llm.embed")
     whole = embed(dict(state), batch)["hidden"]
     assert torch.equal(
-        sum(shard(copy.deepcopy(embed), 3, r)(dict(state), batch)["hidden"] for r in range(3)),
+        sum(
+            shard(copy.deepcopy(embed), tp=3, rank=r)(dict(state), batch)["hidden"]
+            for r in range(3)
+        ),
         whole,
     )
     state, batch, head = placed(run, "llm.head")
-    shards = [shard(copy.deepcopy(head), 3, rank) for rank in range(3)]
+    shards = [shard(copy.deepcopy(head), tp=3, rank=rank) for rank in range(3)]
     logits = torch.cat([layer.lm_head(layer.norm(state["hidden"])) for layer in shards], 1)
     torch.testing.assert_close(logits, head.lm_head(head.norm(state["hidden"])))
 

@@ -15,8 +15,9 @@ from disttrain_cli.planning.finalists import one_batch_s
 from disttrain_cli.planning.layouts import layout_with
 from disttrain_cli.planning.solve import cluster_of
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
-from disttrain_cli.spec.plan import Layout, UnitShape
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.shape import ParallelShape
 from tests.planning import synthetic
 
 
@@ -31,13 +32,13 @@ def case() -> tuple[Profile, list[Unit], Cluster]:
 def built(case: tuple[Profile, list[Unit], Cluster]) -> climbing.Build:
     _, units, cluster = case
 
-    def build(shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
+    def build(shapes: Sequence[ParallelShape], slot_sequences: int) -> Layout | None:
         return layout_with(units, cluster, shapes, slot_sequences, "disaggregated")
 
     return build
 
 
-LOPSIDED = [UnitShape(1, 3, 1, False), UnitShape(4, 4, 1, False), UnitShape(1, 5, 1, False)]
+LOPSIDED = [ParallelShape(dp=3), ParallelShape(tp=4, dp=4), ParallelShape(dp=5)]
 
 
 def test_neighbours_keep_to_the_devices_the_batch_and_the_profiled_tp(
@@ -58,7 +59,7 @@ def test_neighbours_keep_to_the_devices_the_batch_and_the_profiled_tp(
         assert sum(changed) <= 2
     used = [sum(shape.gpus for shape in shapes) for shapes in found]
     # groups twice as wide with half the replicas, on the same devices
-    assert {UnitShape(8, 2, 1, False), UnitShape(2, 8, 1, False)} <= {one[llm] for one in found}
+    assert {ParallelShape(tp=8, dp=2), ParallelShape(tp=2, dp=8)} <= {one[llm] for one in found}
     assert used.count(cluster.gpus) > 10  # what is left goes to another unit
 
 
@@ -92,7 +93,7 @@ def test_the_way_up_gets_faster_and_ends_where_no_neighbour_is(
         assert layout.gpus_used <= cluster.gpus and fits(profile, layout, cluster.memory_gib)
         assert seconds == timed(layout)[1]
     top, top_s = way[-1]
-    shapes = [UnitShape(unit.tp, unit.dp, unit.pp, unit.checkpointing) for unit in top.units]
+    shapes = [unit.shape for unit in top.units]
     others = [
         build(other, microbatch * other[holder_of(units)].dp)
         for other, microbatch in neighbours(units, cluster, shapes, top.microbatch_size)
@@ -126,7 +127,7 @@ def test_layers_of_most_weights_lie_on_different_stages() -> None:
     profile = profile.model_copy(update={"modules": modules})
     cluster = Cluster(8, 8, 80.0, 1, 6)
     (units,) = (found for found in groupings(profile, cluster, "megatron") if len(found) == 1)
-    start = layout_with(units, cluster, [UnitShape(1, 2, 4, False)], 6, "megatron")
+    start = layout_with(units, cluster, [ParallelShape(dp=2, pp=4)], 6, "megatron")
     assert start is not None
     (unit,) = start.units
     shifted = unit.model_copy(update={"layers_per_stage": [4, 2, 3, 2]})

@@ -17,8 +17,9 @@ from disttrain_cli.planning.objective import (
 )
 from disttrain_cli.planning.options import layer_gib
 from disttrain_cli.planning.units import Cluster, Unit, groupings, replicating, units_of
-from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.shape import ParallelShape
 from tests.planning import synthetic
 
 
@@ -44,11 +45,12 @@ def test_whole_modules_of_a_unit_are_priced_as_its_layout(tp: int, dp: int, pp: 
     unit = replicating(divided)[0]
     assert unit.tps == [2, 4] and unit.widths == [(2, 1), (4, 1)]
     assert replicating(Unit("llm", ("llm",), profile, cluster)) == []
-    layout = layout_with([unit], cluster, [UnitShape(tp, dp, pp)], dp, "disaggregated")
+    shape = ParallelShape(tp=tp, dp=dp, pp=pp)
+    layout = layout_with([unit], cluster, [shape], dp, "disaggregated")
     assert layout is not None and set(layout.units[0].module_tp) == {*profile.modules} - {"llm"}
     assert undealt(profile, layout.units[0]) is None
     assert unit.allowed is not None and not unit.allowed[0, 2] and unit.allowed[0, 4]
-    variant = unit.kinds.variant(tp, False)
+    variant = unit.kinds.variant(shape)
     _, kept, _, _ = layer_gib(unit, np.array([variant]), np.array([dp]), dp)
     if pp == 1:
         (memory,) = layout_memory(profile, layout, 4.0)
@@ -61,12 +63,12 @@ def test_whole_modules_of_a_unit_are_priced_as_its_layout(tp: int, dp: int, pp: 
     row_bytes, rate = 30_000 / 120, profile.links.all_gather_gbps * 1.25e5
     exchanged = 2 * row_bytes * (tp - 1) / tp / rate
     patches = 120 / tp + mean * (tp - 1) / (2 * tp)
-    of_encoder = np.array(unit.layer_ms(tp)).sum(axis=0)[:4].sum()
+    of_encoder = np.array(unit.layer_ms(shape)).sum(axis=0)[:4].sum()
     latency = 2 * profile.links.all_gather_us / 1e3
     expected = base + latency + patches * (per_patch + exchanged)
     assert of_encoder == pytest.approx(expected)
     planned = planned_stages_ms(unit, layout.units[0], dp)
-    assert sum(planned) == pytest.approx(np.array(unit.layer_ms(tp)).sum())
+    assert sum(planned) == pytest.approx(np.array(unit.layer_ms(shape)).sum())
     assert planned_stages_ms(units_of(profile, cluster, layout)[0], layout.units[0], dp) == planned
 
 
@@ -94,7 +96,7 @@ def test_without_bases_the_objective_is_the_papers() -> None:
         modules[name] = module.model_copy(update={"costs": costs})
     profile = profile.model_copy(update={"links": free, "modules": modules})
     units = groupings(profile, Cluster(6, 6, 4.0, 1, 24), "disaggregated")[0]
-    per_sample = [unit.layer_ms(1)[1].sum() for unit in units]  # C of one sequence
+    per_sample = [unit.layer_ms(ParallelShape())[1].sum() for unit in units]  # C of one sequence
     plans = [
         UnitPlan(name=u.name, modules=list(u.modules), dp=dp, gpus=dp, layers_per_stage=[u.layers])
         for u, dp in zip(units, (1, 4, 1), strict=True)

@@ -4,6 +4,7 @@ integer programme."""
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from disttrain_cli.planning.search import search
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Heads, LayerCost, ModuleProfile, Profile
+from disttrain_cli.spec.shape import CpCommType, ParallelShape
 from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
@@ -35,13 +37,13 @@ def _short_sequences_may_be_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units_, "LEAST_TOKENS", 1)
 
 
-def fits_nodes(unit: Unit, tp: int, cp: int, gathers: bool) -> bool:
-    """Whether CP groups divide rows and heads, or gather keys and values, and groups of other sizes
+def fits_nodes(unit: Unit, shape: ParallelShape) -> bool:
+    """True if CP groups divide rows and heads, or gather keys and values, and groups of other sizes
     beside each other stay in nodes, or are whole ones."""
-    node, width = unit.cluster.gpus_per_node, tp * cp
-    inside = node % width == 0 and width in (1, 2, 4, 8)
-    why = misfit(unit.profile, unit.modules, tp, cp, gathers)
-    return why is None and (inside or width % node == 0)
+    node, ranks = unit.cluster.gpus_per_node, shape.tp_cp_size
+    inside = node % ranks == 0 and ranks in (1, 2, 4, 8)
+    why = misfit(unit.profile, unit.modules, shape)
+    return why is None and (inside or ranks % node == 0)
 
 
 def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
@@ -53,23 +55,23 @@ def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
             module_tp=dict.fromkeys(unit.replicated, 1),
             tp=tp,
             cp=cp,
-            cp_comm_type="all_gather" if gathers else "a2a",
+            cp_comm_type=how,
             dp=dp,
             pp=pp,
             gpus=tp * cp * dp * pp,
             layers_per_stage=[int(count) for count in layers],
-            checkpointing=checkpointing,
-            tp_overlap=unit.overlaps(tp, checkpointing, cp),
+            checkpointing=recompute,
+            tp_overlap=unit.overlaps(ParallelShape(tp=tp, cp=cp, recompute=recompute)),
         )
         for tp in unit.tps
         for cp in (range(1, gpus // tp + 1) if not unit.replicated else [1])
-        for gathers in ([False, True] if cp > 1 and unit.holds_llm else [False])
-        if fits_nodes(unit, tp, cp, gathers)
+        for how in get_args(CpCommType)[: 2 if cp > 1 and unit.holds_llm else 1]
+        if fits_nodes(unit, ParallelShape(tp=tp, cp=cp, cp_comm_type=how))
         for dp in range(1, gpus + 1)
         for pp in range(1, unit.layers + 1)
         if tp * cp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
         for layers in cuts(unit.layers, pp)
-        for checkpointing in choices
+        for recompute in choices
     ]
     return [plan for plan in plans if undealt(unit.profile, plan) is None]
 
@@ -218,23 +220,15 @@ def check_against_brute_force(units: list[Unit]) -> None:
     assert found[0].total_ms == pytest.approx(expected, rel=1e-9)
     for unit, plan in zip(units, layout.units, strict=True):
         on, off = (
-            sum(
-                map(
-                    np.sum,
-                    unit.layer_ms(plan.tp, plan.checkpointing, overlap, plan.cp, plan.gathers),
-                )
-            )
-            for overlap in (True, False)
+            sum(map(np.sum, unit.layer_ms(plan.shape, overlap))) for overlap in (True, False)
         )
         assert plan.tp_overlap == (cluster.hides and on < off)
     assert layout_time(units, layout).total_ms == pytest.approx(expected, rel=1e-9)
     memory = layout_memory(profile, layout, cluster.memory_gib)
     assert all(stage.peak_gib <= stage.limit_gib * (1 + 1e-9) for stage in memory)
     for stage in stage_graph(layout, profile.inputs.llm).stages:
-        assert stage.ranks[0] % min(stage.unit.width, cluster.gpus_per_node) == 0
-    assert found == sorted(found) and len(
-        {(c.shapes, c.cps, c.gathers, c.checkpointing, c.microbatch) for c in found}
-    ) == len(found)
+        assert stage.ranks[0] % min(stage.unit.tp_cp_size, cluster.gpus_per_node) == 0
+    assert found == sorted(found) and len({(c.units, c.microbatch) for c in found}) == len(found)
 
 
 def by_milp(units: list[Unit], cluster: Cluster) -> float:
@@ -248,7 +242,9 @@ def by_milp(units: list[Unit], cluster: Cluster) -> float:
             for tp, dp in itertools.product(unit.tps, range(1, cluster.gpus + 1)):
                 if tp * dp > cluster.gpus or (unit.holds_llm and size % dp):
                     continue
-                times = np.array(unit_stages_ms(unit, tp, dp, [1] * unit.layers, size))
+                times = np.array(
+                    unit_stages_ms(unit, ParallelShape(tp=tp, dp=dp), [1] * unit.layers, size)
+                )
                 columns += [
                     (
                         number,
@@ -385,7 +381,7 @@ def test_recomputing_is_chosen_where_memory_binds_only() -> None:
             cluster = Cluster(96, 8, limit, 1, 240, checkpointing=choice)  # type: ignore[arg-type]
             best = search(groupings(profile, cluster, "disaggregated")[0], cluster).best
             times[choice] = best[0].total_ms if best else np.inf
-        assert any(best[0].checkpointing) == recomputes
+        assert any(unit.recompute for unit in best[0].units) == recomputes
         assert times["auto"] <= min(times["none"], times["full"])
 
 

@@ -17,9 +17,10 @@ from disttrain_cli.planning.sensitivity import sensitivity
 from disttrain_cli.planning.sharing import sharing_sentence
 from disttrain_cli.planning.solve import solve_for
 from disttrain_cli.planning.units import Cluster, groupings
-from disttrain_cli.spec.plan import Layout, UnitShape
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Heads, Profile
 from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.shape import ParallelShape
 from tests.planning import synthetic
 
 ONE = Cluster(8, 8, 4.0, 1, 1, climbs=False)  # one long sequence, on which DP has nothing to do
@@ -74,8 +75,8 @@ def test_a_plan_shares_over_nodes_where_that_is_faster(
     nodes = replace(ONE, gpus_per_node=2)
     profile = synthetic.on_nodes(heavy(profile_of()), 2, speed)
     plan, inside = (solve_for(profile, replace(nodes, over_nodes=may)) for may in (True, False))
-    assert max(unit.width for unit in inside.plan.units) <= 2
-    assert (max(unit.width for unit in plan.plan.units) > 2) == over
+    assert max(unit.tp_cp_size for unit in inside.plan.units) <= 2
+    assert (max(unit.tp_cp_size for unit in plan.plan.units) > 2) == over
     assert (plan.plan == inside.plan) == (not over)
     gain = 1 - plan.predicted.iteration_s / inside.predicted.iteration_s
     assert gain > CP_GAIN if over else gain == 0
@@ -85,7 +86,7 @@ def test_one_sequence_is_shared() -> None:
     profile = profile_of()
     units = groupings(profile, ONE, "disaggregated")[0]
     best = search(units, ONE).best[0]
-    assert best.cps[1] > 1 and best.cps[0] == best.cps[2] == 1
+    assert best.units[1].cp > 1 and best.cps[0] == best.cps[2] == 1
     assert best.gpus == sum(unit.gpus for unit in best.units) <= 8
     alone = replace(ONE, most_cp=1)
     other = search(groupings(profile, alone, "disaggregated")[0], alone).best[0]
@@ -98,7 +99,7 @@ def test_what_fits_only_shared_is_found_and_what_cannot_be_is_named() -> None:
     tight = replace(ONE, gpus=16, memory_gib=0.04)
     profile = heavy(profile_of())
     best = search(groupings(profile, tight, "disaggregated")[0], tight).best[0]
-    assert best.cps[1] > 1
+    assert best.units[1].cp > 1
     layout = layout_of(groupings(profile, tight, "disaggregated")[0], tight, best, "disaggregated")
     assert all(s.peak_gib <= s.limit_gib for s in layout_memory(profile, layout, 0.04))
     alone = replace(tight, most_cp=1)
@@ -113,15 +114,18 @@ def test_degrees_that_heads_forbid_are_searched_where_keys_are_gathered() -> Non
     """Three heads: rows cannot be exchanged for them, but two ranks may gather keys and values."""
     long = profile_of(Heads(3, 1, 16), length=4096)
     llm = groupings(long, ONE, "disaggregated")[0][1]
-    assert llm.ways(1, 2) == [True] and (1, 2) in llm.widths
-    without = groupings(long, replace(ONE, gathers=False), "disaggregated")[0][1]
-    assert without.ways(1, 2) == [] and without.widths == [(tp, 1) for tp in without.tps]
+    assert [way.cp_comm_type for way in llm.ways(tp=1, cp=2)] == ["all_gather"] and (
+        1,
+        2,
+    ) in llm.widths
+    without = groupings(long, replace(ONE, cp_comm_types=("a2a",)), "disaggregated")[0][1]
+    assert without.ways(tp=1, cp=2) == [] and without.widths == [(tp, 1) for tp in without.tps]
     assert groupings(long, ONE, "disaggregated")[0][0].gathers is False
 
 
 def test_neighbours_share_more_or_fewer() -> None:
     units = groupings(profile_of(), ONE, "disaggregated")[0]
-    start = [UnitShape(1, 1, 1), UnitShape(1, 1, 2, cp=2), UnitShape(1, 1, 1)]
+    start = [ParallelShape(), ParallelShape(pp=2, cp=2), ParallelShape()]
     found = {
         (shapes[1].tp, shapes[1].cp, shapes[1].pp) for shapes, _ in neighbours(units, ONE, start, 1)
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,8 +18,9 @@ from disttrain_cli.costs.context import held_bytes, kept_bytes, rows
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.stage import slope
-from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -47,7 +49,7 @@ def worst_mix(
 
 
 def _of_one_size(work: Work) -> bool:
-    """Whether all items have the same tokens (equality in Cauchy and Schwarz's inequality)."""
+    """True if all items have the same tokens (equality in Cauchy and Schwarz's inequality)."""
     return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
 
 
@@ -79,32 +81,38 @@ def worst_work(
 def kept_share(
     profile: Profile,
     modules: Sequence[str],
-    shape: UnitShape,
+    shape: ParallelShape,
     trained: Sequence[str] | None = None,
 ) -> Floats:
     """[4, L] `activation_terms` of a rank by the work of its replica: its share of them, and what
     it keeps beyond that."""
-    share = _shared(
-        activation_terms(profile, modules, shape.tp, trained, shape.checkpointing), shape.cp
-    )
-    more = _inputs_of_others if shape.checkpointing else _kept_twice
-    return share + more(profile, modules, shape, trained)
+    terms = activation_terms(profile, modules, trained, tp=shape.tp, recompute=shape.recompute)
+    more = _inputs_of_others if shape.recompute else _kept_twice
+    return _shared(terms, shape) + more(profile, modules, shape, trained)
 
 
 def working_share(
     profile: Profile,
     modules: Sequence[str],
-    shape: UnitShape,
+    shape: ParallelShape,
     trained: Sequence[str] | None = None,
     later: bool = False,
     overlap: bool = False,
 ) -> Floats:
     """[4, L] `working_terms` of a rank by the work of its replica, in the same way."""
-    terms = working_terms(profile, modules, shape.tp, trained, shape.checkpointing, later, overlap)
-    share = _shared(terms, shape.cp) + _kept_twice(profile, modules, shape, trained)
-    if not shape.gathers:
+    terms = working_terms(
+        profile,
+        modules,
+        trained,
+        tp=shape.tp,
+        recompute=shape.recompute,
+        later=later,
+        overlap=overlap,
+    )
+    share = _shared(terms, shape) + _kept_twice(profile, modules, shape, trained)
+    if shape.cp_comm_type != "all_gather":
         return share
-    kept = kept_share(profile, modules, shape._replace(checkpointing=False), trained)
+    kept = kept_share(profile, modules, replace(shape, recompute=False), trained)
     held = _by_own_rows(
         profile, modules, shape, trained, lambda _, *known: held_bytes(profile, *known)
     )
@@ -114,20 +122,21 @@ def working_share(
 def deferred_share(
     profile: Profile,
     modules: Sequence[str],
-    shape: UnitShape,
+    shape: ParallelShape,
     trained: Sequence[str] | None = None,
 ) -> Floats:
     """[4, L] `deferred_terms` of a rank by the work of its replica: its share of them."""
-    return _shared(deferred_terms(profile, modules, shape.tp, trained), shape.cp)
+    return _shared(deferred_terms(profile, modules, trained, tp=shape.tp), shape)
 
 
 @remembered
 def activation_terms(
     profile: Profile,
     modules: Sequence[str],
-    tp: int,
     trained: Sequence[str] | None = None,
-    checkpointing: bool = False,
+    *,
+    tp: int,
+    recompute: bool = False,
 ) -> Floats:
     """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence,
     mean item.
@@ -141,8 +150,8 @@ def activation_terms(
         modules,
         trained,
         lambda cost, does: [
-            _kept(cost, tp, does, checkpointing),
-            *([cost.tp[str(tp)].batch_bytes] if checkpointing else []),
+            _kept(cost, does, recompute, tp=tp),
+            *([cost.tp[str(tp)].batch_bytes] if recompute else []),
         ],
     )
 
@@ -151,9 +160,10 @@ def activation_terms(
 def working_terms(
     profile: Profile,
     modules: Sequence[str],
-    tp: int,
     trained: Sequence[str] | None = None,
-    checkpointing: bool = False,
+    *,
+    tp: int,
+    recompute: bool = False,
     later: bool = False,
     overlap: bool = False,
 ) -> Floats:
@@ -170,11 +180,11 @@ def working_terms(
         shard = cost.tp[str(tp)]
         if does == "still" and shard.still_bytes is not None:
             return [shard.still_bytes, *([shard.overlapping_bytes] if overlap else [])]
-        again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
+        again = [shard.recomputing_bytes] if recompute and does != "still" else []
         split = later and does == "trained"
         transient = shard.split_transient_bytes if split else shard.transient_bytes
         buffers = [shard.overlapping_bytes] if overlap else []
-        return [_kept(cost, tp, does, False), transient, *again, *buffers]
+        return [_kept(cost, does, False, tp=tp), transient, *again, *buffers]
 
     terms = _terms(profile, modules, trained, amounts)
     if not overlap:
@@ -184,7 +194,7 @@ def working_terms(
 
 
 def deferred_terms(
-    profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None
+    profile: Profile, modules: Sequence[str], trained: Sequence[str] | None = None, *, tp: int
 ) -> Floats:
     """Bytes that a layer keeps of a slot from its backward to the gradients of its weights, where
     these are computed later; terms as above."""
@@ -219,23 +229,23 @@ def _terms(
     return np.array(rows).T
 
 
-def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Polynomial:
+def _kept(cost: LayerCost, does: Backward, recompute: bool, *, tp: int) -> Polynomial:
     """Bytes of one slot that a layer keeps on one rank from forward to backward."""
     if does == "still":
         return Polynomial()
     shard = cost.tp[str(tp)]
-    if checkpointing:
+    if recompute:
         return shard.input_bytes
     return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
 
 
-def _shared(terms: Floats, cp: int) -> Floats:
+def _shared(terms: Floats, shape: ParallelShape) -> Floats:
     """Terms of a replica's work, as a rank of a CP group has them."""
-    return np.vstack([terms[:1], terms[1:] / cp])
+    return np.vstack([terms[:1], terms[1:] / shape.cp])
 
 
 def _kept_twice(
-    profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
+    profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:
     """[4, L] what a rank of a CP group keeps of a slot beyond its share of the work."""
     return _by_own_rows(profile, modules, shape, trained, partial(kept_bytes, profile))
@@ -244,9 +254,9 @@ def _kept_twice(
 def _by_own_rows(
     profile: Profile,
     modules: Sequence[str],
-    shape: UnitShape,
+    shape: ParallelShape,
     trained: Sequence[str] | None,
-    row_bytes: Callable[[str, LayerCost, UnitShape, Backward], float],
+    row_bytes: Callable[[str, LayerCost, ParallelShape, Backward], float],
 ) -> Floats:
     """[4, L] so many bytes for each row of a rank."""
     columns: list[Floats] = []
@@ -262,7 +272,7 @@ def _by_own_rows(
 
 
 def _inputs_of_others(
-    profile: Profile, modules: Sequence[str], shape: UnitShape, trained: Sequence[str] | None
+    profile: Profile, modules: Sequence[str], shape: ParallelShape, trained: Sequence[str] | None
 ) -> Floats:
     """[4, L] bytes of a slot's inputs that a rank of a CP group was given for the others: encoders
     are given whole images. They stay where activations are recomputed."""
@@ -277,7 +287,7 @@ def _inputs_of_others(
     return given * encodes * (1.0 - 1.0 / shape.cp)
 
 
-def own_rows(profile: Profile, name: str, shape: UnitShape) -> Floats:
+def own_rows(profile: Profile, name: str, shape: ParallelShape) -> Floats:
     """[4] rows of a module on a rank of a CP group, by the terms of `activation_terms`."""
     module = profile.modules[name]
     mean = module.work_per_sequence

@@ -27,7 +27,6 @@ from disttrain_cli.costs.links import (
     ring_bytes,
     ring_link,
 )
-from disttrain_cli.spec.plan import UnitPlan, UnitShape
 from disttrain_cli.spec.profile import (
     Heads,
     LayerCost,
@@ -36,6 +35,7 @@ from disttrain_cli.spec.profile import (
     Profile,
     combine,
 )
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 
 #: Of a number that is exchanged.
@@ -46,11 +46,9 @@ UNEVEN = 0.02
 NOTHING = Polynomial()
 
 
-def misfit(
-    profile: Profile, modules: Sequence[str], tp: int, cp: int, gathers: bool = False
-) -> str | None:
+def misfit(profile: Profile, modules: Sequence[str], shape: ParallelShape) -> str | None:
     """Why a unit with these modules cannot have a CP degree; None where it can."""
-    inputs = profile.inputs
+    inputs, tp, cp = profile.inputs, shape.tp, shape.cp
     if cp == 1:
         return None
     if others := [name for name in modules if inputs.item(name) == "target"]:
@@ -66,7 +64,8 @@ def misfit(
             return f"{name} has no attention whose rows ranks could share"
         for heads in known:
             query, key = heads.query // tp, heads.key // tp
-            if not key or not (gathers or (query % cp == 0 and (key % cp == 0 or cp % key == 0))):
+            exchanges = query % cp == 0 and key and (key % cp == 0 or cp % key == 0)
+            if not key or not (exchanges or _gathers(shape)):
                 each = f" on each of {tp} TP ranks" if tp > 1 else ""
                 return (
                     f"CP {cp} must divide the {query} heads{each} of {name}, and divide or be"
@@ -81,42 +80,44 @@ def most_cp(profile: Profile, modules: Sequence[str]) -> int:
     return min((cost.heads.query for cost in costs if cost.heads), default=1)
 
 
-def fits_nodes(tp: int, cp: int, gpus_per_node: int) -> bool:
-    """Whether the TP × CP ranks of a replica are an even part of a node, or whole nodes with TP
+def fits_nodes(shape: ParallelShape, gpus_per_node: int) -> bool:
+    """True if the TP × CP ranks of a replica are an even part of a node, or whole nodes with TP
     groups inside each."""
-    width = tp * cp
-    return gpus_per_node % width == 0 or (width % gpus_per_node == 0 and gpus_per_node % tp == 0)
+    ranks = shape.tp_cp_size
+    return gpus_per_node % ranks == 0 or (
+        ranks % gpus_per_node == 0 and gpus_per_node % shape.tp == 0
+    )
 
 
 def exchanged_ms(
-    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> tuple[Polynomial, Polynomial]:
     """Times that exchanges, inside a node or between some, and the copies around them add to a
     layer of a module in its forward and in its backward, by the work of a replica."""
-    if unit.cp == 1:
+    if shape.cp == 1:
         return NOTHING, NOTHING
-    attention = _gathered_ms if unit.gathers else _attention_ms
+    attention = _gathered_ms if _gathers(shape) else _attention_ms
     forward, gradient = (
-        combine(*((1.0, part) for part in (sent, _gathering_ms(profile, cost, unit))))
-        for sent in attention(profile, name, cost, unit)
+        combine(*((1.0, part) for part in (sent, _gathering_ms(profile, cost, shape))))
+        for sent in attention(profile, name, cost, shape)
     )
     if does == "still":
         return forward, NOTHING
-    return forward, combine((1.0, gradient), (float(unit.checkpointing), forward))
+    return forward, combine((1.0, gradient), (float(shape.recompute), forward))
 
 
 def _attention_ms(
-    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape
 ) -> tuple[Polynomial, Polynomial]:
     """Times of a pass's two exchanges of an attention and the copies around them: of the forward,
     and of the gradients' way."""
     if (heads := cost.heads) is None:
         return NOTHING, NOTHING
     own_bytes, moved_bytes = (
-        of_row(profile, heads, unit) / unit.cp for of_row in (_row_bytes, _moved_bytes)
+        of_row(profile, heads, shape) / shape.cp for of_row in (_row_bytes, _moved_bytes)
     )
-    latency_s = messages_s(profile, unit, 0.0)
-    byte_s = messages_s(profile, unit, 1.0) - latency_s
+    latency_s = messages_s(profile, shape, 0.0)
+    byte_s = messages_s(profile, shape, 1.0) - latency_s
     once = _by_rows(
         profile,
         name,
@@ -127,30 +128,30 @@ def _attention_ms(
 
 
 def _gathered_ms(
-    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape
 ) -> tuple[Polynomial, Polynomial]:
     """Times in which keys and values are gathered, or their gradients scattered, with the copies
     around that and what the busiest rank attends to beyond its share."""
     if (heads := cost.heads) is None:
         return NOTHING, NOTHING
-    query, key = _widths(profile, heads, unit)
-    link, times = _link(profile, unit), cost.tp[str(unit.tp)]
+    query, key = _widths(profile, heads, shape)
+    link, times = _link(profile, shape), cost.tp[str(shape.tp)]
     levelled = name == profile.inputs.llm  # others' rows stay in their order
     # put together, and put into the order of rows; what attention made, run by run, put together
-    forward_bytes = 4.0 * key / unit.cp + levelled * (4.0 * key + 2.0 * query / unit.cp)
+    forward_bytes = 4.0 * key / shape.cp + levelled * (4.0 * key + 2.0 * query / shape.cp)
     # a tensor of zeros, to which gradients of what runs see are added, as much as all rows; the
     # order of ranks again, and two tensors of one
-    backward_bytes = 2.0 * key + 6.0 * key + levelled * 4.0 * key + 4.0 * key / unit.cp
+    backward_bytes = 2.0 * key + 6.0 * key + levelled * 4.0 * key + 4.0 * key / shape.cp
     passes = []
     for operation, moved_bytes, attended in (
         ("all_gather", forward_bytes, times.forward_ms),
         ("reduce_scatter", backward_bytes, times.backward_ms),
     ):
-        latency_s, byte_s = (COLLECTIVES[operation](link, size, unit.cp) for size in (0.0, 1.0))
+        latency_s, byte_s = (COLLECTIVES[operation](link, size, shape.cp) for size in (0.0, 1.0))
         row_s = 2.0 * key * (byte_s - latency_s) + moved_s(
             profile.device, profile.precision, moved_bytes
         )
-        more = Polynomial(per_length_sq=levelled * UNEVEN * attended.per_length_sq / unit.cp)
+        more = Polynomial(per_length_sq=levelled * UNEVEN * attended.per_length_sq / shape.cp)
         passes.append(combine((1.0, _by_rows(profile, name, latency_s, row_s)), (1.0, more)))
     return passes[0], passes[1]
 
@@ -165,88 +166,86 @@ def _by_rows(profile: Profile, name: str, latency_s: float, row_s: float) -> Pol
     )
 
 
-def _link(profile: Profile, unit: UnitPlan | UnitShape) -> LinkTimes:
+def _link(profile: Profile, shape: ParallelShape) -> LinkTimes:
     """What rings through the ranks of a CP group have."""
-    per_node = ranks_per_node(profile, unit)
-    return profile.links if per_node == unit.cp else ring_link(profile.links, per_node)
+    per_node = ranks_per_node(profile, shape)
+    return profile.links if per_node == shape.cp else ring_link(profile.links, per_node)
 
 
-def _gathering_ms(profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape) -> Polynomial:
+def _gathering_ms(profile: Profile, cost: LayerCost, shape: ParallelShape) -> Polynomial:
     """Time in which ranks gather what encoders left, or scatter its gradient, each TP rank's part
     of it."""
     if cost.gathered_bytes == NOTHING:
         return NOTHING
-    link = _link(profile, unit)
-    latency_s, byte_s = (all_gather_s(link, size, unit.cp) for size in (0.0, 1.0))
+    link = _link(profile, shape)
+    latency_s, byte_s = (all_gather_s(link, size, shape.cp) for size in (0.0, 1.0))
     return combine(
         (1e3 * latency_s, Polynomial(base=1.0)),
-        (1e3 * (byte_s - latency_s) / unit.tp, cost.gathered_bytes),
+        (1e3 * (byte_s - latency_s) / shape.tp, cost.gathered_bytes),
     )
 
 
 def exchanged_bytes(
-    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> float:
     """Bytes per own row that leave a rank in a layer's forward and backward, over the data's mean
     work."""
-    if unit.cp == 1:
+    if shape.cp == 1:
         return 0.0
-    passes, mean = 1.0 + _backwards(unit, does), profile.modules[name].work_per_sequence
-    gathered = cost.gathered_bytes(mean) / unit.tp * unit.cp / max(1.0, rows(profile, name, mean))
+    passes, mean = 1.0 + _backwards(shape, does), profile.modules[name].work_per_sequence
+    gathered = cost.gathered_bytes(mean) / shape.tp * shape.cp / max(1.0, rows(profile, name, mean))
     return passes * (
-        ring_bytes("all_gather", gathered, unit.cp) + _sent_bytes(profile, cost.heads, unit)
+        ring_bytes("all_gather", gathered, shape.cp) + _sent_bytes(profile, cost.heads, shape)
     )
 
 
-def _sent_bytes(profile: Profile, heads: Heads | None, unit: UnitPlan | UnitShape) -> float:
+def _sent_bytes(profile: Profile, heads: Heads | None, shape: ParallelShape) -> float:
     """Bytes per own row that leave a rank for one pass of an attention."""
     if heads is None:
         return 0.0
-    if not unit.gathers:
-        return ring_bytes("all_to_all", _row_bytes(profile, heads, unit), unit.cp)
-    _, key = _widths(profile, heads, unit)
-    return ring_bytes("all_gather", 2.0 * key * unit.cp, unit.cp)
+    if not _gathers(shape):
+        return ring_bytes("all_to_all", _row_bytes(profile, heads, shape), shape.cp)
+    _, key = _widths(profile, heads, shape)
+    return ring_bytes("all_gather", 2.0 * key * shape.cp, shape.cp)
 
 
-def messages_s(profile: Profile, unit: UnitPlan | UnitShape, size_bytes: float) -> float:
+def messages_s(profile: Profile, shape: ParallelShape, size_bytes: float) -> float:
     """Time of one message of a CP group's attention, of so many bytes: on every rank of exchanges,
     or of all rows on each."""
-    if unit.gathers:
-        return all_gather_s(_link(profile, unit), size_bytes, unit.cp)
-    return exchange_s(profile.links, size_bytes, unit.cp, ranks_per_node(profile, unit))
+    if _gathers(shape):
+        return all_gather_s(_link(profile, shape), size_bytes, shape.cp)
+    return exchange_s(profile.links, size_bytes, shape.cp, ranks_per_node(profile, shape))
 
 
 def kept_bytes(
-    profile: Profile, name: str, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
+    profile: Profile, name: str, cost: LayerCost, shape: ParallelShape, does: Backward
 ) -> float:
     """Bytes per own row that a rank keeps of a layer beyond its share of what it would keep
     alone."""
-    if unit.cp == 1 or cost.heads is None or does == "still":
+    if shape.cp == 1 or cost.heads is None or does == "still":
         return 0.0
-    query, key = _widths(profile, cost.heads, unit)
+    query, key = _widths(profile, cost.heads, shape)
     # attention made it by heads, or run by run
     again = does == "trained" and not cost.frozen_projection
-    if unit.gathers:
+    if _gathers(shape):
         again &= name == profile.inputs.llm
-    others = unit.cp if unit.gathers else _again(cost.heads, unit)  # that have the same keys
+    others = shape.cp if _gathers(shape) else _again(cost.heads, shape)  # that have the same keys
     return query * again + 2.0 * key * (others - 1) - (query + key) * cost.fused_heads
 
 
-def held_bytes(
-    profile: Profile, cost: LayerCost, unit: UnitPlan | UnitShape, does: Backward
-) -> float:
+def held_bytes(profile: Profile, cost: LayerCost, shape: ParallelShape, does: Backward) -> float:
     """Bytes per own row that a rank holds of gradients of all keys and values in an attention's
     backward: their sums, and what is added or as the ranks' order has them."""
-    if not unit.gathers or cost.heads is None or does == "still":
+    if not _gathers(shape) or cost.heads is None or does == "still":
         return 0.0
-    _, key = _widths(profile, cost.heads, unit)
-    return 2.0 * 2.0 * key * unit.cp
+    _, key = _widths(profile, cost.heads, shape)
+    return 2.0 * 2.0 * key * shape.cp
 
 
-def ranks_per_node(profile: Profile, unit: UnitPlan | UnitShape) -> int:
+def ranks_per_node(profile: Profile, shape: ParallelShape) -> int:
     """Of a CP group of a unit, the ranks in each node."""
     node = profile.links.gpus_per_node
-    return unit.cp if node is None else min(unit.cp, node // unit.tp)
+    return shape.cp if node is None else min(shape.cp, node // shape.tp)
 
 
 def rows(profile: Profile, name: str, work: Work) -> float:
@@ -262,32 +261,36 @@ def _rows_of(profile: Profile, name: str) -> Work:
     return Work(items=profile.inputs.sequence_length) if llm else Work(tokens=1.0)
 
 
-def _row_bytes(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> float:
+def _row_bytes(profile: Profile, heads: Heads, shape: ParallelShape) -> float:
     """Bytes per own row of a rank's two exchanges, before and after attention."""
-    query, key = _widths(profile, heads, unit)
-    return 2.0 * query + 2.0 * key * _again(heads, unit)
+    query, key = _widths(profile, heads, shape)
+    return 2.0 * query + 2.0 * key * _again(heads, shape)
 
 
-def _moved_bytes(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> float:
+def _moved_bytes(profile: Profile, heads: Heads, shape: ParallelShape) -> float:
     """Bytes per own row that copies around a rank's two exchanges read and write: queries, keys and
     values are put together, and laid out by rank; attention's result goes back by row
     (`models.ulysses`)."""
-    query, key = _widths(profile, heads, unit)
-    together = query + 2.0 * key * _again(heads, unit)
+    query, key = _widths(profile, heads, shape)
+    together = query + 2.0 * key * _again(heads, shape)
     return 2.0 * (2.0 * together + query)
 
 
-def _widths(profile: Profile, heads: Heads, unit: UnitPlan | UnitShape) -> tuple[float, float]:
+def _widths(profile: Profile, heads: Heads, shape: ParallelShape) -> tuple[float, float]:
     """Bytes of a row's queries and of its keys on a rank."""
     number_bytes = VALUE_BYTES[profile.precision] * heads.width
-    return heads.query // unit.tp * number_bytes, heads.key // unit.tp * number_bytes
+    return heads.query // shape.tp * number_bytes, heads.key // shape.tp * number_bytes
 
 
-def _again(heads: Heads, unit: UnitPlan | UnitShape) -> int:
+def _again(heads: Heads, shape: ParallelShape) -> int:
     """Ranks that have the same heads of keys and values."""
-    return max(1, unit.cp // (heads.key // unit.tp))
+    return max(1, shape.cp // (heads.key // shape.tp))
 
 
-def _backwards(unit: UnitPlan | UnitShape, does: Backward) -> float:
+def _backwards(shape: ParallelShape, does: Backward) -> float:
     """Passes of a backward with messages; a gradient's way sends as much as the forward."""
-    return 0.0 if does == "still" else 2.0 if unit.checkpointing else 1.0
+    return 0.0 if does == "still" else 2.0 if shape.recompute else 1.0
+
+
+def _gathers(shape: ParallelShape) -> bool:
+    return shape.cp_comm_type == "all_gather"

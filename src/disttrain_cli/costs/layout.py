@@ -8,7 +8,7 @@ stage: simulator, rehearsal and analysis evaluate them at the work of every repl
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ from disttrain_cli.costs.memory import WEIGHT_BYTES, tied_in
 from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import backward_parts, forward_parts, shard_of
-from disttrain_cli.spec.plan import Layout, UnitPlan, UnitShape
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import Stage, cuts_of, stage_graph
 
 Floats = NDArray[np.float64]
@@ -95,7 +96,7 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
         if alike not in known:
             known[alike] = list(_costs(profile, stage, kinds))
         numbers = [
-            shard_of(profile.modules[name], kind, unit.tp_of(name)).trainable
+            shard_of(profile.modules[name], kind, tp=unit.tp_of(name)).trainable
             if what == "trained"
             else 0
             for name, kind, what in kinds
@@ -124,7 +125,7 @@ def _shared(profile: Profile, unit: UnitPlan, does: Mapping[str, Sequence[Backwa
     for name in unit.modules:
         module = profile.modules[name]
         if module.tied and does[name][module.tied[0]] == "trained":
-            return shard_of(module, module.layers[module.tied[0]], unit.tp_of(name)).trainable
+            return shard_of(module, module.layers[module.tied[0]], tp=unit.tp_of(name)).trainable
     return 0
 
 
@@ -158,13 +159,13 @@ def _costs(
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((6, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
-            shape, tp = stage.unit.shape._replace(dp=1, pp=1), stage.unit.tp_of(name)
+            shape = replace(stage.unit.shape, tp=stage.unit.tp_of(name), dp=1, pp=1)
             later = does == "trained" and stage.weight_delay is not None
-            one = _layer(profile, name, kind, does, shape, tp, stage.unit.tp_overlap, later)
+            one = _layer(profile, name, kind, does, shape, stage.unit.tp_overlap, later)
             rows += kinds.count((name, kind, does)) * one
         if name in stage.unit.module_tp:
             back = any(does != "still" for module, _, does in kinds if module == name)
-            rows[:2] += [_sum([sent]) for sent in dealt_ms(profile, name, stage.tp, back)]
+            rows[:2] += [_sum([sent]) for sent in dealt_ms(profile, name, back, tp=stage.tp)]
         rows[1] -= rows[2]
         yield Cost(name, *rows)
 
@@ -175,22 +176,17 @@ def _layer(
     name: str,
     kind: str,
     does: Backward,
-    shape: UnitShape,
-    tp: int,
+    shape: ParallelShape,
     overlap: bool,
     later: bool,
 ) -> Floats:
-    """[6, 4] costs of one layer, in the order of `Cost`, its backward with its weights' part.
-
-    Args:
-        tp: that divides its module.
-    """
-    shard = shard_of(profile.modules[name], kind, tp)
+    """[6, 4] costs of one layer, in the order of `Cost`, its backward with its weights' part."""
+    shard = shard_of(profile.modules[name], kind, tp=shape.tp)
     layer = profile.modules[name].costs[kind]
     counted = flops_parts(layer, does)
     parts = (
         forward_parts(shard, overlap),
-        backward_parts(shard, does, shape.checkpointing, overlap, later),
+        backward_parts(shard, does, shape.recompute, overlap, later),
         [shard.weight_ms] * later,
         counted,
         counted[:1],
@@ -297,7 +293,7 @@ def reduce_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
     """Reduction of the gradients of a stage over its replicas, all at once, and of a tied weight's
     with its other copy."""
     link = replicas_link(profile, stage, gpus_per_node)
-    replicas_s = reduction_s(layout, link, stage.unit.holders, stage.trained)
+    replicas_s = reduction_s(layout, link, stage.trained, dp_cp_size=stage.unit.dp_cp_size)
     return replicas_s + after_s(profile, layout, stage, gpus_per_node)
 
 
@@ -317,7 +313,7 @@ def partial_bytes(layout: Layout, stage: CostedStage) -> float:
         for (module, *_), number in zip(stage.held, stage.numbers, strict=True)
         if module in stage.unit.module_tp
     )
-    return whole * GRADIENT_BYTES / (stage.unit.holders if layout.zero_stage == 1 else 1)
+    return whole * GRADIENT_BYTES / (stage.unit.dp_cp_size if layout.zero_stage == 1 else 1)
 
 
 def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
@@ -327,29 +323,29 @@ def copies_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node
         return 0.0
     distance = (stage.twin - stage.number) * len(stage.ranks)  # two stages of one unit
     inside = all(in_one_node([rank, rank + distance], gpus_per_node) for rank in stage.ranks)
-    share = stage.unit.holders if layout.zero_stage == 1 else 1
+    share = stage.unit.dp_cp_size if layout.zero_stage == 1 else 1
     return all_reduce_s(profile.links.of(inside), stage.copied * GRADIENT_BYTES / share, 2)
 
 
-def reduction_s(layout: Layout, link: LinkTimes, holders: int, numbers: float) -> float:
+def reduction_s(layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: int) -> float:
     """Reduction of so many gradients of a rank over those that hold the same weights."""
     collective_s = COLLECTIVES[reduction_of(layout)]
-    return collective_s(link, numbers * GRADIENT_BYTES, holders) if numbers else 0.0
+    return collective_s(link, numbers * GRADIENT_BYTES, dp_cp_size) if numbers else 0.0
 
 
 def gather_s(
-    profile: Profile, layout: Layout, link: LinkTimes, holders: int, numbers: float
+    profile: Profile, layout: Layout, link: LinkTimes, numbers: float, *, dp_cp_size: int
 ) -> float:
     """Gathering of so many weights of a rank from those that hold the same ones, which update a
     share each under ZeRO-1."""
     if layout.zero_stage == 0 or not numbers:
         return 0.0
-    return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], holders)
+    return all_gather_s(link, numbers * WEIGHT_BYTES[profile.precision], dp_cp_size)
 
 
 def update_s(profile: Profile, layout: Layout, stage: CostedStage) -> float:
     """The optimizer's own time; under ZeRO-1 for a rank's share."""
-    mine = stage.trained / (stage.unit.holders if layout.zero_stage else 1)
+    mine = stage.trained / (stage.unit.dp_cp_size if layout.zero_stage else 1)
     return mine * profile.device.optimizer_ns_per_parameter * 1e-9
 
 
@@ -358,5 +354,5 @@ def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_n
     gathered."""
     link = replicas_link(profile, stage, gpus_per_node)
     return update_s(profile, layout, stage) + gather_s(
-        profile, layout, link, stage.unit.holders, stage.trained
+        profile, layout, link, stage.trained, dp_cp_size=stage.unit.dp_cp_size
     )

@@ -47,13 +47,13 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
     return (8.0, 12.0) if zero_stage == 1 else (16.0, 0.0)
 
 
-def share_of_states(precision: str, dp: Floats) -> Floats:
-    """Part of the shared bytes that a rank has, by DP: fp32 runs without ZeRO, so without its copy,
-    on one replica."""
-    return np.where((dp == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp)
+def share_of_states(precision: str, dp_cp_size: Floats) -> Floats:
+    """Part of the shared bytes that a rank has, by DP × CP: fp32 runs without ZeRO, so without its
+    copy, on one replica."""
+    return np.where((dp_cp_size == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp_cp_size)
 
 
-def communicators(tp: Count, dp: int, cuts: int, cp: Count = 1) -> Count:
+def communicators(cuts: int, *, tp: Count, dp: int, cp: Count = 1) -> Count:
     """NCCL communicators of a rank: the world's, its TP and CP groups', that of the ranks with the
     same weights, and one for each way over each of its cuts; without that of a tied weight's
     copies."""
@@ -68,14 +68,14 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
 
 
 def reserved_bytes(
-    profile: Profile, modules: Sequence[str], tp: Count, dp: Floats, cp: Count = 1
+    profile: Profile, modules: Sequence[str], *, tp: Count, dp: Floats, cp: Count = 1
 ) -> Floats:
     """What a rank of a unit has to leave free for the device's context, workspaces and
     communicators, by DP."""
     device = profile.device
     copies = any(profile.modules[name].tied for name in modules)
     cuts = cuts_of(profile, modules)
-    count = communicators(tp, 1, cuts, cp) + (dp > 1) * (cp == 1) + copies
+    count = communicators(cuts, tp=tp, dp=1, cp=cp) + (dp > 1) * (cp == 1) + copies
     mib = device.workspace_mib + count * device.communicator_mib
     return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
 
@@ -94,10 +94,15 @@ class MessageBytes(NamedTuple):
 
 
 def message_bytes(
-    profile: Profile, modules: Sequence[str], width: Count, dp: Floats, slot_sequences: float
+    profile: Profile,
+    modules: Sequence[str],
+    slot_sequences: float,
+    *,
+    tp_cp_size: Count,
+    dp: Floats,
 ) -> MessageBytes:
-    """What is on its way from the stages of a unit; each of the `width` ranks that share the work
-    of a replica sends its part of the rows."""
+    """Rows on their way from the stages of a unit; each of the ranks that share the work of a
+    replica sends its part."""
     known = profile.modules
     senders = {
         before for before, after in _pairs(profile) if after in modules and before not in modules
@@ -108,7 +113,7 @@ def message_bytes(
         max(inside, default=0.0),
         leaving,
     )
-    return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (width * dp) for size in cuts))
+    return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (tp_cp_size * dp) for size in cuts))
 
 
 def _pairs(profile: Profile) -> list[tuple[str, str]]:
@@ -124,9 +129,10 @@ def _pairs(profile: Profile) -> list[tuple[str, str]]:
 def state_bytes(
     profile: Profile,
     modules: Sequence[str],
-    tp: int,
     zero_stage: int,
     trained: Sequence[str] | None = None,
+    *,
+    tp: int,
 ) -> tuple[Floats, Floats]:
     """Bytes of weights, gradients and optimizer states of every layer [L] on one rank of a TP
     group.
@@ -139,17 +145,18 @@ def state_bytes(
     trains = np.array(
         [does == "trained" for name in modules for does in backwards(profile, trained)[name]]
     )
-    count, shards = parameters(profile, modules, tp), _shards(profile, modules, tp)
+    shards = _shards(profile, modules, tp=tp)
+    count = np.array([float(shard.parameters) for shard in shards])
     trainable = np.array([float(shard.trainable) for shard in shards]) * trains
     return count * weight + trainable * (kept - weight), trainable * shared
 
 
-def parameters(profile: Profile, modules: Sequence[str], tp: int) -> Floats:
+def parameters(profile: Profile, modules: Sequence[str], *, tp: int) -> Floats:
     """Parameters of every layer of a unit [L] on one rank of a TP group."""
-    return np.array([float(shard.parameters) for shard in _shards(profile, modules, tp)])
+    return np.array([float(shard.parameters) for shard in _shards(profile, modules, tp=tp)])
 
 
-def _shards(profile: Profile, modules: Sequence[str], tp: int) -> list[LayerShard]:
+def _shards(profile: Profile, modules: Sequence[str], *, tp: int) -> list[LayerShard]:
     return [
         profile.modules[name].costs[kind].tp[str(tp)]
         for name in modules
@@ -182,13 +189,13 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         )
         deferred = at_worst(deferred_share, *known)
         weight = WEIGHT_BYTES[profile.precision] * np.concatenate(
-            [parameters(profile, modules, shape.tp) for modules, shape in unit.parts]
+            [parameters(profile, modules, tp=shape.tp) for modules, shape in unit.parts]
         )
         unsharded = _states(*known, 1)[0]
         mine = share_of_states(profile.precision, dp * unit.cp)
         states = (weight, unsharded - weight, kept + shared * mine - unsharded)
-        reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp, unit.cp)[0])
-        moved = message_bytes(profile, unit.modules, unit.width, dp, slot)
+        reserved = float(reserved_bytes(profile, unit.modules, tp=unit.tp, dp=dp, cp=unit.cp)[0])
+        moved = message_bytes(profile, unit.modules, slot, tp_cp_size=unit.tp_cp_size, dp=dp)
         local = [stage for stage in stages if stage.unit is unit]
         for stage in local:
             flight = min(layout.microbatches, stage.to_end)
@@ -250,7 +257,7 @@ def _states(
     """`state_bytes` of every layer of a unit [L]."""
     kept, shared = zip(
         *(
-            state_bytes(profile, modules, shape.tp, zero_stage, layout.trained)
+            state_bytes(profile, modules, zero_stage, layout.trained, tp=shape.tp)
             for modules, shape in unit.parts
         ),
         strict=True,
@@ -267,7 +274,7 @@ def tied_in(profile: Profile, stage: Stage) -> tuple[int, int] | None:
 
 
 def fits(profile: Profile, layout: Layout, limit_gib: float) -> bool:
-    """Whether every stage of a layout has room in so much memory."""
+    """True if every stage of a layout has room in so much memory."""
     return all(
         stage.peak_gib <= stage.limit_gib for stage in layout_memory(profile, layout, limit_gib)
     )

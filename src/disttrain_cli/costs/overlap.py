@@ -125,12 +125,12 @@ def _of_stage(
     """Reduction and gather of a stage; layers become known."""
     numbers = stage.numbers
     forward_ms, last_ms = _layers(profile, layout, stage, known)
-    link, holders = replicas_link(profile, stage, gpus_per_node), stage.unit.holders
+    link, holders = replicas_link(profile, stage, gpus_per_node), stage.unit.dp_cp_size
     found = buckets(numbers)
     held = [sum(numbers[layer] for layer in bucket) for bucket in found]
-    reduced = [reduction_s(layout, link, holders, count) for count in held]
+    reduced = [reduction_s(layout, link, count, dp_cp_size=holders) for count in held]
     behind_nothing_s = after_s(profile, layout, stage, gpus_per_node)
-    gathered = [gather_s(profile, layout, link, holders, count) for count in held]
+    gathered = [gather_s(profile, layout, link, count, dp_cp_size=holders) for count in held]
     last_s = sum(last_ms) / 1e3 * len(last_slots(layout.microbatches, stage.weight_delay))
     return (
         (list(accumulate(reduced, initial=behind_nothing_s))[1:], _before(found, last_ms), last_s),
@@ -159,10 +159,10 @@ def _layers(
         if (*alike, (name, kind, does)) in known:
             continue
         module = profile.modules[name]
-        shard = shard_of(module, kind, stage.unit.tp_of(name))
+        shard = shard_of(module, kind, tp=stage.unit.tp_of(name))
         shared = sequences / stage.unit.dealt_over(name)
         work = module.work_per_sequence.scaled(shared)
-        exchanged = exchanged_ms(profile, name, module.costs[kind], stage.unit, does)
+        exchanged = exchanged_ms(profile, name, module.costs[kind], stage.unit.shape, does)
         forward = forward_parts(shard, stage.unit.tp_overlap)
         if stage.weight_delay is None:
             last = backward_parts(shard, does, stage.unit.checkpointing, stage.unit.tp_overlap)

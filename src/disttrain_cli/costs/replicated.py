@@ -14,7 +14,7 @@ from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.profile import Polynomial, Profile
 
 
-def dealt_ms(profile: Profile, name: str, tp: int, back: bool) -> tuple[Polynomial, Polynomial]:
+def dealt_ms(profile: Profile, name: str, back: bool, *, tp: int) -> tuple[Polynomial, Polynomial]:
     """Times of these messages in a module's forward and in its backward (none unless gradients come
     `back`), by the work of the busiest of `tp` ranks."""
     nothing, links = Polynomial(), profile.links

@@ -17,7 +17,6 @@ from disttrain_cli.costs.context import exchanged_ms
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.remembering import remembered
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.plan import UnitShape
 from disttrain_cli.spec.profile import (
     HidingPass,
     LayerShard,
@@ -26,6 +25,7 @@ from disttrain_cli.spec.profile import (
     Profile,
     combine,
 )
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -43,7 +43,7 @@ def tp_degrees(profile: Profile, modules: Sequence[str]) -> list[int]:
     return sorted(int(tp) for tp in set.intersection(*known)) if known else []
 
 
-def shard_of(module: ModuleProfile, kind: str, tp: int) -> LayerShard:
+def shard_of(module: ModuleProfile, kind: str, *, tp: int) -> LayerShard:
     """One rank's part of a kind of layer; raises SpecError where the TP degree was not profiled."""
     times = module.costs[kind].tp
     if str(tp) not in times:
@@ -57,8 +57,8 @@ def shard_of(module: ModuleProfile, kind: str, tp: int) -> LayerShard:
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Times of a unit's layers [L] at one TP and CP degree: base + slope · sequences, in ms, for
-    the data's mean mix."""
+    """Times of a unit's layers [L] in one shape: base + slope · sequences, in ms, for the data's
+    mean mix."""
 
     forward_base: Floats
     forward_slope: Floats
@@ -70,72 +70,54 @@ class UnitTimes:
 def unit_times(
     profile: Profile,
     modules: Sequence[str],
-    tp: int,
+    shape: ParallelShape,
     trained: Sequence[str] | None = None,
-    checkpointing: bool = False,
     overlap: bool = False,
-    cp: int = 1,
-    gathers: bool = False,
 ) -> UnitTimes:
     """Linear times of every layer of a unit; a module that the data brings no work for takes no
     time.
 
     Args:
         trained: what is trained (`freezing.backwards`); None = everything.
-        checkpointing: the backward runs the forward again first.
         overlap: the TP group's messages travel behind products.
-        cp: ranks that share each sequence, with what they exchange inside a node,
-        gathers: or gather, of keys and values.
     """
     rows: list[tuple[float, ...]] = []
-    shape = UnitShape(tp, 1, 1, checkpointing, cp, gathers)
     for name in modules:
         module = profile.modules[name]
         work = module.work_per_sequence
         layers = list(zip(module.layers, backwards(profile, trained)[name], strict=True))
         row: dict[tuple[str, Backward], tuple[float, ...]] = {}
         for kind, does in dict.fromkeys(layers):
-            shard = shard_of(module, kind, tp)
+            shard = shard_of(module, kind, tp=shape.tp)
             passes = (
                 forward_parts(shard, overlap),
-                backward_parts(shard, does, checkpointing, overlap),
+                backward_parts(shard, does, shape.recompute, overlap),
             )
             exchanged = exchanged_ms(profile, name, module.costs[kind], shape, does)
             times = [
                 time
                 for parts, sent in zip(passes, exchanged, strict=True)
-                for time in _linear(parts, work, cp, sent)
+                for time in (
+                    sum(part.base for part in parts) + sent.base,
+                    sum(slope(part, work) for part in parts) / shape.cp + slope(sent, work),
+                )
             ]
             row[kind, does] = (0.0, 0.0, 0.0, 0.0) if work == NO_WORK else tuple(times)
         rows += [row[layer] for layer in layers]
     return UnitTimes(*np.array(rows).T)
 
 
-def _linear(
-    parts: Sequence[Polynomial], work: Work, cp: int, exchanged: Polynomial
-) -> tuple[float, float]:
-    """Base and slope of a sum of times, for a sequence of so much work on a CP group that exchanges
-    meanwhile."""
-    return (
-        sum(part.base for part in parts) + exchanged.base,
-        sum(slope(part, work) for part in parts) / cp + slope(exchanged, work),
-    )
-
-
 @remembered
 def overlap_helps(
     profile: Profile,
     modules: Sequence[str],
-    tp: int,
+    shape: ParallelShape,
     trained: Sequence[str] | None = None,
-    checkpointing: bool = False,
-    cp: int = 1,
 ) -> bool:
-    """Whether a slot of one mean sequence takes a unit less time where its TP group's messages
+    """True if a slot of one mean sequence takes a unit less time where its TP group's messages
     travel behind products."""
     plain, overlapped = (
-        unit_times(profile, modules, tp, trained, checkpointing, overlap, cp)
-        for overlap in (False, True)
+        unit_times(profile, modules, shape, trained, overlap) for overlap in (False, True)
     )
     whole_ms = [sum(map(np.sum, vars(times).values())) for times in (plain, overlapped)]
     return bool(whole_ms[1] < whole_ms[0])
@@ -149,7 +131,7 @@ def forward_parts(shard: LayerShard, overlap: bool = False) -> list[Polynomial]:
 def backward_parts(
     shard: LayerShard,
     does: Backward,
-    checkpointing: bool = False,
+    recompute: bool = False,
     overlap: bool = False,
     later: bool = False,
 ) -> list[Polynomial]:
@@ -162,9 +144,9 @@ def backward_parts(
     if does == "still":
         return []
     if does == "passes":
-        again = forward_parts(shard, overlap) if checkpointing else []
+        again = forward_parts(shard, overlap) if recompute else []
         return [shard.backward_input_ms, *_hidden(shard, "backward_input", overlap), *again]
-    if checkpointing:
+    if recompute:
         whole = [shard.backward_ms, shard.forward_ms, shard.recomputing_ms]
         return [*whole, *_hidden(shard, "recomputing", overlap)]
     return [shard.backward_ms, *_hidden(shard, "split" if later else "backward", overlap)]

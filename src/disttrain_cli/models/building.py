@@ -41,6 +41,7 @@ class LayerMaker:
         seed: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        *,
         tp: int = 1,
         tp_rank: int | None = None,
     ) -> PipelineLayer:
@@ -50,7 +51,7 @@ class LayerMaker:
         the whole layer has, which is in the CPU's memory meanwhile; else drawn for itself: of the
         right shapes, for measuring.
         """
-        layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp)
+        layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp=tp)
         if torch.device(device).type == "meta":
             return layer.to(dtype)
         assert not list(layer.buffers()), "a buffer's value would be lost on the meta device"
@@ -61,7 +62,7 @@ class LayerMaker:
             _initialise(layer, self.std)
         draw(layer, seed)
         if tp_rank is not None:
-            shard(layer, tp, tp_rank)
+            shard(layer, tp=tp, rank=tp_rank)
         return layer.to(device=device, dtype=dtype)
 
 

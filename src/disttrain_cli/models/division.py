@@ -81,10 +81,10 @@ class WithoutBias(nn.Linear):
         return functional.linear(given, self.weight)
 
 
-def own_rows(rows: int, tp: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of the rows of a state tensor that a TP rank holds: ⌈rows / tp⌉, the last
-    ranks' fewer or none."""
-    most = -(-rows // tp)
+def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(start, stop) of the rows of a state tensor that one of so many ranks holds: ⌈rows / ranks⌉,
+    the last ones fewer or none."""
+    most = -(-rows // ranks)
     return min(rows, rank * most), min(rows, (rank + 1) * most)
 
 

@@ -39,7 +39,7 @@ class SeededDropout(nn.Module):
         self.rows: Tensor | None = None  # [R] a hash of each row's item and number
         self.calls, self.tp, self.tp_rank = 0, 1, 0
 
-    def begin(self, rows: Tensor | None, tp: int, tp_rank: int) -> None:
+    def begin(self, rows: Tensor | None, *, tp: int = 1, tp_rank: int = 0) -> None:
         """What the tensors of the coming forward hold, along their first dimension, or this rank's
         own part of it; None: drop nothing."""
         self.rows, self.calls = rows, 0
@@ -114,7 +114,8 @@ def begin(layer: Any, given: tuple[Any, ...]) -> None:
         rows = layer.own(rows, given[1])
     group = layer.group
     for dropout in layer.dropouts:
-        dropout.begin(rows, *((1, 0) if group is None else (group.size, group.rank)))
+        shared = {} if group is None else {"tp": group.size, "tp_rank": group.rank}
+        dropout.begin(rows, **shared)
 
 
 def _key(name: str) -> int:

@@ -114,6 +114,7 @@ def build_layers(
     stop: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    *,
     tp: int = 1,
     tp_rank: int | None = None,
     module_tp: Mapping[str, int] = MappingProxyType({}),
@@ -131,7 +132,7 @@ def build_layers(
     if module_tp:
         tps = [module_tp.get(info.module, tp) for info in layer_table(run)[start:stop]]
     return [
-        maker.build(run.file.train.seed, device, dtype, own_tp, tp_rank)
+        maker.build(run.file.train.seed, device, dtype, tp=own_tp, tp_rank=tp_rank)
         for maker, own_tp in zip(makers[start:stop], tps, strict=True)
     ]
 

@@ -111,6 +111,7 @@ def state_at(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    *,
     tp: int = 1,
 ) -> dict[str, Tensor]:
     """Random state for the cut before layer `cut`: standard normal leaves that ask for gradients.

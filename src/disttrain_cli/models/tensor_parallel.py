@@ -42,7 +42,7 @@ def pieces(layer: PipelineLayer) -> set[int]:
     return sizes | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
 
 
-def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
+def shard(layer: PipelineLayer, *, tp: int, rank: int = 0) -> PipelineLayer:
     """Narrow a layer in place to one rank's part, for any device (on the meta device only shapes
     change).
 

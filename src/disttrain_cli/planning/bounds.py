@@ -43,7 +43,7 @@ from disttrain_cli.planning.options import (
     slowest_by_stages,
     take,
 )
-from disttrain_cli.planning.units import Cluster, Unit, holder_of, remembered, units_after
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, remembered, shape_at, units_after
 from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
@@ -104,8 +104,8 @@ def _hyperbola(unit: Unit, size: int, gpus: int) -> tuple[float, float, float]:
     each = kinds.slope_ms @ kinds.count / max(unit.items_per_sequence, 1e-300)
     if images <= 1:
         base, each = base + np.minimum(0.0, each * images), 0.0 * each
-    base, slope = base + 0.5 * each, np.maximum(0.0, images - 0.5) * each * kinds.width
-    work = kinds.width * np.minimum(base, base * gpus) + slope
+    base, slope = base + 0.5 * each, np.maximum(0.0, images - 0.5) * each * kinds.tp_cp_size
+    work = kinds.tp_cp_size * np.minimum(base, base * gpus) + slope
     return max(0.0, base.min()), max(0.0, slope.min()), max(0.0, work.min())
 
 
@@ -341,18 +341,15 @@ def _sharpened(space: Space, llm: Options, later_units: int) -> Options:
     """The options of the LLM with their exact slowest stage, should one stage of each later unit
     follow."""
     exact = np.empty(len(llm))
-    for index, (tp, cp, gathers, dp, pp, checkpointing) in enumerate(
-        zip(llm.tp, llm.cp, llm.gathers, llm.dp, llm.pp, llm.checkpointing, strict=True)
-    ):
-        row = (int(tp), int(cp), bool(gathers), int(dp), bool(checkpointing))
+    for index in range(len(llm)):
         exact[index] = slowest_by_stages(
             space.units[space.holder],
-            *row,
+            shape_at(llm, index, dp=int(llm.dp[index])),
             space.size,
             space.slots,
             later_units,
             space.shares[space.holder],
-        )[pp]
+        )[llm.pp[index]]
     return replace(take(llm, np.isfinite(exact)), stage_ms=exact[np.isfinite(exact)] * SAFE)
 
 

@@ -257,23 +257,23 @@ def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
                 )
         if (why := undealt(profile, unit)) is not None:
             raise SpecError(f"module_tp of unit {unit.name} cannot be run", why, EDIT)
-        if not fits_nodes(unit.tp, unit.cp, run.cluster.gpus_per_node):
+        if not fits_nodes(unit.shape, run.cluster.gpus_per_node):
             both = f"TP {unit.tp}" + (f" × CP {unit.cp}" if unit.cp > 1 else "")
             raise SpecError(
                 f"{both} of unit {unit.name} does not fit evenly into a node",
                 f"cluster.gpus_per_node: {run.cluster.gpus_per_node}",
                 EDIT,
             )
-        if unit.width > run.cluster.gpus_per_node and profile.links.gpus_per_node is None:
+        if unit.tp_cp_size > run.cluster.gpus_per_node and profile.links.gpus_per_node is None:
             raise SpecError(
                 f"CP groups of unit {unit.name} lie on several nodes",
                 "the profile is of a single node",
                 "Profile again: disttrain profile",
             )
-        if (why := misfit(profile, unit.modules, unit.tp, unit.cp, unit.gathers)) is not None:
+        if (why := misfit(profile, unit.modules, unit.shape)) is not None:
             raise SpecError(f"Unit {unit.name} cannot have CP {unit.cp}", why, EDIT)
     for stage in stage_graph(layout, profile.inputs.llm).stages:
-        if stage.ranks[0] % min(stage.unit.width, run.cluster.gpus_per_node):
+        if stage.ranks[0] % min(stage.unit.tp_cp_size, run.cluster.gpus_per_node):
             sizes = ", ".join(f"{unit.name} {_product(unit)}" for unit in layout.units)
             raise SpecError(
                 f"{'CP' if stage.cp > 1 else 'TP'} groups of unit {stage.unit.name} would lie on"

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.costs.overlap import hidden
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.splitting import whole
-from disttrain_cli.planning.units import Cluster, Unit, holder_of
-from disttrain_cli.spec.plan import Layout, UnitShape
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.shape import ParallelShape
 
 LEAST_GAIN = 1e-4  # of a step, for which the climb goes on
 TRIED = 12  # neighbours of a layout that are simulated: the best by `estimate_s`
@@ -29,7 +31,7 @@ MOST = 8  # steps of a climb
 
 #: The layout of these shapes, in pipeline order, for slots of so many sequences; None where there
 #: is none.
-Build = Callable[[Sequence[UnitShape], int], Layout | None]
+Build = Callable[[Sequence[ParallelShape], int], Layout | None]
 
 
 def climb(
@@ -103,8 +105,8 @@ def _built(units: list[Unit], cluster: Cluster, layout: Layout, build: Build) ->
 
 
 def neighbours(
-    units: list[Unit], cluster: Cluster, shapes: Sequence[UnitShape], microbatch: int
-) -> Iterator[tuple[tuple[UnitShape, ...], int]]:
+    units: list[Unit], cluster: Cluster, shapes: Sequence[ParallelShape], microbatch: int
+) -> Iterator[tuple[tuple[ParallelShape, ...], int]]:
     """Layouts, as shapes and microbatch, with one unit changed by a step, and another one without
     the LLM as wide as the devices that are left allow; or with half or twice the microbatch, where
     a unit may change whether it recomputes."""
@@ -112,7 +114,7 @@ def neighbours(
     flipped = [
         (
             *chosen[:number],
-            shape._replace(checkpointing=not shape.checkpointing),
+            replace(shape, recompute=not shape.recompute),
             *chosen[number + 1 :],
         )
         for number, shape in enumerate(chosen)
@@ -131,13 +133,15 @@ def neighbours(
                     left = cluster.gpus - sum(
                         shape.gpus for index, shape in enumerate(moved) if index != other
                     )
-                    dp = left // (moved[other].width * moved[other].pp)
+                    dp = left // (moved[other].tp_cp_size * moved[other].pp)
                     if dp > 0:
-                        wider = moved[other]._replace(dp=dp)
+                        wider = replace(moved[other], dp=dp)
                         yield (*moved[:other], wider, *moved[other + 1 :]), microbatch
 
 
-def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> Iterator[UnitShape]:
+def _steps(
+    unit: Unit, cluster: Cluster, shape: ParallelShape, microbatch: int
+) -> Iterator[ParallelShape]:
     """The unit a little narrower or wider, shorter or longer, with smaller or larger TP or CP
     groups."""
     if unit.holds_llm:
@@ -145,40 +149,41 @@ def _steps(unit: Unit, cluster: Cluster, shape: UnitShape, microbatch: int) -> I
         place = widths.index(shape.dp)
         dps = widths[max(0, place - 1) : place + 2]
     else:
-        per_node = max(1, cluster.gpus_per_node // shape.width)
+        per_node = max(1, cluster.gpus_per_node // shape.tp_cp_size)
         dps = [shape.dp + step for step in (-per_node, -2, -1, 1, 2, per_node)]
         dps += [shape.dp // per_node * per_node, -(-shape.dp // per_node) * per_node]
     for dp in dps:
         if dp > 0 and dp != shape.dp:
-            yield shape._replace(dp=dp)
+            yield replace(shape, dp=dp)
             for pp in (shape.pp - 1, shape.pp + 1):
                 if unit.holds_llm and 0 < pp <= unit.layers:
-                    yield shape._replace(dp=dp, pp=pp)
+                    yield replace(shape, dp=dp, pp=pp)
     for pp in (shape.pp - 1, shape.pp + 1):
         if 0 < pp <= unit.layers:
             dp = shape.dp if unit.holds_llm else max(1, shape.dp * shape.pp // pp)
-            yield shape._replace(dp=dp, pp=pp)
-    for tp, cp, gathers in _groups(unit):
+            yield replace(shape, dp=dp, pp=pp)
+    for group in _groups(unit):
+        tp, cp = group.tp, group.cp
+        other = replace(shape, tp=tp, cp=cp, cp_comm_type=group.cp_comm_type)
         if (tp, cp) in ((2 * shape.tp, shape.cp // 2), (shape.tp // 2, 2 * shape.cp)):
-            yield shape._replace(tp=tp, cp=cp, gathers=gathers)
-        if (tp, cp) == (shape.tp, shape.cp) and gathers != shape.gathers:
-            yield shape._replace(gathers=gathers)
-        one_changes = (tp == shape.tp) != (cp == shape.cp)
-        width = tp * cp
-        if one_changes and width in (2 * shape.width, shape.width // 2):
-            other = shape._replace(tp=tp, cp=cp, gathers=gathers)
             yield other
-            yield other._replace(dp=max(1, shape.dp * shape.width // width))
+        if (tp, cp) == (shape.tp, shape.cp) and other != shape:
+            yield other
+        one_changes = (tp == shape.tp) != (cp == shape.cp)
+        width = other.tp_cp_size
+        if one_changes and width in (2 * shape.tp_cp_size, shape.tp_cp_size // 2):
+            yield other
+            yield replace(other, dp=max(1, shape.dp * shape.tp_cp_size // width))
             if unit.holds_llm:
-                pp = max(1, min(unit.layers, shape.pp * shape.width // width))
-                yield other._replace(pp=pp)
+                pp = max(1, min(unit.layers, shape.pp * shape.tp_cp_size // width))
+                yield replace(other, pp=pp)
 
 
-def _groups(unit: Unit) -> Iterator[tuple[int, int, bool]]:
-    """TP and CP degrees, and whether CP groups gather keys and values, that may be best."""
+def _groups(unit: Unit) -> list[ParallelShape]:
+    """TP and CP degrees, and ways in which CP groups attend, that may be best."""
     kinds = unit.kinds
-    found = zip(kinds.tp.tolist(), kinds.cp.tolist(), kinds.gathers.tolist(), strict=True)
-    yield from dict.fromkeys(found)
+    shapes = [shape_at(kinds, variant) for variant in range(len(kinds.tp))]
+    return list(dict.fromkeys(replace(shape, recompute=False) for shape in shapes))
 
 
 def estimate_s(cluster: Cluster, units: list[Unit], layout: Layout) -> float:

@@ -65,7 +65,7 @@ class Draws:
         order = slot_order(layout, inputs.llm, costs, self._positions(slots))
         return {
             module: self._loads(
-                slots, module, None if unit is llm else unit.dp, unit.dealt_over(module)
+                slots, module, unit.dealt_over(module), None if unit is llm else unit.dp
             )[order]
             for unit in layout.units
             for module in unit.modules
@@ -83,8 +83,8 @@ class Draws:
 
     def _levelled(self, slots: Slots) -> Ints:
         number, modules, dp, n, m = slots
-        return levelled_slots(unit_costs(modules, self._batch(number)[1]), dp, n, m)
+        return levelled_slots(unit_costs(modules, self._batch(number)[1]), n, m, dp=dp)
 
-    def _loads_of(self, slots: Slots, module: str, dp: int | None, ranks: int) -> Floats:
+    def _loads_of(self, slots: Slots, module: str, ranks: int, dp: int | None) -> Floats:
         sizes, assignment = self._batch(slots[0])[0], Assignment(self._positions(slots))
-        return module_loads(sizes, self._profile.inputs, module, assignment, dp, ranks)
+        return module_loads(sizes, self._profile.inputs, module, assignment, ranks, dp=dp)

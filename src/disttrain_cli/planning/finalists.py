@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from disttrain_cli.costs.layout import optimizer_s, stages_of
@@ -125,7 +125,10 @@ def rounds(
             return 0
         holder = holder_of(units)
         kinds = {
-            candidate: (candidate.slot_sequences, candidate.shapes[holder], candidate.cps[holder])
+            candidate: (
+                candidate.slot_sequences,
+                replace(candidate.units[holder], recompute=False, cp_comm_type="a2a"),
+            )
             for candidate in result.best
         }
         layouts = {candidate: layout_of(units, candidate) for candidate in result.best}
@@ -138,7 +141,7 @@ def rounds(
                 continue
             finalists.append(Ranked(*timed(profile, cluster, layout, draws=draws)))
             formula_ms.append(candidate.total_ms)
-        return result.best[0].units[holder].holders
+        return result.best[0].units[holder].dp_cp_size
 
     for layout in others:
         if layout in (whole(one.layout) for one in finalists):
@@ -163,7 +166,7 @@ def rounds(
         if fewer := int(cluster.gpus * share):
             add(units, Limits(within_ms(), fewer=fewer), EACH, pool)
     for _ in range(near):
-        holders = best().layout.unit_of(profile.inputs.llm).holders
+        holders = best().layout.unit_of(profile.inputs.llm).dp_cp_size
         alike = [one.layout for one in finalists if grouping(one.layout.units) == grouping(units)]
         llms = [layout.unit_of(profile.inputs.llm) for layout in alike]
         limits = Limits(
@@ -242,7 +245,7 @@ def chosen_first(ranked: Sequence[Ranked], gpus_per_node: int) -> list[Ranked]:
     without CP, or with CP groups inside nodes only, where that takes hardly longer (`CP_GAIN`)."""
     for width in (1, gpus_per_node):
         for one in ranked:
-            simple = all(unit.cp == 1 or unit.width <= width for unit in one.layout.units)
+            simple = all(unit.cp == 1 or unit.tp_cp_size <= width for unit in one.layout.units)
             if simple and one.iteration_s * (1 - CP_GAIN) <= ranked[0].iteration_s:
                 return [one, *(other for other in ranked if other is not one)]
     return list(ranked)

@@ -21,9 +21,10 @@ from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.layouts import layout_with
 from disttrain_cli.planning.options import layer_gib
 from disttrain_cli.planning.partition import fewest_stages
-from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitShape
+from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of, shape_at, sharing
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.shape import ParallelShape
 
 Ints = NDArray[np.int64]
 LONG = 16_384  # tokens of a sequence, from which on it is said why it is not shared
@@ -36,7 +37,7 @@ class Fit(NamedTuple):
 
     gpus: int
     stages: int  # after the unit before them
-    shapes: tuple[UnitShape, ...]
+    shapes: tuple[ParallelShape, ...]
 
 
 def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> InfeasibleError:
@@ -79,7 +80,7 @@ def _cannot_share(profile: Profile, cluster: Cluster) -> str:
     llm, node = [profile.inputs.llm], cluster.gpus_per_node
     if profile.inputs.sequence_length < LONG or cluster.most_cp == 1 or node == 1:
         return ""
-    why = misfit(profile, llm, 1, 2 if node % 2 == 0 else node, cluster.gathers)
+    why = misfit(profile, llm, sharing(cluster, cp=2 if node % 2 == 0 else node))
     return "" if why is None else f"; its sequences cannot be shared (CP): {why}"
 
 
@@ -146,7 +147,7 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
-    small = kinds.width[variant] * dp <= gpus
+    small = kinds.tp_cp_size[variant] * dp <= gpus
     variant, dp = variant[small], dp[small]
     if not len(dp):
         return []
@@ -154,16 +155,9 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     fits: list[Fit] = []
     for after in partial:
         pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)
-        used = kinds.width[variant] * dp * pp + after.gpus
+        used = kinds.tp_cp_size[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
-            shape = UnitShape(
-                int(kinds.tp[variant[row]]),
-                int(dp[row]),
-                int(pp[row]),
-                bool(kinds.checkpointing[variant[row]]),
-                int(kinds.cp[variant[row]]),
-                bool(kinds.gathers[variant[row]]),
-            )
+            shape = shape_at(kinds, variant[row], dp=int(dp[row]), pp=int(pp[row]))
             stages = after.stages if beside else after.stages + int(pp[row])
             fits.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
     best: list[Fit] = []

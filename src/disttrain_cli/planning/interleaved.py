@@ -124,7 +124,7 @@ def cut_into(profile: Profile, layout: Layout, chunks: int) -> Layout | None:
 
 def _staged(layout: Layout, unit: UnitPlan, layers: list[int]) -> Layout:
     """The layout whose only unit has stages of so many layers."""
-    gpus = unit.width * unit.dp * len(layers)
+    gpus = unit.tp_cp_size * unit.dp * len(layers)
     update = {"pp": len(layers), "gpus": gpus, "layers_per_stage": layers}
     staged = {"units": [unit.model_copy(update=update)], "gpus_used": gpus}
     return layout.model_copy(update=staged)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from disttrain_cli.planning.options import layers_per_stage
 from disttrain_cli.planning.search import Candidate
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
-from disttrain_cli.spec.plan import Layout, Strategy, UnitPlan, UnitShape
+from disttrain_cli.spec.plan import Layout, Strategy, UnitPlan
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import in_line
 
 
 def layout_with(
     units: list[Unit],
     cluster: Cluster,
-    shapes: Sequence[UnitShape],
+    shapes: Sequence[ParallelShape],
     slot_sequences: int,
     strategy: Strategy,
 ) -> Layout | None:
@@ -24,25 +25,22 @@ def layout_with(
     stages = in_line([shape.pp for shape in shapes], holder_of(units))
     plans: list[UnitPlan] = []
     for unit, shape, left in zip(units, shapes, stages, strict=True):
-        tp, dp, pp, recomputes, cp, gathers = shape
-        layers = layers_per_stage(
-            unit, tp, dp, pp, slot_sequences, slots, left - pp, recomputes, cp, gathers
-        )
+        layers = layers_per_stage(unit, shape, slot_sequences, slots, left - shape.pp)
         if layers is None:
             return None
         plans.append(
             UnitPlan(
                 name=unit.name,
                 modules=list(unit.modules),
-                tp=tp,
-                cp=cp,
+                tp=shape.tp,
+                cp=shape.cp,
                 cp_comm_type=shape.cp_comm_type,
-                dp=dp,
-                pp=pp,
+                dp=shape.dp,
+                pp=shape.pp,
                 gpus=shape.gpus,
                 layers_per_stage=layers,
-                checkpointing=recomputes,
-                tp_overlap=unit.overlaps(tp, recomputes, cp),
+                checkpointing=shape.recompute,
+                tp_overlap=unit.overlaps(shape),
                 module_tp=dict.fromkeys(unit.replicated, 1),
             )
         )
@@ -71,7 +69,7 @@ def layout_of(
 def as_found(layout: Layout, units: list[Unit], strategy: Strategy) -> Layout:
     """A baseline's layout, of these units, run as their cluster can, for another strategy."""
     plans = [
-        plan.model_copy(update={"tp_overlap": unit.overlaps(plan.tp, plan.checkpointing, plan.cp)})
+        plan.model_copy(update={"tp_overlap": unit.overlaps(plan.shape)})
         for unit, plan in zip(units, layout.units, strict=True)
     ]
     overlap = units[0].cluster.overlaps

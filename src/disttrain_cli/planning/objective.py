@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.planning.units import Unit, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.shape import ParallelShape
 from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
@@ -66,20 +67,16 @@ def combine(unit_ms: list[float], stage_ms: list[float], slots: int, llm: int) -
 
 def unit_stages_ms(
     unit: Unit,
-    tp: int,
-    dp: int,
+    shape: ParallelShape,
     layers_per_stage: list[int],
     slot_sequences: int,
-    checkpointing: bool = False,
     overlap: bool | None = None,
-    cp: int = 1,
-    gathers: bool = False,
 ) -> list[float]:
     """Time of every stage of a unit for one slot, forward + backward + transfers; `overlap` as in
     `Unit.layer_ms`."""
-    base, slope = unit.layer_ms(tp, checkpointing, overlap, cp, gathers)
+    base, slope = unit.layer_ms(shape, overlap)
     load = busiest_load(
-        unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)])
+        unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(shape.dp)])
     )[0]
     layers = np.maximum(0.0, base + slope * load)
     ends = np.cumsum(layers_per_stage)
@@ -91,17 +88,7 @@ def unit_stages_ms(
 
 def planned_stages_ms(unit: Unit, plan: UnitPlan, slot_sequences: int) -> list[float]:
     """`unit_stages_ms` of a unit as a layout has it."""
-    return unit_stages_ms(
-        unit,
-        plan.tp,
-        plan.dp,
-        plan.layers_per_stage,
-        slot_sequences,
-        plan.checkpointing,
-        plan.tp_overlap,
-        plan.cp,
-        plan.gathers,
-    )
+    return unit_stages_ms(unit, plan.shape, plan.layers_per_stage, slot_sequences, plan.tp_overlap)
 
 
 def layout_time(units: list[Unit], layout: Layout) -> Time:

@@ -24,6 +24,7 @@ from disttrain_cli.costs.memory import (
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
 from disttrain_cli.planning.units import Unit, remembered
+from disttrain_cli.spec.shape import ParallelShape
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,13 +53,13 @@ def join(parts: list[Table]) -> Table:
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length; row = one (TP, CP, DP, checkpointing) of a unit for a slot size."""
+    """Columns of equal length; row = one (TP, CP, DP, recompute) of a unit for a slot size."""
 
     tp: Ints
     cp: Ints
-    gathers: Flags  # `Kinds`
+    all_gather: Flags  # `Kinds`
     dp: Ints
-    checkpointing: Flags
+    recompute: Flags
     stage_gpus: Ints  # TP · CP · DP
     unit_ms: Floats  # the whole unit for one slot on its busiest replica
     least_stages: Ints  # PP is at least this, with memory spread evenly
@@ -112,10 +113,10 @@ class Options:
 
     tp: Ints
     cp: Ints
-    gathers: Flags
+    all_gather: Flags
     dp: Ints
     pp: Ints
-    checkpointing: Flags
+    recompute: Flags
     gpus: Ints
     unit_ms: Floats
     stage_ms: Floats  # its slowest stage: a lower bound until priced
@@ -132,10 +133,10 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     return Options(
         chosen.tp,
         chosen.cp,
-        chosen.gathers,
+        chosen.all_gather,
         chosen.dp,
         pp,
-        chosen.checkpointing,
+        chosen.recompute,
         chosen.stage_gpus * pp,
         chosen.unit_ms,
         chosen.slowest_ms(pp),
@@ -148,7 +149,7 @@ def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
 def list_rows(
     unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
 ) -> Rows:
-    """Every (TP, CP, DP, checkpointing) of at most `most_gpus` GPUs: DP divides the slot where the
+    """Every (TP, CP, DP, recompute) of at most `most_gpus` GPUs: DP divides the slot where the
     unit holds the LLM.
 
     `later_units` follow, of at least one stage each. Rows whose memory cannot fit at any PP are
@@ -158,7 +159,7 @@ def list_rows(
     divides = np.arange(1, most_gpus + 1)
     if unit.holds_llm:
         divides = divides[slot_sequences % divides == 0]
-    counts = np.searchsorted(divides, most_gpus // kinds.width, side="right")
+    counts = np.searchsorted(divides, most_gpus // kinds.tp_cp_size, side="right")
     variant = np.repeat(np.arange(len(counts)), counts)
     dp = np.concatenate([divides[:count] for count in counts.tolist()])
     times = kind_ms(unit, variant, dp, slot_sequences)
@@ -170,10 +171,10 @@ def list_rows(
     rows = Rows(
         kinds.tp[variant],
         kinds.cp[variant],
-        kinds.gathers[variant],
+        kinds.all_gather[variant],
         dp,
-        kinds.checkpointing[variant],
-        kinds.width[variant] * dp,
+        kinds.recompute[variant],
+        kinds.tp_cp_size[variant] * dp,
         times @ kinds.count,
         none + 1,
         states @ kinds.count - _shared_gib(unit, states),
@@ -271,8 +272,9 @@ def _room_and_messages_gib(
     """[B] what reserves leave of a device, and what messages may take of it."""
     known, kinds, replicas = (unit.profile, unit.modules), unit.kinds, dp.astype(float)
     moving = 1.0 + unit.profile.device.fragmentation
-    sending = message_bytes(*known, kinds.width[variant], replicas, slot_sequences)
-    reserved = reserved_bytes(*known, kinds.tp[variant], replicas, kinds.cp[variant])
+    ranks = kinds.tp_cp_size[variant]
+    sending = message_bytes(*known, slot_sequences, tp_cp_size=ranks, dp=replicas)
+    reserved = reserved_bytes(*known, tp=kinds.tp[variant], dp=replicas, cp=kinds.cp[variant])
     sent = MessageBytes(*(moving * part / GIB for part in sending))
     return unit.cluster.memory_gib - reserved / GIB, sent
 
@@ -401,8 +403,8 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
     """[B] number of the variant of each row."""
     kinds = unit.kinds
     same = (table.tp[:, None] == kinds.tp) & (table.cp[:, None] == kinds.cp)
-    same &= table.gathers[:, None] == kinds.gathers
-    return (same & (table.checkpointing[:, None] == kinds.checkpointing)).argmax(axis=1)
+    same &= table.all_gather[:, None] == kinds.all_gather
+    return (same & (table.recompute[:, None] == kinds.recompute)).argmax(axis=1)
 
 
 def _layers(
@@ -417,46 +419,26 @@ def _layers(
 
 @remembered
 def slowest_by_stages(
-    unit: Unit,
-    tp: int,
-    cp: int,
-    gathers: bool,
-    dp: int,
-    checkpointing: bool,
-    slot_sequences: int,
-    slots: int,
-    after: int,
-    most_gpus: int,
+    unit: Unit, shape: ParallelShape, slot_sequences: int, slots: int, after: int, most_gpus: int
 ) -> Floats:
     """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf
-    where none fits."""
-    variant, most = (
-        np.array([unit.kinds.variant(tp, checkpointing, cp, gathers)]),
-        min(unit.layers, most_gpus // (tp * cp * dp)),
-    )
-    layers = _layers(unit, variant, np.array([dp]), slot_sequences)
+    where none fits. `shape` has PP 1."""
+    most = min(unit.layers, most_gpus // shape.gpus)
+    variant = np.array([unit.kinds.variant(shape)])
+    layers = _layers(unit, variant, np.array([shape.dp]), slot_sequences)
     return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
 @remembered
 def layers_per_stage(
-    unit: Unit,
-    tp: int,
-    dp: int,
-    pp: int,
-    slot_sequences: int,
-    slots: int,
-    after: int,
-    checkpointing: bool = False,
-    cp: int = 1,
-    gathers: bool = False,
+    unit: Unit, shape: ParallelShape, slot_sequences: int, slots: int, after: int
 ) -> list[int] | None:
     """The split behind a priced option; None where none fits."""
-    variant = unit.kinds.variant(tp, checkpointing, cp, gathers)
+    variant = unit.kinds.variant(shape)
     if variant is None:
         return None
     times, states, activations, working, room = _layers(
-        unit, np.array([variant]), np.array([dp]), slot_sequences
+        unit, np.array([variant]), np.array([shape.dp]), slot_sequences
     )
     return split(
         times[0],
@@ -466,6 +448,6 @@ def layers_per_stage(
         float(room[0]),
         slots,
         after,
-        pp,
+        shape.pp,
         unit.allowed,
     )

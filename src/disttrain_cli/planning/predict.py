@@ -207,7 +207,7 @@ def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
                 ]
             )
         )
-        * (stage.unit.width // stage.unit.dealt_over(cost.module))
+        * (stage.unit.tp_cp_size // stage.unit.dealt_over(cost.module))
         / 1e3
         for number, stage in enumerate(steps[0].stages)
         for cost in stage.costs
@@ -256,7 +256,7 @@ def _orchestration(
 
 def _bubble(steps: list[Step], layout: Layout) -> float:
     """Share of the devices' time in which they do not compute."""
-    width = np.array([stage.unit.width for stage in steps[0].stages])
+    width = np.array([stage.unit.tp_cp_size for stage in steps[0].stages])
     busy = sum(float(np.nansum(step.timeline.busy_s, axis=1) @ width) for step in steps)
     return 1.0 - busy / (layout.gpus_used * sum(step.timeline.iteration_s for step in steps))
 
@@ -288,7 +288,7 @@ def _unit_times(
     rows, first = [], 0
     for unit in layout.units:
         stages = slice(first, first + unit.pp)
-        times = [_own(step.pipeline, stages, unit.dp) for step in steps]
+        times = [_own(step.pipeline, stages, dp=unit.dp) for step in steps]
         forward, backward, weights = np.mean(
             [[part.sum(axis=1).mean() for part in parts] for parts in times], axis=0
         )
@@ -324,7 +324,7 @@ def _stage_times(
         stages = slice(number, number + 1)
         forward, backward, weights = np.mean(
             [
-                [part.mean() for part in _own(step.pipeline, stages, stage.unit.dp)]
+                [part.mean() for part in _own(step.pipeline, stages, dp=stage.unit.dp)]
                 for step in steps
             ],
             axis=0,
@@ -342,7 +342,7 @@ def _stage_times(
     return rows
 
 
-def _own(pipeline: Pipeline, stages: slice, dp: int) -> Floats:
+def _own(pipeline: Pipeline, stages: slice, *, dp: int) -> Floats:
     """Times by operation (`COMPUTE`) of some stages of one unit, [3, n, PP, DP]."""
     parts = [*pipeline.parts_s, np.zeros_like(pipeline.forward_s)]
     return np.stack(parts[: len(COMPUTE)])[:, :, stages, :dp]

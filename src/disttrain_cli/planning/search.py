@@ -33,8 +33,8 @@ from disttrain_cli.planning.bounds import (
 from disttrain_cli.planning.dominance import Dearness, not_behind, undominated
 from disttrain_cli.planning.objective import combine
 from disttrain_cli.planning.options import Floats, Ints, Options, join, price, take
-from disttrain_cli.planning.units import Cluster, Unit, holder_of
-from disttrain_cli.spec.plan import UnitShape
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, shape_at
+from disttrain_cli.spec.shape import ParallelShape
 
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
 GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
@@ -57,18 +57,7 @@ class Candidate:
     cp: int
     microbatch: int
     slot_sequences: int
-    shapes: tuple[tuple[int, int, int], ...]  # (tp, dp, pp) of every unit
-    checkpointing: tuple[bool, ...]  # of every unit
-    cps: tuple[int, ...]  # of every unit
-    gathers: tuple[bool, ...]  # of every unit
-
-    @property
-    def units(self) -> list[UnitShape]:
-        """All of every unit."""
-        columns = zip(self.shapes, self.checkpointing, self.cps, self.gathers, strict=True)
-        return [
-            UnitShape(*shape, recomputes, cp, gathers) for shape, recomputes, cp, gathers in columns
-        ]
+    units: tuple[ParallelShape, ...]
 
 
 @dataclass(frozen=True)
@@ -83,21 +72,14 @@ class SearchResult:
 class Shape(NamedTuple):
     """One unit of a layout, and its times per slot."""
 
-    unit: UnitShape
+    unit: ParallelShape
     unit_ms: float
     stage_ms: float
 
 
 def shape_of(options: Options, row: int) -> Shape:
     """One of a unit's options."""
-    unit = UnitShape(
-        int(options.tp[row]),
-        int(options.dp[row]),
-        int(options.pp[row]),
-        bool(options.checkpointing[row]),
-        int(options.cp[row]),
-        bool(options.gathers[row]),
-    )
+    unit = shape_at(options, row, dp=int(options.dp[row]), pp=int(options.pp[row]))
     return Shape(unit, float(options.unit_ms[row]), float(options.stage_ms[row]))
 
 
@@ -116,10 +98,7 @@ def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm: int) -> Ca
         sum(unit.cp for unit in units),
         size // units[llm].dp,
         size,
-        tuple((unit.tp, unit.dp, unit.pp) for unit in units),
-        tuple(unit.checkpointing for unit in units),
-        tuple(unit.cp for unit in units),
-        tuple(unit.gathers for unit in units),
+        tuple(units),
     )
 
 

@@ -20,9 +20,10 @@ from disttrain_cli.planning.search import Candidate, search
 from disttrain_cli.planning.solve import fewer_replicas
 from disttrain_cli.planning.units import Cluster, Unit, groupings, holder_of
 from disttrain_cli.spec.index import KINDS
-from disttrain_cli.spec.plan import Layout, Strategy, UnitShape
+from disttrain_cli.spec.plan import Layout, Strategy
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
+from disttrain_cli.spec.shape import ParallelShape
 
 _PICTURES = ("image", "target")
 SAME = 1e-9  # relative difference of two times that are one
@@ -75,7 +76,7 @@ class _Best:
     total_ms: float
     gpus: int
     units: tuple[str, ...]
-    shapes: list[UnitShape]
+    shapes: tuple[ParallelShape, ...]
     llm_replicas: int  # CP ranks counted, too: all with the same weights
     recomputes: bool  # whether any unit does
 
@@ -108,8 +109,8 @@ def sensitivity(
         return units if data is profile and same else {}
 
     before, most = _best(profile, cluster, strategy, None, units), None
-    if before is not None and layout.unit_of(profile.inputs.llm).holders < before.llm_replicas:
-        most = layout.unit_of(profile.inputs.llm).holders
+    if before is not None and layout.unit_of(profile.inputs.llm).dp_cp_size < before.llm_replicas:
+        most = layout.unit_of(profile.inputs.llm).dp_cp_size
         before = _best(profile, cluster, strategy, most, units)
     if before is None:
         return None
@@ -244,14 +245,14 @@ def _best(
     if found is None:
         return None
     units, best = found
-    replicas = best.units[holder_of(units)].holders
+    replicas = best.units[holder_of(units)].dp_cp_size
     return _Best(
         best.total_ms,
         best.gpus,
         tuple(unit.name for unit in units),
         best.units,
         replicas,
-        any(best.checkpointing),
+        any(unit.recompute for unit in best.units),
     )
 
 

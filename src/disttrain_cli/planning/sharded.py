@@ -104,7 +104,7 @@ class Sharding:
     @cached_property
     def gathered_bytes(self) -> Floats:
         """[L] weights of each layer as it computes with them."""
-        known = parameters(self.profile, list(self.profile.modules), 1)
+        known = parameters(self.profile, list(self.profile.modules), tp=1)
         return known * WEIGHT_BYTES[self.profile.precision]
 
     def peak_gib(self) -> float:
@@ -122,7 +122,7 @@ class Sharding:
         scattered = np.append(numbers[1:] * GRADIENT_BYTES, 0.0)
         moving = (np.cumsum(kept) - kept + working + gathered + scattered).max()
         dp = np.array([float(self.ranks)])
-        reserved = float(reserved_bytes(profile, unit.modules, 1, dp)[0])
+        reserved = float(reserved_bytes(profile, unit.modules, tp=1, dp=dp)[0])
         reserved += (1 < self.shards < self.ranks) * profile.device.communicator_mib * 2**20
         return float(states + moving * (1.0 + profile.device.fragmentation) + reserved) / GIB
 
@@ -169,7 +169,7 @@ class Sharding:
         self, module: str, kind: str, does: Backward, loads: dict[str, Floats]
     ) -> tuple[list[float], list[float]]:
         """By microbatch, forward and backward of a layer on the slowest rank."""
-        shard = shard_of(self.profile.modules[module], kind, 1)
+        shard = shard_of(self.profile.modules[module], kind, tp=1)
         forward, backward = (
             (amount(_coefficients(parts), loads[module]).max(axis=1) / 1e3).tolist()
             for parts in (

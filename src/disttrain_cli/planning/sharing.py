@@ -24,7 +24,7 @@ from disttrain_cli.planning.predict import batches
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import ranked_as, solve_for
 from disttrain_cli.planning.splitting import timed
-from disttrain_cli.planning.units import Cluster, Unit, groupings
+from disttrain_cli.planning.units import Cluster, Unit, groupings, sharing
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 
@@ -64,7 +64,7 @@ def sharing_sentence(plan: Plan, profile: Profile, cluster: Cluster) -> str | No
     groups = groupings(profile, cluster, strategy)
     if all(cp == 1 for units in groups for unit in units for _, cp in unit.widths):
         why = (
-            misfit(profile, [profile.inputs.llm], 1, 2, cluster.gathers)
+            misfit(profile, [profile.inputs.llm], sharing(cluster, cp=2))
             or "no group fits evenly into a node"
         )
         return f"Context   sequences of {length:,} tokens are not shared (CP): {why}."

@@ -49,10 +49,10 @@ from disttrain_cli.spec.plan import (
     Prediction,
     Search,
     Strategy,
-    UnitShape,
 )
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.shape import ParallelShape
 
 BASELINES: tuple[Strategy, ...] = ("disaggregated", "megatron")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
@@ -317,7 +317,9 @@ def ranking(
         (cluster.gpus_per_node, replace(cluster, over_nodes=False)),
         (1, replace(cluster, most_cp=1)),
     ):
-        if ranked and any(unit.cp > 1 and unit.width > width for unit in ranked[0].layout.units):
+        if ranked and any(
+            unit.cp > 1 and unit.tp_cp_size > width for unit in ranked[0].layout.units
+        ):
             known = [one.layout for one in ranked]
             more = [one for one in ranked_within(simpler) if one.layout not in known]
             every = sorted([*ranked, *more], key=lambda one: one.iteration_s)
@@ -349,7 +351,9 @@ def _climbed(
     that are nearly as fast as any, and these with other modules whole."""
     profile = groups[0][0].profile
 
-    def build(units: list[Unit], shapes: Sequence[UnitShape], slot_sequences: int) -> Layout | None:
+    def build(
+        units: list[Unit], shapes: Sequence[ParallelShape], slot_sequences: int
+    ) -> Layout | None:
         layout = layout_with(units, cluster, shapes, slot_sequences, strategy)
         return faster_zero(profile, cluster, layout) if either_zero and layout else layout
 

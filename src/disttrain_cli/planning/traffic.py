@@ -83,12 +83,12 @@ def _over_replicas(
     kinds = [
         (
             "gradients",
-            ring_bytes(reduction, GRADIENT_BYTES, unit.holders),
+            ring_bytes(reduction, GRADIENT_BYTES, unit.dp_cp_size),
             getattr(link, f"{reduction}_gbps"),
         )
     ]
     if layout.zero_stage == 1:
-        weight_bytes = ring_bytes("all_gather", WEIGHT_BYTES[profile.precision], unit.holders)
+        weight_bytes = ring_bytes("all_gather", WEIGHT_BYTES[profile.precision], unit.dp_cp_size)
         kinds.append(("weights", weight_bytes, link.all_gather_gbps))
     return [
         Traffic.model_validate(
@@ -119,10 +119,10 @@ def _tensor_parallel(profile: Profile, layout: Layout, of_unit: list[CostedStage
             for cost in stage.costs
             if cost.module in unit.module_tp
         )
-        + unit.holders * ring_bytes("all_reduce", partial_bytes(layout, stage), unit.tp)
+        + unit.dp_cp_size * ring_bytes("all_reduce", partial_bytes(layout, stage), unit.tp)
         for stage in of_unit
     ]
-    rank_bytes = max(stages) / unit.holders
+    rank_bytes = max(stages) / unit.dp_cp_size
     return [
         Traffic(
             kind="tensor_parallel",
@@ -143,26 +143,26 @@ def _context_parallel(
     own = {
         name: rows(profile, name, profile.modules[name].work_per_sequence)
         * layout.global_batch_size
-        / unit.holders
+        / unit.dp_cp_size
         for name in unit.modules
     }
     stages = [
         sum(
             own[name]
-            * exchanged_bytes(profile, name, profile.modules[name].costs[kind], unit, does)
+            * exchanged_bytes(profile, name, profile.modules[name].costs[kind], unit.shape, does)
             for name, kind, does in stage.held
         )
         for stage in of_unit
     ]
     rank_bytes = max(stages)
     exchanged = rank_bytes * unit.cp / max(1, unit.cp - 1)  # what stays on a rank among it
-    latency_s, all_s = (messages_s(profile, unit, size) for size in (0.0, exchanged))
+    latency_s, all_s = (messages_s(profile, unit.shape, size) for size in (0.0, exchanged))
     return [
         Traffic(
             kind="context_parallel",
             unit=unit.name,
-            inside_a_node=ranks_per_node(profile, unit) == unit.cp,
-            job_gib=unit.tp * unit.holders * sum(stages) / GIB,
+            inside_a_node=ranks_per_node(profile, unit.shape) == unit.cp,
+            job_gib=unit.tp * unit.dp_cp_size * sum(stages) / GIB,
             rank_gib=rank_bytes / GIB,
             rank_s=all_s - latency_s,
         )

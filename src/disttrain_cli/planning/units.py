@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,11 @@ from disttrain_cli.costs.remembering import remembered as known_by_profile
 from disttrain_cli.costs.replicated import dealt_ms
 from disttrain_cli.costs.stage import overlap_helps, tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.spec.plan import Layout, Strategy, UnitShape
+from disttrain_cli.spec.plan import Layout, Strategy
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile.model import unit_name
 from disttrain_cli.spec.runfile.train import Ordering
+from disttrain_cli.spec.shape import CpCommType, ParallelShape
 from disttrain_cli.spec.stage_graph import in_line, neighbours
 
 Floats = NDArray[np.float64]
@@ -51,11 +52,36 @@ class Cluster:
     most_tp: int | None = None  # largest TP degree; None = what fits a node
     most_cp: int | None = None  # largest CP degree; None = any
     over_nodes: bool = True  # CP groups may lie on several nodes
-    gathers: bool = True  # or gather keys and values instead of exchanging rows for heads
+    cp_comm_types: tuple[CpCommType, ...] = ("a2a", "all_gather")  # that CP groups may have
     splits: bool = False  # backwards into two parts (`planning.splitting`)
     overlaps: bool = False  # reductions and gathers with passes (`costs.overlap`)
     hides: bool = False  # a TP group's messages behind products, where that is faster
     climbs: bool = True  # the best layouts to better neighbours (`planning.climb`)
+
+
+class Shapes(Protocol):
+    """A table with a shape in each row, as columns."""
+
+    @property
+    def tp(self) -> Ints: ...
+    @property
+    def cp(self) -> Ints: ...
+    @property
+    def all_gather(self) -> NDArray[np.bool_]: ...
+    @property
+    def recompute(self) -> NDArray[np.bool_]: ...
+
+
+def shape_at(table: Shapes, row: int, *, dp: int = 1, pp: int = 1) -> ParallelShape:
+    """The shape in a row of a table."""
+    return ParallelShape(
+        tp=int(table.tp[row]),
+        cp=int(table.cp[row]),
+        dp=dp,
+        pp=pp,
+        recompute=bool(table.recompute[row]),
+        cp_comm_type="all_gather" if table.all_gather[row] else "a2a",
+    )
 
 
 @dataclass(frozen=True)
@@ -67,8 +93,8 @@ class Kinds:
     count: Ints  # [K]
     tp: Ints  # [V]
     cp: Ints  # [V]
-    gathers: NDArray[np.bool_]  # [V]
-    checkpointing: NDArray[np.bool_]  # [V]
+    all_gather: NDArray[np.bool_]  # [V] of `cp_comm_type`
+    recompute: NDArray[np.bool_]  # [V]
     base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
     slope_ms: Floats
     # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
@@ -80,18 +106,22 @@ class Kinds:
     working_gib: Floats
 
     @property
-    def width(self) -> Ints:
-        """[V] ranks that share the work of a replica on one stage: TP · CP."""
+    def tp_cp_size(self) -> Ints:
+        """[V] ranks that share the work of a replica on one stage."""
         return self.tp * self.cp
 
-    def variant(
-        self, tp: int, checkpointing: bool, cp: int = 1, gathers: bool = False
-    ) -> int | None:
-        """Number of a variant; None where there is none, or the other way of its CP groups is
-        better everywhere."""
-        same = (self.tp == tp) & (self.cp == cp) & (self.gathers == gathers)
-        found = np.flatnonzero(same & (self.checkpointing == checkpointing))
+    def variant(self, shape: ParallelShape) -> int | None:
+        """Number of the variant of a shape; None where there is none, or the other way of its CP
+        groups is better everywhere."""
+        gathers = shape.cp_comm_type == "all_gather"
+        same = (self.tp == shape.tp) & (self.cp == shape.cp) & (self.all_gather == gathers)
+        found = np.flatnonzero(same & (self.recompute == shape.recompute))
         return int(found[0]) if len(found) else None
+
+
+def sharing(cluster: Cluster, *, cp: int) -> ParallelShape:
+    """A stage whose CP groups attend in the way that fits most heads, of those that are allowed."""
+    return ParallelShape(cp=cp, cp_comm_type=cluster.cp_comm_types[-1])
 
 
 @dataclass(frozen=True)
@@ -123,9 +153,10 @@ class Unit:
         """Modules that TP divides."""
         return [name for name in self.modules if name not in self.replicated]
 
-    def _parts(self, tp: int) -> list[tuple[list[str], int]]:
-        """Modules one after the other, with the TP that divides each."""
-        return [([name], 1 if name in self.replicated else tp) for name in self.modules]
+    def _parts(self, shape: ParallelShape) -> list[tuple[list[str], ParallelShape]]:
+        """Modules one after the other, each with the shape that divides it."""
+        whole = replace(shape, tp=1)
+        return [([name], whole if name in self.replicated else shape) for name in self.modules]
 
     @cached_property
     def tps(self) -> list[int]:
@@ -160,27 +191,25 @@ class Unit:
             (tp, cp)
             for tp in self.tps
             for cp in range(1, min(room // tp, most) + 1)
-            if fits_nodes(tp, cp, node)
+            if fits_nodes(ParallelShape(tp=tp, cp=cp), node)
             and (tp * cp >= node or (tp * cp).bit_count() == 1)
-            and self.ways(tp, cp)
+            and self.ways(tp=tp, cp=cp)
         ]
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether its CP groups may gather keys and values: those of the LLM, whose tokens can be
+        """True if its CP groups may gather keys and values: those of the LLM, whose tokens can be
         levelled. Of encoders, which have as many heads of these as of queries, it sends no less."""
-        return self.holds_llm and self.cluster.gathers
+        return self.holds_llm and "all_gather" in self.cluster.cp_comm_types
 
-    def ways(self, tp: int, cp: int) -> list[bool]:
-        """Whether its CP groups of this degree gather keys and values, or exchange rows for heads
-        first: the ways that are allowed."""
+    def ways(self, *, tp: int, cp: int) -> list[ParallelShape]:
+        """The shapes of a replica's stage at these degrees, one for each way in which its CP groups
+        may attend."""
         length = self.profile.inputs.sequence_length
         enough = cp > 1 and self.gathers and length >= LEAST_TOKENS * tp * cp
-        return [
-            gathers
-            for gathers in ((False, True) if enough else (False,))
-            if misfit(self.profile, self.modules, tp, cp, gathers) is None
-        ]
+        kinds: tuple[CpCommType, ...] = ("a2a", "all_gather") if enough else ("a2a",)
+        shapes = [ParallelShape(tp=tp, cp=cp, cp_comm_type=kind) for kind in kinds]
+        return [one for one in shapes if misfit(self.profile, self.modules, one) is None]
 
     @cached_property
     def ends_ms(self) -> tuple[Floats, Floats]:
@@ -200,42 +229,39 @@ class Unit:
                 slope[layer] += 2 * size * 8 / (link.p2p_gbps * 1e9) * 1e3
         return base, slope
 
-    def overlaps(self, tp: int, checkpointing: bool = False, cp: int = 1) -> bool:
-        """Whether the messages of its TP groups travel behind products: where that is faster."""
-        known = (self.profile, self.divided, tp, self.cluster.trained, checkpointing, cp)
-        return self.cluster.hides and tp > 1 and overlap_helps(*known)
+    def overlaps(self, shape: ParallelShape) -> bool:
+        """True if the messages of its TP groups travel behind products: where that is faster."""
+        if not self.cluster.hides or shape.tp == 1:
+            return False
+        alike = replace(shape.of_replica, cp_comm_type="a2a")
+        return overlap_helps(self.profile, self.divided, alike, self.cluster.trained)
 
-    def layer_ms(
-        self,
-        tp: int,
-        checkpointing: bool = False,
-        overlap: bool | None = None,
-        cp: int = 1,
-        gathers: bool = False,
-    ) -> tuple[Floats, Floats]:
+    def layer_ms(self, shape: ParallelShape, overlap: bool | None = None) -> tuple[Floats, Floats]:
         """Forward + backward + transfers of every layer as (base, slope per sequence), in ms.
 
         Args:
             overlap: the TP group's messages travel behind products; None = where that is faster.
         """
-        question = (tp, checkpointing, overlap, cp, gathers)
+        shape = shape.of_replica
+        question = (shape, overlap)
         if question not in self._layer_ms:
-            hides = self.overlaps(tp, checkpointing, cp) if overlap is None else overlap
+            hides = self.overlaps(shape) if overlap is None else overlap
             base, slope = self.ends_ms
             trained, times = self.cluster.trained, list[tuple[Floats, Floats]]()
-            for names, own_tp in self._parts(tp) if self.replicated else [(self.modules, tp)]:
-                known = (self.profile, names, own_tp, trained, checkpointing)
-                of = unit_times(*known, hides, cp, gathers)
+            for names, own in self._parts(shape) if self.replicated else [(self.modules, shape)]:
+                of = unit_times(self.profile, names, own, trained, hides)
                 one = of.forward_base + of.backward_base, of.forward_slope + of.backward_slope
                 dealt = names[0] in self.replicated
-                times.append(self._dealt_ms(names[0], tp, *one) if dealt else one)
+                times.append(self._dealt_ms(names[0], *one, tp=shape.tp) if dealt else one)
             self._layer_ms[question] = (
                 np.concatenate([part for part, _ in times]) + base,
                 np.concatenate([part for _, part in times]) + slope,
             )
         return self._layer_ms[question]
 
-    def _dealt_ms(self, name: str, tp: int, base: Floats, slope: Floats) -> tuple[Floats, Floats]:
+    def _dealt_ms(
+        self, name: str, base: Floats, slope: Floats, *, tp: int
+    ) -> tuple[Floats, Floats]:
         """Times of the layers of a module whose items are dealt out, on the busiest of `tp` ranks,
         which has half an item more than its share at most, in the mean (`objective.busiest_load`);
         with what they exchange, on the last layer."""
@@ -244,13 +270,13 @@ class Unit:
             return base, slope
         trains = any(one != "still" for one in backwards(self.profile, self.cluster.trained)[name])
         base, slope = base.copy(), slope.copy()
-        for sent in dealt_ms(self.profile, name, tp, trains):
+        for sent in dealt_ms(self.profile, name, trains, tp=tp):
             base[-1] += sent.base
             slope[-1] += sent(work) - sent.base
         return base + slope / work.items * (tp - 1) / (2 * tp), slope / tp
 
     @cached_property
-    def _layer_ms(self) -> dict[tuple[int, bool, bool | None, int, bool], tuple[Floats, Floats]]:
+    def _layer_ms(self) -> dict[tuple[ParallelShape, bool | None], tuple[Floats, Floats]]:
         return {}
 
     @cached_property
@@ -272,7 +298,7 @@ class Unit:
             batch=0,
             trained=cluster.trained,
             checkpointing=cluster.checkpointing,
-            gathers=cluster.gathers,
+            cp_comm_types=cluster.cp_comm_types,
             hides=cluster.hides,
         )
         return _kinds(self.profile, self.modules, self.replicated, alike, self.widths)
@@ -285,8 +311,10 @@ class Unit:
         variants = [
             shape
             for tp, cp in widths
-            for checkpointing in choices
-            for shape in self._undominated(tp, cp, checkpointing)
+            for recompute in choices
+            for shape in self._undominated(
+                [replace(one, recompute=recompute) for one in self.ways(tp=tp, cp=cp)]
+            )
         ]
         columns = np.stack([self._columns[shape] for shape in variants])  # [V, 12, L]
         numbers: dict[bytes, int] = {}
@@ -297,17 +325,13 @@ class Unit:
             ]
         )
         one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(numbers))]]
-        tps, cps, gather, recomputing = (
-            np.array([getattr(shape, name) for shape in variants])
-            for name in ("tp", "cp", "gathers", "checkpointing")
-        )
         return Kinds(
             of,
             np.bincount(of),
-            tps,
-            cps,
-            gather,
-            recomputing,
+            np.array([shape.tp for shape in variants]),
+            np.array([shape.cp for shape in variants]),
+            np.array([shape.cp_comm_type == "all_gather" for shape in variants]),
+            np.array([shape.recompute for shape in variants]),
             one[:, 0],
             one[:, 1],
             one[:, 2],
@@ -316,9 +340,8 @@ class Unit:
             one[:, 8:],
         )
 
-    def _undominated(self, tp: int, cp: int, checkpointing: bool) -> list[UnitShape]:
+    def _undominated(self, shapes: list[ParallelShape]) -> list[ParallelShape]:
         """The ways of a CP group that are faster or take less memory than the other somewhere."""
-        shapes = [UnitShape(tp, 1, 1, checkpointing, cp, gathers) for gathers in self.ways(tp, cp)]
         for shape in shapes:
             self._columns[shape] = self._columns_of(shape)
         if len(shapes) == 1:
@@ -332,41 +355,40 @@ class Unit:
         return shapes[1:] if (second <= first).all() else shapes
 
     @cached_property
-    def _columns(self) -> dict[UnitShape, Floats]:
+    def _columns(self) -> dict[ParallelShape, Floats]:
         return {}
 
-    def _columns_of(self, shape: UnitShape) -> Floats:
+    def _columns_of(self, shape: ParallelShape) -> Floats:
         """[12, L] base and slope of times, states, memory of a slot, and of a running layer."""
         known, trained = (self.profile, self.modules), self.cluster.trained
-        tp, cp, checkpointing = shape.tp, shape.cp, shape.checkpointing
-        overlap = self.overlaps(tp, checkpointing, cp)
+        overlap = self.overlaps(shape)
         if self.replicated:
             parts = [
-                self._memory_of(names[0], tp, shape._replace(tp=own_tp), overlap)
-                for names, own_tp in self._parts(tp)
+                self._memory_of(names[0], own, overlap, ranks=shape.tp)
+                for names, own in self._parts(shape)
             ]
             memory = list(np.concatenate(parts, axis=1))
         else:
             memory = [
-                *state_bytes(*known, tp, self.cluster.zero_stage, trained),
+                *state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp),
                 *kept_share(*known, shape, trained),
                 *working_share(*known, shape, trained, overlap=overlap),
             ]
-        times = self.layer_ms(tp, checkpointing, cp=cp, gathers=shape.gathers)
+        times = self.layer_ms(shape)
         return np.vstack([*times, *(row / GIB for row in memory)])
 
-    def _memory_of(self, name: str, tp: int, shape: UnitShape, overlap: bool) -> Floats:
-        """[10, L] bytes of the layers of one module on one of `tp` ranks; where items are dealt out
-        over these, of the busiest one (`costs.activations.worst_work`)."""
+    def _memory_of(self, name: str, shape: ParallelShape, overlap: bool, *, ranks: int) -> Floats:
+        """[10, L] bytes of the layers of one module on one of the `ranks` of a TP group; where
+        items are dealt out over these, of the busiest one (`costs.activations.worst_work`)."""
         known, trained = (self.profile, [name]), self.cluster.trained
-        states = state_bytes(*known, shape.tp, self.cluster.zero_stage, trained)
+        states = state_bytes(*known, self.cluster.zero_stage, trained, tp=shape.tp)
         shares = [
             kept_share(*known, shape, trained),
             working_share(*known, shape, trained, overlap=overlap),
         ]
         if name in self.replicated:
             shares = [
-                np.stack([base + item, worst / tp, mean / tp, np.zeros_like(item)])
+                np.stack([base + item, worst / ranks, mean / ranks, np.zeros_like(item)])
                 for base, worst, mean, item in shares
             ]
         return np.vstack([*states, *shares])

@@ -130,7 +130,7 @@ def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int,
     layers = {
         index: layer
         for start, stop in first_of_kinds(table, module, 1)
-        for index, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)
+        for index, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp=tp), start)
     }
     for layer in layers.values():
         join(layer, None if tp == 1 else Group(None, tp, 0))

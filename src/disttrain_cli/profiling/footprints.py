@@ -113,7 +113,7 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
         whole = build_layers(run, index, index + 1, "meta", probes.dtype)[0]
         by_tp[1][whole.kind] = _running(whole, index, probes, 1)[0]
         for tp in list(by_tp)[1:]:
-            layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
+            layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
             join(layer, Noted(size=tp))
             by_tp[tp][whole.kind] = (
                 _shared(layer, index, probes, tp, run)
@@ -196,7 +196,7 @@ def _shared(layer: PipelineLayer, index: int, probes: Probes, tp: int, run: Run)
         return running
 
     def overlapping(symmetric: bool) -> _Trained:
-        layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
+        layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
         join(layer, Noted(size=tp, overlap=True, symmetric=symmetric))
         return _trained(layer, index, probes, tp)
 

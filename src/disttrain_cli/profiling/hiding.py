@@ -153,7 +153,7 @@ def passes(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> Pass
 
 def joined_shard(run: Run, probes: Probes, index: int, tp: int, overlap: bool) -> PipelineLayer:
     """The first rank's part of a layer on the meta device, in its group."""
-    layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp)[0]
+    layer = build_layers(run, index, index + 1, "meta", probes.dtype, tp=tp)[0]
     join(layer, Noted(size=tp, overlap=overlap))
     return layer
 

@@ -46,7 +46,7 @@ class Bench:
         self._layers = [
             layer
             for start, stop in first_of_kinds(self._table, module, LAYERS_PER_KIND)
-            for layer in build_layers(run, start, stop, device, self._dtype, tp)
+            for layer in build_layers(run, start, stop, device, self._dtype, tp=tp)
         ]
         self._counts = Counter(layer.kind for layer in self._table if layer.module == module)
         self._stopwatch = Stopwatch(device)

@@ -87,7 +87,7 @@ def placed(
 
 def devices_of(layout: Layout, stage: Stage) -> list[list[int]]:
     """By replica of a stage, its devices."""
-    devices, width = layout.devices, stage.unit.width
+    devices, width = layout.devices, stage.unit.tp_cp_size
     return [
         [devices[rank] for rank in stage.ranks[first : first + width]]
         for first in range(0, len(stage.ranks), width)

@@ -51,7 +51,7 @@ def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
     """
     shares = []
     for unit in layout.units:
-        processes = -(-unit.dp // max(1, gpus_per_process // unit.width))
+        processes = -(-unit.dp // max(1, gpus_per_process // unit.tp_cp_size))
         shares.append([(unit.dp + more) // processes for more in reversed(range(processes))])
     return shares
 

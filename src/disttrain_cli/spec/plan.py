@@ -3,9 +3,10 @@ editable by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -15,10 +16,9 @@ from disttrain_cli.spec.forms import Form
 from disttrain_cli.spec.profile import Fingerprints
 from disttrain_cli.spec.runfile.bounds import MOST_GPUS, MOST_SEQUENCES
 from disttrain_cli.spec.runfile.model import UNIT_NAME, UNIT_NAME_WORDS
+from disttrain_cli.spec.shape import CpCommType, ParallelShape
 from disttrain_cli.spec.whole import keep_before, write_whole
 
-#: Names as in Megatron-LM.
-CpCommType = Literal["a2a", "all_gather"]
 Strategy = Literal["auto", "disaggregated", "megatron"]
 #: Where a figure comes from: measured by this project, stated by a catalogue or by others, assumed.
 Basis = Literal["measured", "stated", "assumed"]
@@ -26,36 +26,6 @@ Basis = Literal["measured", "stated", "assumed"]
 
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
 SequenceCount = Annotated[int, Field(ge=1, le=MOST_SEQUENCES)]
-
-
-class UnitShape(NamedTuple):
-    """How a unit divides its work, without its layers per stage."""
-
-    tp: int
-    dp: int
-    pp: int
-    checkpointing: bool = False
-    cp: int = 1
-    gathers: bool = False  # its CP group keys and values
-
-    @property
-    def cp_comm_type(self) -> CpCommType:
-        """As in a plan (`UnitPlan`)."""
-        return "all_gather" if self.gathers else "a2a"
-
-    @property
-    def width(self) -> int:
-        """Ranks that share the work of a replica on one stage: TP × CP."""
-        return self.tp * self.cp
-
-    @property
-    def holders(self) -> int:
-        """Ranks that hold the same weights: CP × DP."""
-        return self.cp * self.dp
-
-    @property
-    def gpus(self) -> int:
-        return self.width * self.dp * self.pp
 
 
 class UnitPlan(Strict):
@@ -114,11 +84,11 @@ class UnitPlan(Strict):
 
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
-        if self.gpus != self.width * self.dp * self.pp:
+        if self.gpus != self.tp_cp_size * self.dp * self.pp:
             between, cp = (" × cp", f" × {self.cp}") if self.cp > 1 else ("", "")
             raise ValueError(
                 f"gpus must be tp{between} × dp × pp = {self.tp}{cp} × {self.dp} × {self.pp} = "
-                f"{self.width * self.dp * self.pp}; given: {self.gpus}"
+                f"{self.tp_cp_size * self.dp * self.pp}; given: {self.gpus}"
             )
         if len(self.layers_per_stage) != self.pp:
             raise ValueError(
@@ -168,8 +138,15 @@ class UnitPlan(Strict):
             )
 
     @property
-    def shape(self) -> UnitShape:
-        return UnitShape(self.tp, self.dp, self.pp, self.checkpointing, self.cp, self.gathers)
+    def shape(self) -> ParallelShape:
+        return ParallelShape(
+            tp=self.tp,
+            cp=self.cp,
+            dp=self.dp,
+            pp=self.pp,
+            recompute=self.checkpointing,
+            cp_comm_type=self.cp_comm_type,
+        )
 
     def tp_of(self, module: str) -> int:
         """Ranks that divide the layers of a module."""
@@ -185,12 +162,12 @@ class UnitPlan(Strict):
         return tuple(name for name in self.modules if name in self.module_tp)
 
     @property
-    def parts(self) -> list[tuple[list[str], UnitShape]]:
+    def parts(self) -> list[tuple[list[str], ParallelShape]]:
         """Consecutive modules that the unit's shape divides alike, and each that has a TP of its
         own, with these shapes."""
         alike = groupby(self.modules, lambda name: name if name in self.module_tp else None)
         return [
-            (list(modules), self.shape._replace(tp=self.module_tp.get(name or "", self.tp)))
+            (list(modules), replace(self.shape, tp=self.module_tp.get(name or "", self.tp)))
             for name, modules in alike
         ]
 
@@ -200,13 +177,13 @@ class UnitPlan(Strict):
         return self.cp_comm_type == "all_gather"
 
     @property
-    def width(self) -> int:
-        """Ranks that share the work of a replica on one stage: TP × CP."""
+    def tp_cp_size(self) -> int:
+        """Ranks that share the work of a replica on one stage."""
         return self.tp * self.cp
 
     @property
-    def holders(self) -> int:
-        """Ranks that hold the same weights: CP × DP."""
+    def dp_cp_size(self) -> int:
+        """Ranks that hold the same weights."""
         return self.cp * self.dp
 
     @property

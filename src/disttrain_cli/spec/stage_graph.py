@@ -65,7 +65,7 @@ class Stage:
 
     def replica_groups(self) -> list[list[int]]:
         """Ranks that share the work of a replica, and lie in one node or are whole nodes."""
-        return _grouped(self.ranks, self.unit.width)
+        return _grouped(self.ranks, self.unit.tp_cp_size)
 
     def tp_groups(self) -> list[list[int]]:
         """Ranks that share the layers, and have the same tokens of the same replica."""
@@ -181,7 +181,7 @@ def stage_graph(layout: Layout, llm: str, tied: tuple[int, int] | None = None) -
             for layer in spans[other]
         )
         stops = list(itertools.accumulate(unit.layers_per_stage, initial=spans[position].start))
-        size = unit.width * unit.dp
+        size = unit.tp_cp_size * unit.dp
         for index, (start, stop) in enumerate(itertools.pairwise(stops)):
             number, rank = len(stages), first_ranks[unit.name] + index * size
             stages.append(
@@ -213,7 +213,7 @@ def _with_twins(stages: Sequence[Stage], tied: tuple[int, int]) -> list[Stage]:
 
 def _first_ranks(units: Iterable[UnitPlan]) -> dict[str, int]:
     """By unit, its first rank: those of larger TP × CP first."""
-    ordered = sorted(units, key=lambda unit: -unit.width)
+    ordered = sorted(units, key=lambda unit: -unit.tp_cp_size)
     starts = itertools.accumulate((unit.gpus for unit in ordered), initial=0)
     return {unit.name: start for unit, start in zip(ordered, starts, strict=False)}
 

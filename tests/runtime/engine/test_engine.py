@@ -190,14 +190,16 @@ def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(
         layout = job.engine.layout.model_copy(update={"zero_stage": 1})
         train = job.run.file.train
         stages = {
-            (dp, trains): deepspeed_config(train, layout, dp, trains)["zero_optimization"]["stage"]
+            (dp, trains): deepspeed_config(train, layout, trains, dp=dp)["zero_optimization"][
+                "stage"
+            ]
             for dp in (1, 2)
             for trains in (True, False)
         }
         assert stages == {(1, True): 0, (2, True): 1, (1, False): 0, (2, False): 0}
         half = train.model_copy(update={"precision": "bf16"})
-        assert deepspeed_config(half, layout, 1)["zero_optimization"]["stage"] == 1
-        assert "bf16" not in deepspeed_config(half, layout, 1, trains=False)
+        assert deepspeed_config(half, layout, dp=1)["zero_optimization"]["stage"] == 1
+        assert "bf16" not in deepspeed_config(half, layout, trains=False, dp=1)
 
 
 def test_bf16_masters_are_the_weights_as_they_were_loaded(

@@ -22,7 +22,7 @@ def _record(rank: int, tp: int, rows: int, recompute: bool, symmetric: bool = Fa
     """What a rank sends in a forward and a backward."""
     with alone(rank, tp), Recorder(rank) as recorder, torch.device("meta"):
         group = Group(dist.group.WORLD, tp, rank, overlap=True, symmetric=symmetric)
-        layer = shard(Toy(True), tp, rank)
+        layer = shard(Toy(True), tp=tp, rank=rank)
         join(layer, group)
         own = torch.ones(rows, WIDTH)[group.local_rows(rows)].requires_grad_()
         given = ({"hidden": own}, Batch(cache={"rows": range(rows)}))

@@ -61,6 +61,7 @@ def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
     rows = []
     for stage in stages:
         for cost in stage.costs:
+            ranks = stage.unit.tp_cp_size // stage.unit.dealt_over(cost.module)
             operations = zip(COMPUTE, cost.parts_flops, cost.parts_ms, strict=True)
             rows += [
                 StageCost(
@@ -69,7 +70,7 @@ def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
                     cost.module,
                     job.profile.modules[cost.module].kind,
                     operation,
-                    *(flops / (stage.unit.width // stage.unit.dealt_over(cost.module))).tolist(),
+                    *(flops / ranks).tolist(),
                     *times.tolist(),
                 )
                 for operation, flops, times in operations

@@ -378,7 +378,7 @@ def _make_layout(
                 unit.pp,
                 unit.gpus,
                 depth,
-                unit.width / recorded.get(unit.name, 1),
+                unit.tp_cp_size / recorded.get(unit.name, 1),
             ],
         )
         depth += unit.pp

@@ -72,7 +72,7 @@ def expected_ranks(database: Database) -> int:
         job.rehearsed is None
         and database.sql("SELECT max(cp_rank + tp_rank) AS most FROM seen")[0]["most"] > 0
     )
-    return sum(unit.gpus if others else unit.gpus // unit.width for unit in job.layout.units)
+    return sum(unit.gpus if others else unit.gpus // unit.tp_cp_size for unit in job.layout.units)
 
 
 def short_ranks(database: Database) -> str:

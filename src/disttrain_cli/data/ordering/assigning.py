@@ -59,11 +59,11 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
     if policy == "none":
         return Assignment(np.arange(layout.global_batch_size).reshape(n, unit.dp, m))
     assert policy == "paper"
-    positions = levelled_slots(unit_costs(unit.modules, costs), unit.dp, n, m)
+    positions = levelled_slots(unit_costs(unit.modules, costs), n, m, dp=unit.dp)
     return Assignment(positions[slot_order(layout, llm, costs, positions)])
 
 
-def levelled_slots(size: Ints, dp: int, n: int, m: int) -> Ints:
+def levelled_slots(size: Ints, n: int, m: int, *, dp: int) -> Ints:
     """[n, DP, M] positions of sequences of these costs: every replica gets its share, and the k-th
     largest microbatch of each lies in slot k."""
     replicas = np.stack(level(size, dp, n * m))
@@ -184,7 +184,7 @@ def _slot(
         none = [no_items()] * unit.dp
         of_unit = {
             item: (
-                by_owner(owners[unit.name, item], unit.dp, of_slot.grid)
+                by_owner(owners[unit.name, item], of_slot.grid, dp=unit.dp)
                 if (unit.name, item) in owners
                 else none
             )
@@ -218,7 +218,7 @@ def _chosen(members: Members, sequences: Ints) -> SlotItems:
     )
 
 
-def by_owner(owner: Ints, dp: int, grid: Ints) -> list[Ints]:
+def by_owner(owner: Ints, grid: Ints, *, dp: int) -> list[Ints]:
     """Item numbers of each replica: equal grids (rows, columns) adjacent, and then ascending."""
     return np.split(
         np.lexsort((grid[:, 1], grid[:, 0], owner)),

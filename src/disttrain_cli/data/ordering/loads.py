@@ -37,8 +37,8 @@ def replica_loads(
             inputs,
             module,
             assignment,
-            None if inputs.llm in unit.modules else unit.dp,
             unit.dealt_over(module),
+            dp=None if inputs.llm in unit.modules else unit.dp,
         )
         for unit in layout.units
         for module in unit.modules
@@ -50,8 +50,9 @@ def module_loads(
     inputs: ModelInputs,
     module: str,
     assignment: Assignment,
-    dp: int | None,
     ranks: int = 1,
+    *,
+    dp: int | None,
 ) -> Floats:
     """[n slots, DP, 3] of one module on `dp` replicas of its own; None: in the LLM's unit, of which
     so many ranks of each replica share the module's items (`levelling.dealt`)."""
@@ -104,19 +105,18 @@ def unit_loads(
     }
 
 
-def _even(head: Head, items: ItemAreas, positions: Ints, dp: int, carry: bool) -> Floats:
+def _even(head: Head, items: ItemAreas, positions: Ints, replicas: int, carry: bool) -> Floats:
     """[n, DP, 3] work of every replica on ranks of its own; all items are alike."""
-    shares = item_shares(items.counts[positions].sum(axis=(1, 2)), dp, carry)
+    shares = item_shares(items.counts[positions].sum(axis=(1, 2)), replicas, carry)
     return np.asarray(shares[..., None] * np.array(head.work(1)))
 
 
-def _levelled(head: Head, items: ItemAreas, positions: Ints, dp: int, carry: bool) -> Floats:
+def _levelled(head: Head, items: ItemAreas, positions: Ints, replicas: int, carry: bool) -> Floats:
     """[n, DP, 3] work of every replica on ranks of its own, levelled item by item."""
     slots = len(positions)
     counts = items.counts[positions].sum(axis=(1, 2))
     size = head.size(items.take(positions.reshape(-1)).area)
-    owner = np.repeat(np.arange(slots) * dp, counts) + image_owners(size, counts, dp, carry)
-    return np.stack(
-        [np.bincount(owner, column, slots * dp).reshape(slots, dp) for column in columns(size).T],
-        axis=2,
-    )
+    owner = np.repeat(np.arange(slots) * replicas, counts)
+    owner += image_owners(size, counts, replicas, carry)
+    work = [np.bincount(owner, column, slots * replicas) for column in columns(size).T]
+    return np.stack([column.reshape(slots, replicas) for column in work], axis=2)

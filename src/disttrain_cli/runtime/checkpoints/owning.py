@@ -70,7 +70,7 @@ def parts_of(engine: UnitEngine) -> list[Part]:
         for name, p in named_parameters(engine.module.layers)
         if p.numel() and copy_of(p) != "second"
     ]
-    tp, tp_rank, holders = coords.unit.tp, coords.tp_rank, coords.unit.holders
+    tp, tp_rank, holders = coords.unit.tp, coords.tp_rank, coords.unit.dp_cp_size
     parts = []
     for sharded in (True, False):
         alike = [(name, p) for name, p in named if (shard_of(p) is not None) == sharded]

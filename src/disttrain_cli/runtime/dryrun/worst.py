@@ -52,7 +52,7 @@ def worst_slot(profile: Profile, layout: Layout) -> Slot:
         kinds = {inputs.item(module) for module in unit.modules}
         holds, none = inputs.llm in unit.modules, [no_items()] * unit.dp
         work = {
-            item: by_owner(worst[item].owners(unit, holds), unit.dp, items[item].grid)
+            item: by_owner(worst[item].owners(unit, holds), items[item].grid, dp=unit.dp)
             if item in worst and (holds or item in kinds)
             else none
             for item in items

@@ -199,7 +199,7 @@ def engine_parts(
     """What an engine is made of besides its runner, brokers and tracer."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
-    config = deepspeed_config(train, layout, coords.unit.holders, optimizer is not None)
+    config = deepspeed_config(train, layout, optimizer is not None, dp=coords.unit.dp_cp_size)
     return {
         "stage": StageEngine(StageModule(layers, grid, coords), optimizer, config, layout.overlap),
         "coords": coords,
@@ -213,7 +213,7 @@ def engine_parts(
 
 
 def deepspeed_config(
-    train: TrainSpec, layout: Layout, dp: int, trains: bool = True
+    train: TrainSpec, layout: Layout, trains: bool = True, *, dp: int
 ) -> dict[str, Any]:
     """The DeepSpeed configuration of one stage: `template.json` with the numbers of this run filled
     in.

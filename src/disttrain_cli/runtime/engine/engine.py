@@ -297,7 +297,7 @@ class UnitEngine:
         reduced = sum(
             p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
         )
-        self.tracer.record("reduce", start, bytes=reduced if self.coords.unit.holders > 1 else 0)
+        self.tracer.record("reduce", start, bytes=reduced if self.coords.unit.dp_cp_size > 1 else 0)
 
     def _step(self, slot: int) -> None:
         start = self.tracer.mark()
@@ -327,7 +327,8 @@ class UnitEngine:
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it
         is not finite."""
-        gradients = reduced_gradients(self.optimizer, self.coords.unit.holders, self.coords.unit.tp)
+        unit = self.coords.unit
+        gradients = reduced_gradients(self.optimizer, dp=unit.dp_cp_size, tp=unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
         self.step_losses = dict(zip(self.loss_modules, losses, strict=True))

@@ -156,7 +156,7 @@ def memory_advice(coords: RankCoords, layout: Layout) -> str:
         changes.append(f"microbatch_size: {layout.microbatch_size // 2}")
     if not unit.checkpointing:
         changes.append(f"checkpointing: true for unit {unit.name}")
-    if layout.zero_stage == 0 and unit.holders > 1:
+    if layout.zero_stage == 0 and unit.dp_cp_size > 1:
         changes.append("zero_stage: 1")
     changes += [f"tp: {2 * unit.tp} or more pp for unit {unit.name}"]
     return (

@@ -132,7 +132,7 @@ def set_lrs(optimizer: Any, spec: TrainSpec, step: int) -> None:
         group["lr"] = learning_rate(spec, group["module"], step)
 
 
-def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[Tensor], float]]:
+def reduced_gradients(optimizer: Any, *, dp: int, tp: int) -> list[tuple[str, list[Tensor], float]]:
     """Per group (module, this rank's gradients after the reduction, their weight in the world's sum
     of squares).
 

@@ -103,7 +103,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     raise_limit(
         needed(
             graph.world_size,
-            (coords.unit.holders, coords.unit.tp, coords.unit.cp),
+            (coords.unit.dp_cp_size, coords.unit.tp, coords.unit.cp),
             gloo=device.type == "cpu",
             first=coords.rank == 0,
             serves=serves_rendezvous(),

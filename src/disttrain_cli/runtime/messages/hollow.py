@@ -139,7 +139,7 @@ class HollowReduction:
 
     def __init__(self, grid: UnitGrid, coords: RankCoords, overlaps: bool) -> None:
         self._replicas = grid.dp_proc_group
-        self._layers = len(coords.stage.layers) if coords.unit.holders > 1 else 0
+        self._layers = len(coords.stage.layers) if coords.unit.dp_cp_size > 1 else 0
         self._overlaps, self._expected, self._left = overlaps, False, self._layers
 
     def expect(self, weights: Any = None) -> None:
@@ -226,7 +226,7 @@ class HollowEngine(UnitEngine):
     def _update(self) -> None:
         super()._update()
         # ZeRO's replicas give each other the weights that each has changed
-        for _ in self.coords.stage.layers if self.coords.unit.holders > 1 else ():
+        for _ in self.coords.stage.layers if self.coords.unit.dp_cp_size > 1 else ():
             join(self.module.mpu().dp_proc_group)
 
     def _memory(self, operation: str, slot: int) -> Any:

@@ -24,7 +24,7 @@ class RaggedTopology(ProcessTopology):
 
     def __init__(self, graph: StageGraph, coords: RankCoords) -> None:
         super().__init__(axes=list(Coordinates._fields), dims=[0, 0, 0])
-        self.dims = [len(graph.stages), coords.unit.holders, coords.unit.tp]
+        self.dims = [len(graph.stages), coords.unit.dp_cp_size, coords.unit.tp]
         self.mapping = graph.rank_by_coordinates
 
 
@@ -43,7 +43,7 @@ class UnitGrid(PipelineParallelGrid):
         self._topo = RaggedTopology(graph, coords)
         self.global_rank = coords.rank
         self.world_size = graph.world_size
-        self.data_parallel_size = coords.unit.holders
+        self.data_parallel_size = coords.unit.dp_cp_size
         self.pipe_parallel_size = len(graph.stages)
         self.model_parallel_size = self.slice_parallel_size = 1
         self.stage_id = coords.stage.number

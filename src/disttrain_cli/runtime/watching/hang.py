@@ -77,7 +77,7 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
     elif state.operation not in COMPUTE:
         return []
     else:  # the ranks that share its layers
-        width = stage.unit.width
+        width = stage.unit.tp_cp_size
         first = stage.ranks.index(state.rank) // width * width
         group = stage.ranks[first : first + width]
     here = (state.step, state.operation, state.slot)

@@ -209,7 +209,7 @@ class Tracer:
         self.now, self._device = clock, device_clock
         # rows whose times are not known yet
         self._ahead: list[tuple[dict[str, Any], Mark | Later, Mark | Later, Spans | None]] = []
-        if coords.unit.width > 1:
+        if coords.unit.tp_cp_size > 1:
             self._exchanges = []
         self.step = 0
         self._coords: dict[str, Any] = {

@@ -94,7 +94,7 @@ def moved(job: Job, giver: str, taker: str) -> Layout | None:
     unit = next(unit for unit in job.layout.units if unit.name == giver)
     if more is None:
         return None
-    left = unit.dp - -(-(more.gpus_used - job.layout.gpus_used) // (unit.width * unit.pp))
+    left = unit.dp - -(-(more.gpus_used - job.layout.gpus_used) // (unit.tp_cp_size * unit.pp))
     if job.profile.inputs.llm in unit.modules:
         left = next(
             (fewer for fewer in range(left, 0, -1) if job.layout.global_batch_size % fewer == 0), 0
@@ -115,7 +115,7 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
     units = []
     for unit in layout.units:
         dp = replicas.get(unit.name, unit.dp)
-        units.append(unit.model_copy(update={"dp": dp, "gpus": unit.width * dp * unit.pp}))
+        units.append(unit.model_copy(update={"dp": dp, "gpus": unit.tp_cp_size * dp * unit.pp}))
     dp = units[layout.index_of(llm)].dp
     slots = next(
         (n for n in range(layout.microbatches, 0, -1) if layout.global_batch_size % (dp * n) == 0),
@@ -191,11 +191,11 @@ def _times(record: Record, layout: Layout) -> Floats:
     for before, after in zip(job.layout.units, layout.units, strict=True):
         mask = names == before.name
         items = record.items[before.name][graph.slot[mask]]
-        busiest = _busiest(items, before.dp)
+        busiest = _busiest(items, dp=before.dp)
         with np.errstate(divide="ignore", invalid="ignore"):
             share[mask] = np.where(
                 busiest > 0,
-                _busiest(merged * items, after.dp) / busiest,
+                _busiest(merged * items, dp=after.dp) / busiest,
                 merged * before.dp / after.dp,
             )
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -206,7 +206,7 @@ def _times(record: Record, layout: Layout) -> Floats:
         )
 
 
-def _busiest(items: Floats, dp: int) -> Floats:
+def _busiest(items: Floats, *, dp: int) -> Floats:
     """Items of the busiest of so many replicas; where only the mean is known, as if any remainder
     were as likely."""
     known = np.abs(items - np.round(items)) < 1e-6

@@ -56,7 +56,9 @@ def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
     groups = sorted(
         group
         for stage in graph.stages
-        for group in (stage.replica_groups() if stage.unit.width <= largest else stage.tp_groups())
+        for group in (
+            stage.replica_groups() if stage.unit.tp_cp_size <= largest else stage.tp_groups()
+        )
     )
     counts = [0] * len(hosts)
     current = 0

@@ -1,0 +1,41 @@
+"""Degrees of parallelism of a unit, in one record that travels whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+#: How a CP group attends, named as in Megatron-LM: rows are exchanged for heads, or keys and values
+#: are gathered.
+CpCommType = Literal["a2a", "all_gather"]
+
+
+@dataclass(frozen=True, order=True, kw_only=True, slots=True)
+class ParallelShape:
+    """How a unit divides its work, without its layers per stage."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    recompute: bool = False
+    cp_comm_type: CpCommType = "a2a"
+
+    @property
+    def tp_cp_size(self) -> int:
+        """Ranks that share the work of a replica on one stage."""
+        return self.tp * self.cp
+
+    @property
+    def dp_cp_size(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.dp * self.cp
+
+    @property
+    def gpus(self) -> int:
+        return self.tp_cp_size * self.dp * self.pp
+
+    @property
+    def of_replica(self) -> ParallelShape:
+        """The shape of one stage of one replica: without DP and PP."""
+        return replace(self, dp=1, pp=1)
