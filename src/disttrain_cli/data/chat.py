@@ -8,10 +8,10 @@ texts that the processor writes around it, inserted before tokenization, as the 
 The trained tokens are those between the template's `{% generation %}` marks. A template without
 marks is rendered again for each answer, with the answer replaced by a character that occurs nowhere
 else: the trained span runs from the end of the header to the special token that ends the turn. The
-header is the text that `add_generation_prompt` adds; where that pre-fills a text with which the
-answer does not begin, such as an empty block of thinking, it is the part of it that names the role.
-This works for templates that leave out the thinking of earlier turns or move the system message;
-where an answer cannot be located in the rendered text, the conversation is refused.
+header is the text that `add_generation_prompt` adds; if that pre-fills a text with which the answer
+does not begin, such as an empty block of thinking, the header is the part that names the role. This
+works for templates that leave out the thinking of earlier turns or move the system message. If an
+answer cannot be located in the rendered text, the conversation is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A judge of the demo's generated images: a classifier of scikit-learn's scanned digits.
 
-Also the digit that a text names. The classifier and the model share no weights or outputs.
+Its digit is compared with the one that a text names. The judge and the trained model are
+independent of each other.
 """
 
 from __future__ import annotations

@@ -280,9 +280,9 @@ def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
 
 
 def _place(form: Distribution, items: Items, lengths: Ints) -> Ints | None:
-    """Assign a document to each image, in proportion to length; None if the images do not fit.
+    """Assign a document to each image by the documents' weights; None if the images do not fit.
 
-    No document gets more tokens than its length.
+    Longer documents have larger weights. No document gets more tokens than its length.
     """
     from scipy.special import gammaincinv
 

@@ -33,7 +33,7 @@ ALONE = frozenset((0xD9, 0xFF))  # codes of markers that end a JPEG, and of fill
 WALKED_BYTES = 4096  # of a JPEG; they usually hold all segments up to the first scan
 END = b"\xff\xd9"  # of a JPEG
 TAIL_BYTES = 4096  # of a JPEG; they usually hold its end marker
-PIECE_BYTES = 2**20  # read at once, if they do not
+PIECE_BYTES = 2**20  # read at a time, if they do not
 
 WEBP_EXIF, WEBP_XMP = 0x08, 0x04  # flags of VP8X
 
@@ -55,7 +55,7 @@ OTHERS = {
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
-#: True if a file of so many bytes ends as its format says.
+#: True if a file of this size ends as its format requires.
 IsWhole = Callable[[int], bool]
 
 

@@ -250,7 +250,7 @@ def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
 def _scaled_down(inputs: ModelInputs, rows: pa.Table) -> int:
     """Return the number of images read that have more pixels than the model's budget.
 
-    Frames of videos and images with a pixel budget of their own are not counted.
+    Frames of videos, and images whose records state a pixel budget, are not counted.
     """
     names = ("kinds", "parts", "frames", "widths", "heights")
     kinds, parts, frames, widths, heights = (flat(rows, name) for name in names)

@@ -126,7 +126,7 @@ def _unread_keys(chunk: Chunk) -> Counter[str]:
 
 
 def _chunks(read: Iterator[Sample | Compact | Skipped]) -> Iterator[Chunk]:
-    """Yield all that is read, `CHUNK_SAMPLES` at a time, or the more that one `Compact` has."""
+    """Yield chunks of `CHUNK_SAMPLES` samples, or more, as a `Compact` is not divided."""
     chunk, count = Chunk(), 0
     for one in read:
         chunk.append(one)
@@ -285,7 +285,10 @@ def _without_placeholders(
 
 
 def _taken_whole(inputs: ModelInputs) -> frozenset[int]:
-    """Return the bytes of `Compact.form` whose segments need not be left out, cut or surrounded."""
+    """Return the bytes of `Compact.form` whose segments are indexed unchanged.
+
+    Their segments are not left out, cut into parts, or surrounded by texts.
+    """
     if cutting(inputs):
         return frozenset()
     return frozenset((*TEXTS, *_present(inputs)))
@@ -421,7 +424,7 @@ def _cut(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skippe
 
 
 def _heads(inputs: ModelInputs) -> dict[int, Head]:
-    """Return the modality's `Head` of each kind that this model reads."""
+    """Return the modality's specification (`Head`) by kind, of those that this model reads."""
     return {kind: of[0] for item, kind in KINDS.items() if (of := inputs.of(item))}
 
 

@@ -1,6 +1,6 @@
 """Parallel processes that read shards for the index (`indexing_worker`).
 
-They are started when needed and ended together.
+They are started when needed and stopped together.
 """
 
 from __future__ import annotations

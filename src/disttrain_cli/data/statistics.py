@@ -136,10 +136,11 @@ def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
 def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
     """Return the text loss of a model that has not learned the task, in nats per label token.
 
-    For conversations about images, this model knows the frequency of each answer after its
-    question; for other conversations, and if such pairs occur fewer than `REPEATED` times on
-    average, the frequency of each answer. If answers differ too much, too, or less than `OPEN` nats
-    of them remain to be learnt, and for all other texts, it knows the frequency of each token.
+    Such a model predicts by frequencies. For conversations about images, they are those of each
+    answer after its question; for other conversations, and if such pairs occur fewer than
+    `REPEATED` times on average, those of each answer. If answers repeat too rarely as well, or less
+    than `OPEN` nats per answer remain to be learnt, and for all other texts, they are those of each
+    token.
 
     The samples are all, or evenly spaced ones if there are more than `ENTROPY_SAMPLES`.
 

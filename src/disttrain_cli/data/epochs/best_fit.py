@@ -27,7 +27,7 @@ def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:
 
 
 class _Run(NamedTuple):
-    """Sequences with equal contents of lengths; ordered by room, then by number."""
+    """Consecutive sequences with samples of the same lengths; ordered by room, then by number."""
 
     room: int  # free tokens in each
     first: int

@@ -1,4 +1,5 @@
 """Modalities: how the items of each become arrays.
 
-A modality is a file here, a class of heads in `spec.heads`, and its layers in `models`.
+A modality is a file here, a specification class (`Head`) in `spec.heads`, and its layers in
+`models`.
 """

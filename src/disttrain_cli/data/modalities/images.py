@@ -63,7 +63,7 @@ class Images:
             decode_image(data, grid, head)
 
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
-        """Return a call that decodes an image, of a tile's size if the head cuts images."""
+        """Return a call that decodes an image, of a tile's size if the model cuts images."""
         assert isinstance(head, ImageInput)
         if head.cuts and head.video is None:
             picture, out = smooth_jpeg(max(grid) * head.patch_px), self.blank(head, grid)

@@ -40,7 +40,7 @@ class Modality(Protocol):
 
 
 class InParts(Modality, Protocol):
-    """A modality some of whose heads cut files into parts (`Head.cuts`)."""
+    """A modality whose specification may cut files into parts (`Head.cuts`)."""
 
     def decode_parts(
         self,

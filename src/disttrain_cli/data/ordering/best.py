@@ -40,7 +40,7 @@ from disttrain_cli.spec.profile import Profile
 # Slots times stages up to which slots are shaped and searched: with more slots, the first and last
 # are too few to matter, and with more stages the search would take minutes.
 MOST_PASSES = 1 << 15
-MOST_WORK = 1.5  # mean weight of slots whose activations are kept at once, at most
+MOST_WORK = 1.5  # limit of the mean weight of slots whose activations are kept at once
 ROOM = 0.95  # of a device's memory, up to which heavier slots may fill it
 
 

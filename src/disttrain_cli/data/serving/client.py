@@ -27,7 +27,7 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run, RunFile
 
-RETRY_S = 1.0  # between two greetings of a worker that is left out
+RETRY_S = 1.0  # between two handshakes with a worker that is left out
 SAY_EVERY_S = 5.0
 SLOW_S = 10.0  # without an answer from a live worker, before its name is reported
 GREETINGS_AT_ONCE = 8
@@ -209,7 +209,7 @@ class Workers:
             self._say(f"warning: {warning}", 0, 0)
 
     def _keep_greeting(self) -> None:
-        """Greet the left-out workers repeatedly."""
+        """Repeat the handshake with left-out workers until the end."""
         with ThreadPoolExecutor(GREETINGS_AT_ONCE, "greet") as threads:
             while not self._closed.is_set():
                 list(threads.map(self._greet, list(self._out)))
@@ -249,7 +249,7 @@ def check_workers(
     steps: int,
     say: Progress = silent,
 ) -> None:
-    """Greet all workers once; those that do not fit or answer are reported to `say`.
+    """Check all workers by one handshake; `say` reports those that do not fit or answer.
 
     Args:
         steps: steps of the training.

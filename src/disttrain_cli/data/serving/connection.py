@@ -1,4 +1,4 @@
-"""A rank's connection to one worker: greeting, requests, and the meaning of each failure.
+"""A rank's connection to one worker: handshake (`greet`), requests, and failures.
 
 gRPC's keepalive detects a silently lost peer within `KEEPALIVE_S` + `SILENCE_S`; a worker sends
 something every second of a call, so its pings are accepted.
@@ -67,7 +67,7 @@ class Connection:
         )
 
     def greet(self) -> None:
-        """Open a new connection, and compare what both sides must share.
+        """Open a new connection and compare the identities of both sides.
 
         Raises:
             UnreachableError: no worker answers.

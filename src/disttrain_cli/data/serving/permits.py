@@ -49,7 +49,7 @@ class Permits:
             return permit
 
     def leave(self, permit: Permit) -> None:
-        """Return a permit when its slot is no longer in memory."""
+        """Release a permit, as its slot is no longer in memory."""
         with self._changed:
             self._held.discard(permit)
             self._stalled.discard(permit)

@@ -1,4 +1,4 @@
-"""Worker processes of one machine: started, restarted when they end, and ended together."""
+"""Worker processes of one machine: started, restarted when they end, and stopped together."""
 
 from __future__ import annotations
 

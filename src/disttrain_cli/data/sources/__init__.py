@@ -67,7 +67,7 @@ def read_shard(
         chat: renders conversations; None = the tokenizer has no chat template.
 
     Raises:
-        DataError: a URL cannot be read, or images and texts cannot be told from a table's columns.
+        DataError: a URL cannot be read, or the columns of a table do not identify images and texts.
     """
     if (damage := _no_shard(shard, label)) is not None:
         return iter([damage])

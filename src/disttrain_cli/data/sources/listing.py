@@ -438,7 +438,7 @@ def _form(name: str) -> str | None:
 
 
 def _suffix(name: str) -> str:
-    """Return the lower-case suffix of a file; `pathlib` is slow for millions of files."""
+    """Return the lower-case suffix of a file, fast, as folders may hold millions."""
     file = name.rpartition("/")[2]
     dot = file.rfind(".")
     return file[dot:].lower() if dot > 0 else ""

@@ -14,7 +14,7 @@ from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.errors import DataError
 
 STATE, STATE_BYTES = "state.json", 16 * 1024 * 1024  # of a Hugging Face dataset that was saved
-TEMPORARY = "_temporary"  # folder of a running Spark job
+TEMPORARY = "_temporary"  # folder to which a Spark job writes
 SAVED = "not of the dataset that was saved last, as state.json says"
 
 

@@ -146,7 +146,7 @@ def read_parquet(
     A damaged row group is skipped, except for the rows before the damage.
 
     Raises:
-        DataError: images and texts cannot be told from its columns.
+        DataError: its columns do not identify images and texts.
     """
     import pyarrow as pa
 
@@ -190,7 +190,7 @@ def read_arrow(
     """Read the samples of one Arrow file; of a damaged one those before the damage.
 
     Raises:
-        DataError: images and texts cannot be told from its columns.
+        DataError: its columns do not identify images and texts.
     """
     from pyarrow import RecordBatch
 
