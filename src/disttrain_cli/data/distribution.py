@@ -1,13 +1,13 @@
 """Sample sizes drawn from a named distribution, to plan for data that is not available.
 
 A document holds images read, images to generate, each with its caption, and text between them;
-audio clips are drawn like images, with their transcripts as captions. A document fills one packed
-sequence, unless the distribution sets the length of documents: then as many are drawn as fill the
-requested sequences. The number of images is exactly the requested mean times the number of
-sequences; each image goes to a document in proportion to the document's gamma weight, which makes
-the counts negative binomial as far as they fit: a document without room for an image takes no more,
-and the image goes to another one. Numbers are hashed, not drawn from a random state, so every
-machine gets the same sizes.
+audio clips are drawn like images, each with a text about it. A document fills one packed sequence,
+unless the distribution sets the length of documents: then as many are drawn as fill the requested
+sequences. The number of images is exactly the requested mean times the number of sequences; each
+image goes to a document in proportion to the document's gamma weight, which makes the counts
+negative binomial as far as they fit: a document without room for an image takes no more, and the
+image goes to another one. Numbers are hashed, not drawn from a random state, so every machine gets
+the same sizes.
 """
 
 from __future__ import annotations

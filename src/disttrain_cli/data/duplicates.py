@@ -63,7 +63,7 @@ def repeated(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 
 def _text(one: Segment) -> bytes:
-    """Return a text with its extent in the document and its trained parts."""
+    """Return a text as bytes, with its extent in the document and its flags `trained`, `ended`."""
     how = [one.trained, one.ended, one.width_px, one.height_px]
     said = one.text if one.ids is None else repr(one.ids)
     return f"{how}{said}".encode("utf-8", "surrogatepass")

@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]
 
 
 def film_of(data: bytes) -> Film:
-    """Return the size and frame rate in a video file's header."""
+    """Return the size, number of frames and frame rate in a video file's header."""
     return _film(video_header(data))
 
 

@@ -214,7 +214,7 @@ class Index:
         texts = np.flatnonzero(self.own_texts)
         if not len(texts):
             return np.ones(len(self), dtype=bool)
-        # of this sample, or of an earlier one
+        # of this sample, or of another one
         last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]
         inside = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
         return (~inside | self.trained[last]) & ~goes_on

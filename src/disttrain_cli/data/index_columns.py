@@ -193,7 +193,7 @@ def _repeated(stored: Stored) -> NDArray[np.bool_]:
 
 
 def _looked_through(stored: Stored) -> dict[str, bool]:
-    """Return the optional columns that this index has, by name; most indexes lack them."""
+    """Return, by name, True for each optional column of this index; most indexes have none."""
     has = dict.fromkeys(("pieces", "templated", "frames"), False)
     for _, rows, _ in stored.by_shard(["kinds", "heights", "frames"]):
         of_texts = flat(rows, "heights")[flat(rows, "kinds") == TEXT]

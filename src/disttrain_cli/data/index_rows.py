@@ -78,8 +78,8 @@ def shard_rows(
     than a sequence, and if they have a clip longer than the model's limit. A document longer than a
     sequence, which is one text that is trained as a whole, becomes a sample for each of its pieces,
     all with its name. Files that the model's processor cuts become their parts (`data.parts`).
-    Images and clips for which the model has no module are no segments; a text right before an image
-    to generate is the prompt for it, and is then not trained.
+    Images and clips for which the model has no module are no segments. Without a generator, a text
+    right before an image to generate, its prompt, is not trained.
 
     Args:
         opened: the shard, if `contents` are to be hashed.

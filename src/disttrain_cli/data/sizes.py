@@ -111,7 +111,7 @@ def _areas(by_sequence: Sequence[Sequence[int]]) -> ItemAreas:
 def sampled_batch(sizes: Sizes, count: int, step: int) -> Sizes:
     """Draw a global batch from `sizes`: shuffled, each sequence equally often.
 
-    Every step has other sequences.
+    The draw differs in every step.
     """
     turns = -(-count // len(sizes))
     drawn = [

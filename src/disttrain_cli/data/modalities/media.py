@@ -24,8 +24,8 @@ class Media:
         what: the name in messages.
         suffixes: of files in tars.
         columns: usual names of columns in tables.
-        read_sizes: function of a reader and the file's bytes that returns (width and height in
-            pixels, duration in ms and rate, or any two numbers that the modality's `Head` reads;
+        read_sizes: function of a reader and the file's size in bytes that returns (width and height
+            in pixels, duration in ms and rate, or any two numbers that the modality's `Head` reads;
             for videos four, `spec.video_processor.Film`); ValueError with the reason if the file is
             not of this type.
     """

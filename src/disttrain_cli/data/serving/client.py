@@ -97,7 +97,7 @@ class Workers:
     def _ask(
         self, number: int, what: str, ask: Callable[[Connection, Callable[[], None]], Answer]
     ) -> Answer:
-        """Return an answer from one of the available workers, the one of index `number` first.
+        """Return an answer from one of the available workers, chosen by `number`.
 
         Raises:
             DataError: no worker can read a shard.
