@@ -1,8 +1,9 @@
-"""From files to batches: sources → index → packing → ordering → preprocessing workers → batches.
+"""Data pipeline: sources → index → packing → ordering → preprocessing workers → batches.
 
-Start at `slots.py` (what an ordering decides), then follow the data: `sources` reads every form,
-`index` keeps the sizes (or has them drawn by `distribution`), `packing` makes sequences, `ordering`
-gives them to replicas, `preparing` (with `reading`, `sequences`, `decoding`) answers requests for a
-slot, here or in the workers of `serving`, and `loader` keeps a rank's next slots ready. Planning
-needs no more than `sizes` and the `ordering.loads` they bring. No torch here.
+Start at `slots.py` (the result of an ordering), then follow the data: `sources` reads every
+supported file format, `index` stores the sizes of all samples (or has them drawn by
+`distribution`), `packing` packs samples into sequences, `ordering` assigns them to replicas,
+`preparing` (with `reading`, `sequences`, `decoding`) answers requests for a slot, in the training
+process or in the workers of `serving`, and `loader` prefetches a rank's next slots. Planning needs
+only `sizes` and the `ordering.loads` that they bring. Nothing here imports torch.
 """

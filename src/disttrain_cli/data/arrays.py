@@ -1,4 +1,4 @@
-"""Array helpers of the data room: hashing instead of random states, ranges laid out flat."""
+"""Array helpers of the data package: hashes instead of random states, concatenated ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from disttrain_cli.data.slots import Ints
 def mix(*values: ArrayLike) -> NDArray[np.uint64]:
     """Hash integers, broadcast against each other, to 64 bits (SplitMix64 over each value in turn).
 
-    The same on every machine and library version, which random generators do not promise.
+    The result is the same on every machine and library version, which random generators do not
+    guarantee.
     """
     state = np.zeros(1, dtype=np.uint64)
     for value in values:
@@ -24,11 +25,11 @@ def mix(*values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def starts_of(counts: Ints) -> Ints:
-    """Offsets [N + 1] of groups of the given sizes laid out one after the other."""
+    """Return the offsets [N + 1] of consecutive groups of the given sizes."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """Concatenation of `arange(start, start + count)` over all pairs."""
+    """Return the concatenation of `arange(start, start + count)` over all pairs."""
     shift = np.repeat(starts - starts_of(counts)[:-1], counts)
     return np.arange(len(shift), dtype=np.int64) + shift

@@ -1,17 +1,17 @@
-"""Conversations as the tokenizer's chat template writes them, in tokens, with what of them is
-trained.
+"""Conversations rendered by the tokenizer's chat template: token ids and a mask of trained tokens.
 
 The whole conversation is rendered once and tokenized as a whole, so that its tokens are those of
-transformers' `apply_chat_template`. Each image stands as one placeholder in the text, which becomes
-a segment of its own; where the model's processor cuts images, as one for each part with what it
-writes around them, put into the text before it is tokenized, as the processor does. Trained is what
-lies between the template's `{% generation %}` marks. Where it has none, each answer is found by
-rendering the conversation again with a character in its place that nothing else has: trained is
-what follows the header, up to the special token that ends the turn. The header is what
-`add_generation_prompt` adds; where that pre-fills what the answer does not begin with, such as an
-empty block of thinking, the part of it that names the role. That holds where a template leaves out
-the thinking of earlier turns or moves the system's words; where an answer is not found in what was
-rendered, the conversation is refused.
+transformers' `apply_chat_template`. Each image is one placeholder in the text, which becomes a
+segment; where the model's processor cuts images into parts, each part has a placeholder, with the
+texts that the processor writes around it, inserted before tokenization, as the processor does.
+
+The trained tokens are those between the template's `{% generation %}` marks. A template without
+marks is rendered again for each answer, with the answer replaced by a character that occurs nowhere
+else: the trained span runs from the end of the header to the special token that ends the turn. The
+header is the text that `add_generation_prompt` adds; if that pre-fills a text with which the answer
+does not begin, such as an empty block of thinking, the header is the part that names the role. This
+works for templates that leave out the thinking of earlier turns or move the system message. If an
+answer cannot be located in the rendered text, the conversation is refused.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from disttrain_cli.spec.inputs import ModelInputs
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Rules
 
-ABSENT = range(0xE000, 0xF8FF)  # characters of private use, one of which no text has
-ASKED = "What?"  # said by a user where the template itself is looked at
-#: Names of what an assistant thought, the standard one first; templates know two of them.
+ABSENT = range(0xE000, 0xF8FF)  # private-use characters, to mark an answer in a text
+ASKED = "What?"  # a user's message in conversations that probe the template
+#: Keys of an assistant's reasoning, the standard one first; templates read the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Span = tuple[int, int]  # (first, last + 1) character
-IMAGE_ROW = -1  # among token ids: where an image stands
+IMAGE_ROW = -1  # among token ids: an image placeholder
 
 
 class Written(NamedTuple):
     """A conversation in tokens."""
 
-    ids: NDArray[np.int64]  # [N]; `IMAGE_ROW` where an image stands, or a part of one
+    ids: NDArray[np.int64]  # [N]; `IMAGE_ROW` for an image, or a part of one
     trained: NDArray[np.bool_]  # [N]
 
 
 class Chat:
-    """What writes conversations; safe to use from several threads."""
+    """Tokenizer of conversations; safe to use from several threads."""
 
     def __init__(
         self,
@@ -67,38 +67,38 @@ class Chat:
     ) -> None:
         """
         Args:
-            image, video: the tokenizer's own placeholders, if it has any.
+            image, video: the tokenizer's placeholders, if it has any.
             processor: tokens are those of a processor's `apply_chat_template`, which adds the
-                tokenizer's special ones (BOS) unless the template begins with BOS; a tokenizer's
+                tokenizer's special tokens (BOS) unless the template begins with BOS; a tokenizer's
                 adds none.
         """
         self._template, self._rules, self._image, self._video = template, rules, image, video
         self._processor = processor
         self._mark = image or MARK
-        #: by the marks of a conversation, what stands for them in what a template writes
+        #: by the mark in a conversation: the placeholder that replaces it in the template's output
         self._placeholders = {MARK: self._mark, FILM: video or FILM}
         self._head: ImageInput | None = None
         self.fingerprint = template.fingerprint
 
     def of_model(self, inputs: ModelInputs) -> Chat:
-        """The same for a model, whose processor may cut images into parts."""
+        """Return a copy for a model, whose processor may cut images into parts."""
         made = copy(self)
         made._head = inputs.image
         return made
 
     @property
     def end(self) -> int | None:
-        """The token that ends an answer, if one does."""
+        """Id of the token that ends an answer; None if no token does."""
         closing = self._specials.findall(self._endings[0])[-1:] if self._endings else []
         return self._rules.token_to_id(closing[0]) if closing else None
 
     def parts(
         self, turns: list[Turn], names: list[str], measure: Measure = no_numbers
     ) -> list[Part]:
-        """Texts and images (of these names), or their parts, in order.
+        """Return the texts and images (with these names), or the images' parts, in order.
 
         Raises:
-            ValueError: with the reason why it cannot be written.
+            ValueError: the conversation cannot be rendered; the message has the reason.
         """
         if any(isinstance(name, VideoName) for name in names):
             self._check_films()
@@ -125,11 +125,11 @@ class Chat:
         return not self._template.words.isdisjoint(names)
 
     def around(self, images: Sequence[Numbers]) -> list[Around]:
-        """What the model's processor writes around the parts of images of these sizes."""
+        """Return the texts that the processor writes around the parts of images of these sizes."""
         return [ALONE] * len(images) if self._head is None else self._head.written(images)
 
     def _check_films(self) -> None:
-        """ValueError where videos are not read."""
+        """Raise ValueError if the model or the tokenizer does not support videos."""
         if self._head is None or self._head.video is None:
             raise ValueError("a video: none are read, unless the run file has data.video")
         if self._video is None:
@@ -138,13 +138,14 @@ class Chat:
     def written(
         self, turns: list[Turn], around: Sequence[Around] = (), prompt: bool = False
     ) -> Written:
-        """A conversation; with `prompt` up to where an assistant's answer begins.
+        """Tokenize a conversation; with `prompt`, up to the beginning of an assistant's answer.
 
         Args:
-            around: of each image in its order the texts around its parts; empty: all are whole.
+            around: the texts around the parts of each image, in the images' order; empty: no image
+                is cut.
 
         Raises:
-            ValueError: with the reason why it cannot be written.
+            ValueError: the conversation cannot be rendered; the message has the reason.
         """
         said = "".join(turn.said for turn in turns)
         for own, what in ((self._image, "an image"), (self._video, "a video")):
@@ -177,7 +178,10 @@ class Chat:
         return Written(ids, trained)
 
     def _answers(self, messages: list[Message], text: str) -> list[tuple[int, int]]:
-        """(first, last + 1) character of every answer with its end in what was rendered."""
+        """Return (first, last + 1) character of every answer in the rendered text.
+
+        The span includes the token that ends the answer.
+        """
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -187,7 +191,11 @@ class Chat:
     def _answer(
         self, messages: list[Message], number: int, text: str, begin: int
     ) -> tuple[int, int]:
-        """The same of the answer that is message `number`; answers before it end at `begin`."""
+        """Return the span of the answer in message `number`, its end token included.
+
+        Args:
+            begin: end of the answer before it; this one cannot begin earlier.
+        """
         absent = _absent(text)
         content = messages[number]["content"]
         replaced = absent if isinstance(content, str) else [{"type": "text", "text": absent}]
@@ -216,12 +224,12 @@ class Chat:
         return first, end + len(next(closing, ""))
 
     def _begin(self, messages: list[Message], text: str, before: str) -> int:
-        """First character of the answer to `messages`: the end of its header.
+        """Return the first character of the answer to `messages`, which is the end of its header.
 
         Args:
             text: the rendered conversation.
-            before: the same up to the words of the answer, which may end in what the template
-                writes between header and words, such as a block of thinking.
+            before: the rendered conversation up to the content of the answer; it may end in a text
+                that the template writes between header and content, such as a block of thinking.
         """
         prompt = before
         if not before.endswith(self._header):
@@ -235,8 +243,10 @@ class Chat:
         return len(before)
 
     def _message(self, turn: Turn) -> Message:
-        """A turn as the template takes it: its content as parts where it knows such, or as a
-        text."""
+        """Return a turn as the template's input, with its content as parts or as one text.
+
+        The content is a list of parts if the template reads such, else a text with placeholders.
+        """
         pictured = MARKS.search(turn.said) is not None
         if MARK in turn.said and self._images_elsewise:
             raise ValueError(
@@ -257,7 +267,7 @@ class Chat:
         return message if thought is None else dict.fromkeys(named, thought) | message
 
     def _tokens(self, text: str) -> tuple[NDArray[np.int64], ...]:
-        """(ids, first character, last + 1) of each token, [N]."""
+        """Return (ids, first character, last + 1) of each token, [N] each."""
         pieces = [text] if self._image else text.split(self._mark)
         begins = self._template.bos
         specials = self._processor and not (begins and text.startswith(begins))
@@ -279,22 +289,25 @@ class Chat:
 
     @cached_property
     def _specials(self) -> re.Pattern[str]:
-        """Any special token, in a text."""
+        """Pattern of any special token."""
         added = self._rules.get_added_tokens_decoder().values()
         texts = sorted((one.content for one in added if one.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     @cached_property
     def _header(self) -> str:
-        """What stands before an answer: what the template adds where one may follow."""
+        """Header of an answer: the text that the template adds for a generation prompt."""
         asked = [self._asked(ASKED)]
         without, prompted = self._tried(asked), self._tried(asked, prompt=True)
         return prompted[len(without) :] if prompted.startswith(without) else ""
 
     @cached_property
     def _role(self) -> str:
-        """The part of the header that every answer has, whatever is thought before it: without an
-        empty block of thinking that only the last answer has, or that a prompt pre-fills."""
+        """Part of the header that every answer has, whatever reasoning precedes it.
+
+        It lacks an empty block of thinking that only the last answer has or that a prompt
+        pre-fills.
+        """
         thought, answer = map(chr, ABSENT[:2])
         asked = [self._asked(ASKED)]
         said = self._asked(answer) | {"role": "assistant"}
@@ -310,9 +323,10 @@ class Chat:
 
     @cached_property
     def _endings(self) -> list[str]:
-        """What may stand behind an answer, up to a special token; the longest first.
+        """Texts that may follow an answer, up to a special token; the longest first.
 
-        It is what follows the last answer of a conversation, of which less may follow others.
+        They are prefixes of the text after the last answer of a conversation; other answers may be
+        followed by a shorter one.
         """
         absent = chr(ABSENT[0])
         answer = self._asked(absent) | {"role": "assistant"}
@@ -330,19 +344,22 @@ class Chat:
 
     @cached_property
     def _takes_images(self) -> bool:
-        """Whether the template itself writes the placeholder of an image."""
+        """True if the template itself writes the placeholder of an image."""
         said = self._tried([{"role": "user", "content": _content(MARK + ASKED)}])
         return self._takes_parts and said.count(self._mark) == 1
 
     @cached_property
     def _takes_videos(self) -> bool:
-        """The same of a video."""
+        """True if the template itself writes the placeholder of a video."""
         said = self._tried([{"role": "user", "content": _content(FILM + ASKED)}])
         return self._takes_parts and said.count(self._placeholders[FILM]) == 1
 
     @cached_property
     def _images_elsewise(self) -> bool:
-        """Whether it writes something else for an image, which a processor would replace."""
+        """True if the template writes some other text for an image.
+
+        A processor would replace such a text.
+        """
         said, without = (
             self._tried([{"role": "user", "content": _content(text)}])
             for text in (MARK + ASKED, ASKED)
@@ -353,7 +370,7 @@ class Chat:
         return {"role": "user", "content": text if self._takes_texts else _content(text)}
 
     def _tried(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """A rendering, or nothing where the template does not take such messages."""
+        """Return the rendered messages, or "" if the template refuses them."""
         try:
             return self._template.render(list(messages), prompt)
         except ValueError:
@@ -361,7 +378,7 @@ class Chat:
 
 
 def _parts_of(names: Sequence[str], around: Sequence[Around]) -> Iterator[Part]:
-    """Every part of every image."""
+    """Yield every part of every image."""
     for name, texts in zip(names, around, strict=True):
         yield from (Part(IMAGE, name, part=part) for part in range(len(texts) - 1))
 
@@ -369,8 +386,11 @@ def _parts_of(names: Sequence[str], around: Sequence[Around]) -> Iterator[Part]:
 def _with_parts(
     text: str, marks: Sequence[str], around: Sequence[Around], spans: Sequence[Span]
 ) -> tuple[str, list[Span], list[Span]]:
-    """(text with a mark for each part of an image or video and the texts around them, the spans
-    moved along, where what belongs to them stands)."""
+    """Insert a placeholder for each part of an image or video and the texts around the parts.
+
+    Returns:
+        (the text, `spans` shifted accordingly, the spans of the inserted placeholders and texts).
+    """
     found = list(re.finditer("|".join(map(re.escape, marks)), text))
     begins = [one.end() for one in found]
     pieces = [text[a:b] for a, b in zip([0, *begins], [one.start() for one in found], strict=False)]
@@ -388,7 +408,7 @@ def _with_parts(
 
 
 def _trained(turns: list[Turn], spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of the answers that are trained: not those of weight 0."""
+    """Return the spans of the answers that are trained, without those of weight 0."""
     trained = [turn.trained for turn in turns if turn.role == "assistant"]
     if all(trained):
         return spans
@@ -401,8 +421,10 @@ def _trained(turns: list[Turn], spans: list[tuple[int, int]]) -> list[tuple[int,
 
 
 def _content(text: str) -> list[dict[str, str]]:
-    """A text with marks as parts of a turn; the line break behind a mark, or before the last, is
-    the mark's."""
+    """Return a text with marks as content parts of a turn.
+
+    A line break after a mark, or before a mark at the end, belongs to the mark and is dropped.
+    """
     types = {MARK: "image", FILM: "video"}
     for mark in types:
         text = text.replace(mark + "\n", mark)
@@ -418,5 +440,5 @@ def _content(text: str) -> list[dict[str, str]]:
 
 
 def _absent(text: str) -> str:
-    """A character that a text does not have."""
+    """Return a character that a text does not contain."""
     return next(character for character in map(chr, ABSENT) if character not in text)

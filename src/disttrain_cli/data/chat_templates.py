@@ -1,9 +1,9 @@
 """A tokenizer's chat template, rendered as transformers renders it.
 
-As `transformers.utils.chat_template_utils` (5.x): jinja2 in a sandbox whose objects cannot be
-changed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and
-`{% generation %}` around what an assistant writes. One thing differs: the clock of `strftime_now`
-stands still, as a sample must have the same tokens on every day and rank.
+As in `transformers.utils.chat_template_utils` (5.x): jinja2 in an immutable sandbox, trimmed
+blocks, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and `{% generation %}`
+around an assistant's text. One thing differs: `strftime_now` returns a fixed time, as a sample must
+have the same tokens on every day and rank.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ if TYPE_CHECKING:
 #: Placeholders of Qwen-VL, InternVL, Gemma 3, Llama 3.2 and Pixtral, LLaVA and SmolVLM.
 VIDEO_TOKEN = "<|video_pad|>"
 IMAGE_TOKENS = ("<|image_pad|>", "<IMG_CONTEXT>", "<image_soft_token>", "<|image|>", "[IMG]", MARK)
-NOW = datetime(2024, 7, 26)  # what Llama's templates write where there is no clock
+NOW = datetime(2024, 7, 26)  # the date that Llama's templates write where no clock is available
 MOST_ENDLESS = 3  # renderings that may run into `template_limits.MOST_WORK`
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Message = Mapping[str, Any]  # `role` and `content`, with whatever else the record says
+Message = Mapping[str, Any]  # `role` and `content`, with all other keys of the record
 
 
 class ChatTemplate:
-    """A template with the special tokens that it may name; safe to use from several threads."""
+    """A chat template and the special tokens that it may name; thread-safe."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self._source, self._tokens = source, dict(tokens)
-        self.marks = MARKS.search(source) is not None  # it says what an assistant writes
+        self.marks = MARKS.search(source) is not None  # it marks the assistant's text
         self.words = frozenset(re.findall(r"\w+", source))
         content = json.dumps([source, sorted(self._tokens.items())])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-        # of the rendering under way: what is written, and the places of its marks
+        # of the current rendering: its blocks, and the spans of its marked parts
         self._blocks: list[str] = []
         self._spans: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._endless = 0  # renderings that ran into the limit
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
-        """The conversation as one text; with `prompt` an assistant's answer may follow.
+        """Render a conversation as one text; with `prompt`, an assistant's answer may follow.
 
         Raises:
-            ValueError: the template does not take such a conversation, with its own words.
+            ValueError: the template refuses the conversation; the message is the template's.
         """
         return self.render_marked(messages, prompt)[0]
 
     @property
     def bos(self) -> str | None:
-        """The token that begins a text, if there is one."""
+        """Text of the BOS token, if there is one."""
         return self._tokens.get("bos_token")
 
     def render_marked(
         self, messages: list[Message], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """(text, (first, last + 1) character of each of its parts between marks)."""
+        """Return (text, (first, last + 1) character of each marked part)."""
         values = {"tools": None, "documents": None, "add_generation_prompt": prompt}
         with self._lock:
             self._blocks.clear()
@@ -88,7 +88,7 @@ class ChatTemplate:
             return "".join(self._blocks), list(self._spans)
 
     def _check_ends(self, error: Exception) -> None:
-        """SpecError once the template has run into its limit several times."""
+        """Raise SpecError once the template has exceeded its work limit several times."""
         if type(error).__name__ != "TooMuchWorkError":
             return
         self._endless += 1
@@ -115,7 +115,7 @@ class ChatTemplate:
             ) from None
 
     def _note(self, text: str) -> None:
-        """Note the place of a part between marks, which follows what is written."""
+        """Record the span of a marked part, which is the next text of the output."""
         first = sum(map(len, self._blocks))
         self._spans.append((first, first + len(text)))
 
@@ -123,8 +123,11 @@ class ChatTemplate:
 def image_token(
     folder: Path, tokens: Mapping[str, str], rules: Rules, given: int | None = None
 ) -> str | None:
-    """The placeholder of an image: that of the id `given`, else what a tokenizer's folder names, or
-    a usual one that it has."""
+    """Return the placeholder of an image.
+
+    It is the token of the id `given`, else the one that the tokenizer's folder names, else a common
+    one that the tokenizer has.
+    """
     if given is not None:
         return rules.id_to_token(given)
     path, told = folder / "config.json", tokens.get("image_token")
@@ -136,8 +139,11 @@ def image_token(
 
 
 def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | None:
-    """The placeholder of a video: that of the id `given`, else what a folder's model names, or the
-    usual one where the tokenizer has it."""
+    """Return the placeholder of a video.
+
+    It is the token of the id `given`, else the one that the model's config.json in the folder
+    names, else the common one if the tokenizer has it.
+    """
     path = folder / "config.json"
     model = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     number = given if given is not None else model.get("video_token_id")
@@ -147,14 +153,14 @@ def video_token(folder: Path, rules: Rules, given: int | None = None) -> str | N
 
 
 def _environment(note: Callable[[str], None]) -> LimitedEnvironment:
-    """That of transformers; `note` is told of every part between marks."""
+    """Return the jinja2 environment of transformers; `note` is called with every marked part."""
     import jinja2
     from jinja2 import ext, nodes, parser, runtime
 
     from disttrain_cli.data.template_limits import LimitedEnvironment
 
     class Generation(ext.Extension):
-        """`{% generation %}…{% endgeneration %}`: written as it stands, its place noted."""
+        """`{% generation %}…{% endgeneration %}`: written unchanged, its text passed to `note`."""
 
         def __init__(self, environment: jinja2.Environment) -> None:
             super().__init__(environment)

@@ -1,5 +1,4 @@
-"""Decoding every image and clip of a dataset once, to leave out samples that training could not
-use."""
+"""Checks of a dataset: every image and clip is decoded once, to leave out unusable samples."""
 
 from __future__ import annotations
 
@@ -23,25 +22,27 @@ from disttrain_cli.spec.index import ITEMS, TEXT
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run, RunFile
 
-AT_ONCE = 1024  # samples between two messages of the progress
+AT_ONCE = 1024  # samples between two progress messages
 
 
 class Files(Protocol):
-    """Where the bytes of images and clips come from."""
+    """Source of the bytes of images and clips."""
 
     def file(self, sample: int, segment: int) -> Any:
-        """The bytes of a segment; ValueError where it is known that they cannot be decoded."""
+        """Return the bytes of a segment; ValueError if they are known to be undecodable."""
         ...
 
     def file_name(self, sample: int, segment: int) -> str:
-        """Name of that file for messages, "" where it is not known."""
+        """Return the file name of a segment for messages, "" if it is not known."""
         ...
 
 
 class Broken(NamedTuple):
-    """An image or clip that could not be decoded. Its whole sample is left out of the losses: no
-    text of it is a label and no image of it is learnt, whoever prepares them. A blank or silence
-    stands in its place."""
+    """An image or clip that cannot be decoded.
+
+    Its whole sample is left out of the losses: none of its texts is a label and none of its images
+    is learnt, whichever process prepares them. A blank image or silence replaces the file.
+    """
 
     segment: int
     what: Skipped
@@ -55,8 +56,11 @@ def try_decoding(
     segment: int,
     decode: Callable[[Any], Any],
 ) -> list[Broken]:
-    """Decode one image or clip; what is wrong with it, if anything. Raises DataError where the
-    shard changed."""
+    """Decode one image or clip; return the failure, if any, as a list of one.
+
+    Raises:
+        DataError: the shard changed.
+    """
     try:
         decode(files.file(sample, segment))
     except ValueError as error:
@@ -69,12 +73,12 @@ def try_decoding(
 
 
 def allowed_broken(run: RunFile, index: Index) -> float:
-    """How many images and clips of the data may be broken (`data.max_bad_fraction`)."""
+    """Return the number of images and clips that may be broken, by `data.max_bad_fraction`."""
     return run.data.max_bad_fraction * index.file_count
 
 
 def check_broken(run: RunFile, broken: Sequence[Skipped], allowed: float) -> None:
-    """DataError where more images and clips are broken than `allowed_broken` says."""
+    """Raise DataError if more images and clips are broken than `allowed_broken` allows."""
     if len(broken) <= allowed:
         return
     raise DataError(
@@ -88,7 +92,11 @@ def check_broken(run: RunFile, broken: Sequence[Skipped], allowed: float) -> Non
 def broken_in(
     index: Index, sample: int, tried: Callable[[int, Callable[[Any], Any]], list[Broken]]
 ) -> list[Broken]:
-    """What `tried`, given segment and decoder, finds in the images and clips of a sample."""
+    """Return the failures of a sample's images and clips.
+
+    Args:
+        tried: decodes a segment with a decoder and returns its failures.
+    """
     segments = range(int(index.segment_start[sample]), int(index.segment_start[sample + 1]))
     return [
         one
@@ -99,14 +107,13 @@ def broken_in(
 
 
 def unchecked(index: Index) -> Ints:
-    """Samples with images or clips that nobody has decoded yet."""
+    """Return the samples with images or clips in shards that have not been checked yet."""
     media = index.per_sample((index.kinds != TEXT).astype(np.int64)) > 0
     return np.flatnonzero(media & ~index.checked[index.shard])
 
 
 def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped]:
-    """Decode what is `unchecked`, on all cores: the samples of which anything cannot be decoded,
-    and why.
+    """Decode all `unchecked` samples on all cores; return those that fail, each with its reason.
 
     Raises:
         DataError: a shard is gone or changed.
@@ -129,7 +136,7 @@ def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped
 
 
 def _decoder(index: Index, segment: int) -> Callable[[bytes], Any]:
-    """Raises ValueError where a file is not what the segment was indexed as."""
+    """Return a decoder that raises ValueError if a file is not as its segment was indexed."""
     item = ITEMS[int(index.kinds[segment])]
     head, grid = index.inputs.of(item)[0], tuple(index.grids[segment].tolist())
     return partial(MODALITIES[item].check, head=head, grid=grid)

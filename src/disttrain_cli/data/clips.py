@@ -1,9 +1,9 @@
-"""Sound files: their sizes from headers, and their samples as the encoder wants them (one channel,
-16 kHz).
+"""Sound files: sizes from headers, and samples as the encoder reads them (one channel, 16 kHz).
 
-WAV, FLAC, Ogg (Vorbis, Opus) and MP3, by the `soundfile` package (libsndfile), which the content of
-a file tells what it is, never its name. Every function raises ValueError with the reason where the
-bytes are no whole sound file within the limits below, and DataError where the package is missing.
+WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are read by the `soundfile` package (libsndfile), which
+identifies the format by the content of a file, never by its name. Every function raises ValueError
+with the reason if the bytes are no complete sound file within the limits below, and DataError if
+the package is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Floats = NDArray[np.float32]
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 RATE_HZ = 16_000
-#: Others are refused before anything is decoded: a few bytes can claim gigabytes of samples.
+#: Files beyond these limits are refused before decoding: a few bytes can claim gigabytes of
+#: samples.
 MOST_CHANNELS, RATES_HZ = 8, (1_000, 192_000)
 LONGEST_MS = 2**31 - 1
 UNKNOWN_BYTES = 2**32 - 1  # length in the header of a WAV file that was written to a pipe
@@ -44,8 +45,10 @@ class ClipHeader(NamedTuple):
 
 
 def read_clip_header(read: Read, file_bytes: int) -> ClipHeader:
-    """Size of a sound file of so many bytes, of which only headers (of MP3 and Ogg those of all
-    packets) are read."""
+    """Return the size of a sound file of `file_bytes` bytes from its headers.
+
+    Only headers are read; of MP3 and Ogg those of all packets.
+    """
     head = read(0, 12)
     claimed = int.from_bytes(head[4:8], "little")
     if (
@@ -62,7 +65,7 @@ def read_clip_header(read: Read, file_bytes: int) -> ClipHeader:
 
 
 def decode_clip(data: bytes, longest_ms: int) -> Floats:
-    """Samples of a sound file: the mean of its channels, resampled to 16 kHz."""
+    """Return the samples of a sound file: the mean of its channels, resampled to 16 kHz."""
     read_clip_header(lambda offset, length: data[offset : offset + length], len(data))
     with _opened(io.BytesIO(data)) as file:
         header, frames = _header(file), file.frames
@@ -80,7 +83,7 @@ def decode_clip(data: bytes, longest_ms: int) -> Floats:
 
 
 def _ends(tail: bytes) -> bool:
-    """Whether an Ogg file ends with the whole of its last page."""
+    """Return True if an Ogg file ends with a complete last page."""
     page = tail[max(0, tail.rfind(b"OggS")) :]
     return (
         len(page) > 27
@@ -107,7 +110,7 @@ def _header(file: Any) -> ClipHeader:
 
 @contextmanager
 def _opened(stream: Any) -> Iterator[Any]:
-    """libsndfile on a stream; what it finds wrong as ValueError."""
+    """Open a stream with libsndfile; its errors become ValueError."""
     soundfile = _soundfile()
     try:
         with soundfile.SoundFile(stream) as file:
@@ -132,8 +135,10 @@ def _soundfile() -> Any:
 
 
 def _resampled(samples: Floats, rate_hz: int) -> Floats:
-    """Samples at 16 kHz, through a polyphase filter that keeps what lies above half the lower rate
-    out."""
+    """Resample to 16 kHz.
+
+    A polyphase filter removes frequencies above half the lower rate.
+    """
     from scipy.signal import resample_poly
 
     common = math.gcd(RATE_HZ, rate_hz)

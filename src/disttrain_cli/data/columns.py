@@ -1,8 +1,8 @@
-"""Arrays as flat little-endian files in one folder, mapped into memory by whoever opens it.
+"""Arrays as flat little-endian files in one folder, memory-mapped by every process that opens it.
 
-`header` says what they were made for and which type and shape each has: JSON behind a line with its
-SHA-256. A folder is written
-under another name and renamed when all of it is there, so that there is a whole one or none.
+The file `header` states the inputs of the columns and the type and shape of each: JSON after a line
+with its SHA-256. A folder is written under another name and renamed when complete, so that it is
+complete or absent.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from disttrain_cli.spec.progress import Progress
 
 HEADER = "header"
 PARTIAL = ".partial-"
-SAY_AFTER_S = 1.0  # that somebody else is waited for
+SAY_AFTER_S = 1.0  # seconds of waiting for another process before that is reported
 LOOK_EVERY_S = 0.1
 
 Columns = Mapping[str, NDArray[Any]]
 
 
 class ColumnWriter:
-    """Takes columns piece by piece; made by `writing_columns`."""
+    """Writer that appends to columns piece by piece; created by `writing_columns`."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
         self._files: dict[str, BinaryIO] = {}
         self._shapes: dict[str, tuple[str, list[int]]] = {}
-        self.ends: dict[str, int] = {}  # last values of columns of starts
+        self.ends: dict[str, int] = {}  # last values of columns of offsets
 
     def add(self, name: str, piece: NDArray[Any]) -> None:
-        """Append rows to a column; the first piece gives its type and the shape of a row."""
+        """Append rows to a column; the first piece sets its type and the shape of a row."""
         little = piece.dtype.newbyteorder("<")
         if name not in self._files:
             self._files[name] = self._stack.enter_context((self._folder / name).open("wb"))
@@ -56,13 +56,13 @@ class ColumnWriter:
             self._files[name].write(np.ascontiguousarray(piece, little).data.cast("B"))
 
     def add_starts(self, name: str, starts: NDArray[np.int64]) -> None:
-        """Append offsets [n + 1] that begin at 0 to those that are there, to go on behind them."""
+        """Append offsets [n + 1] that begin at 0, shifted by the column's last offset."""
         piece = starts + self.ends.get(name, 0)
         self.add(name, piece[name in self.ends :])
         self.ends[name] = int(piece[-1])
 
     def close(self, header: Mapping[str, Any]) -> None:
-        """Say what the columns were made for."""
+        """Write the header, with the inputs of the columns."""
         for file in self._files.values():
             file.flush()
         content = json.dumps({**header, "columns": self._shapes})
@@ -71,13 +71,12 @@ class ColumnWriter:
 
 @contextmanager
 def writing_columns(folder: Path) -> Iterator[ColumnWriter]:
-    """A writer whose columns are `folder` at the end, instead of those that were there; where
-    anything fails there is nothing new.
+    """Yield a writer whose columns replace `folder` at the end; on any failure nothing changes.
 
-    Call it `alone`: what an interrupted writer left beside `folder` is removed.
+    Call it inside `alone` (the lock): remains of interrupted writers next to `folder` are removed.
 
     Raises:
-        SpecError: they cannot be written (missing permission, disk full).
+        SpecError: the columns cannot be written (missing permission, disk full).
     """
     partial = folder.with_name(f"{PARTIAL}{folder.name}.{secrets.token_hex(4)}")
     try:
@@ -98,10 +97,9 @@ def writing_columns(folder: Path) -> Iterator[ColumnWriter]:
 
 
 def open_columns(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
-    """(what the columns were made for, the columns by name); None where there are none, or they
-    are cut off or damaged.
+    """Return (header, columns by name); None if there are none, or they are truncated or damaged.
 
-    Names, types, shapes and lengths are looked at, not values: nothing is read.
+    Names, types, shapes and lengths are checked, not values: nothing is read.
     """
     try:
         digest, _, content = (folder / HEADER).read_text().partition("\n")
@@ -130,11 +128,13 @@ def _mapped(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[
 
 @contextmanager
 def alone(path: Path, what: str, progress: Progress) -> Iterator[None]:
-    """Hold the lock `path` while `what` is made: one process at a time, of all hosts where the file
-    system locks across them. It ends with the process; whoever waits says for whom.
+    """Hold the exclusive lock `path` while `what` is made.
+
+    The lock is held by one process at a time, of all hosts if the file system locks across them. It
+    ends with the process; a waiting process reports the holder.
 
     Raises:
-        SpecError: there cannot be a lock (missing permission).
+        SpecError: the lock file cannot be written (missing permission).
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,4 @@
-"""Which samples are in which slot of a step: what the traces say of a global batch
-(`spec.trace.SAMPLE_COLUMNS`)."""
+"""Samples in each slot of a step: a global batch in traces (`spec.trace.SAMPLE_COLUMNS`)."""
 
 from __future__ import annotations
 
@@ -13,11 +12,7 @@ from disttrain_cli.spec.plan import Layout
 
 
 def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[str, Any]]:
-    """A row for every packed sequence of a step, where the LLM's replicas work on it.
-
-    Args:
-        batch: the step's global batch, in the order of the stream.
-    """
+    """Yield a row for every packed sequence of a step, with the LLM replica that processes it."""
     for number, slot in enumerate(order.slots):
         unit = layout.unit_of(slot.inputs.llm).name
         for replica, items in enumerate(slot.replicas[unit]):
@@ -39,6 +34,6 @@ def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[
 
 
 def _name(index: Index, sample: int) -> str:
-    """What a sample is called: its key in its shard; drawn ones have no shard."""
+    """Return a sample's name, its key in its shard; drawn samples have no shard."""
     shard = f"{index.shards[index.shard[sample]].name}/" if index.shards else ""
     return f"{shard}{index.keys[sample]}"

@@ -1,21 +1,21 @@
-"""Image files to arrays of pixels: decoded no larger than needed, resized to whole patches.
+"""Image files to pixel arrays: decoded no larger than needed, resized to whole patches.
 
-JPEG goes through simplejpeg (libjpeg-turbo), which tells of most of the damage that OpenCV paints
-over; PNG and WebP through OpenCV. Which it is, the content says. What is seen:
+JPEG is decoded by simplejpeg (libjpeg-turbo), which reports most of the damage that OpenCV paints
+over; PNG and WebP by OpenCV. The content decides the format. The model sees:
 
 - 8 bits of sRGB: deeper PNGs are rounded to 8 bits, CMYK converted without a profile, colour
   profiles ignored.
 - Transparent pixels over white, as on most pages. The first picture of an animation.
-- Upright: the orientation that a file's metadata state is applied, to the header's width and height
-  too, from which the index made the patches (`headers`).
+- Upright images: the orientation in a file's metadata is applied, also to the header's width and
+  height, from which the index computes the patches (`headers`).
 
-An image of a published model with a processor of its own is decoded at its full size and resized by
-that processor's rule (`processing`).
+An image of a published model with its own processor is decoded at its full size and resized by that
+processor's rule (`processing`).
 
-Every function raises ValueError with the reason where the bytes are no whole image within
-`headers.MAX_PIXELS`. Per pixel of the file, a call holds up to 3 bytes of a JPEG (9 where it is
-progressive, less where it is decoded smaller), 6 of a PNG or WebP, 10 with transparency, 16 with
-that and 16 bits; per pixel of the result, 9 more.
+Every function raises ValueError with the reason if the bytes are no complete image within
+`headers.MAX_PIXELS`. Per pixel of the file, a call holds up to 3 bytes of a JPEG (9 if it is
+progressive, less if it is decoded smaller), 6 of a PNG or WebP, 10 with transparency, 16 with
+transparency and 16 bits; per pixel of the result, 9 more.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from disttrain_cli.spec.heads import Grid, ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
 
-#: Of an image whose colours are not split by OpenCV.
+#: Largest image whose colour channels are separated by numpy instead of OpenCV.
 FEW_PIXELS = 128 * 128
 
-#: A progressive JPEG has about ten scans, each of which goes over the whole image: more would be
-#: there to stall.
+#: A progressive JPEG has about ten scans, each of which goes over the whole image: a file with many
+#: more would stall the decoder.
 MAX_SCANS = 64
 
-#: Some cameras and programs leave a few bytes before the end marker. Many there mean that the code
-#: went astray.
+#: Some cameras and programs leave a few bytes before the end marker. Many bytes there mean that
+#: decoding lost the bit stream.
 _FEW_LEFT_OVER = re.compile(r"data: \d extraneous bytes before marker 0xd9")
 
 
 def decode_image(
     data: bytes, grid: tuple[int, int], image: ImageInput, out: Bytes | None = None
 ) -> Bytes:
-    """[C, H, W] of an image to read: RGB, resized to `grid` (rows, columns) patches;
-    `ImageInput.affine` normalises it.
+    """Decode an image to read to [C, H, W]: RGB, resized to `grid` (rows, columns) patches.
 
-    Written into `out` where it is given, once nothing can fail any more.
+    `ImageInput.affine` normalises the result. It is written into `out`, if that is passed, once
+    nothing can fail any more.
     """
     height, width = grid[0] * image.patch_px, grid[1] * image.patch_px
     if image.processor is not None:
@@ -67,10 +67,11 @@ def decode_image(
 def decode_tiles(
     data: bytes, image: ImageInput, parts: int, outs: Sequence[tuple[int, Bytes]]
 ) -> None:
-    """Some of the `parts` [C, H, W] that an image is cut into, by their numbers, into `outs`; with
-    none of them the image is decoded for its errors alone.
+    """Decode some of the `parts` [C, H, W] that an image is cut into, into `outs`.
 
-    `outs` may be smaller than tiles: whole patches, as the tower's convolution reads them.
+    `outs` has pairs of a part's number and its array. Without `outs`, the image is decoded only to
+    raise its errors. An array of `outs` may be smaller than a tile: it has whole patches, as the
+    tower's convolution reads them.
     """
     pixels = _decoded(data, image.channels)
     if not outs:
@@ -84,8 +85,10 @@ def decode_tiles(
 
 
 def decode_target(data: bytes, target: TargetInput, grid: Grid, out: Bytes | None = None) -> Bytes:
-    """[C, H, W] of an image to generate: RGB, its middle as far as the aspect ratio allows,
-    resized; `out` as in `decode_image`."""
+    """Decode an image to generate to [C, H, W] in RGB.
+
+    It is centre-cropped to the aspect ratio of `grid` and resized. `out` is as in `decode_image`.
+    """
     rows, columns = target.image_px(grid)
     pixels = _decoded(data, target.channels, rows, columns)
     height, width = pixels.shape[:2]
@@ -98,8 +101,7 @@ def decode_target(data: bytes, target: TargetInput, grid: Grid, out: Bytes | Non
 
 @functools.cache
 def _cv2() -> Any:
-    """OpenCV without threads of its own (the loader's threads share the cores) and without
-    messages."""
+    """Return OpenCV without its threads (the loader's threads share the cores) and its messages."""
     import cv2
 
     cv2.setNumThreads(0)
@@ -111,8 +113,10 @@ def _cv2() -> Any:
 def _decoded(
     data: bytes, channels: int, height: int = MAX_PIXELS, width: int = MAX_PIXELS
 ) -> Bytes:
-    """[H, W, C] BGR or grey, at least `height` x `width` where the file is; all of it if not
-    given."""
+    """Decode to [H, W, C], BGR or grey, of at least `height` x `width` if the file is that large.
+
+    Without `height` and `width`, the full size is decoded.
+    """
 
     def read(offset: int, length: int) -> bytes:
         return data[offset : offset + length]
@@ -136,7 +140,7 @@ def _decoded(
 
 
 def upright(pixels: Bytes, orientation: int) -> Bytes:
-    """[H, W, C] of an image or frame that is stored turned or mirrored (EXIF 2.3, tag 0x0112)."""
+    """Turn an image or frame [H, W, C] upright by its orientation (EXIF 2.3, tag 0x0112)."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
@@ -149,8 +153,10 @@ def upright(pixels: Bytes, orientation: int) -> Bytes:
 
 
 def _jpeg(data: bytes, header: ImageHeader, channels: int, shrink: int) -> Bytes:
-    """[H, W, C]: at a half, quarter or eighth of its size; other eighths are slower than the whole
-    (no vector code)."""
+    """Decode a JPEG to [H, W, C] at full, half, quarter or eighth size.
+
+    Other eighths are slower than the full size (no vector code).
+    """
     import simplejpeg
 
     if header.progressive and data.count(b"\xff\xda") > MAX_SCANS:
@@ -191,8 +197,10 @@ def _png_or_webp(data: bytes, channels: int) -> Bytes:
 
 
 def _transparent_grey(data: bytes) -> int | None:
-    """Return the value of a grey PNG's transparent pixels as OpenCV decodes them, which leaves out
-    that they are (PNG specification, section 11.3.2.1); None where it has none."""
+    """Return the value of a grey PNG's transparent pixels in OpenCV's output; None if it has none.
+
+    OpenCV does not report which pixels are transparent (PNG specification, section 11.3.2.1).
+    """
     bits, colour_type = data[24:26]
     at, kind, size = 8, b"", 0
     while colour_type == 0 and kind not in (b"tRNS", b"IDAT"):
@@ -206,7 +214,7 @@ def _transparent_grey(data: bytes) -> int | None:
 
 
 def _over_white(pixels: Bytes) -> Bytes:
-    """[H, W, BGRA] over white."""
+    """Blend [H, W, BGRA] over white."""
     cv2 = _cv2()
     out, alpha = np.empty((*pixels.shape[:2], 3), np.uint8), np.ascontiguousarray(pixels[:, :, 3])
     for color in range(3):
@@ -215,11 +223,11 @@ def _over_white(pixels: Bytes) -> Bytes:
 
 
 def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
-    """[height, width, C], close to an antialiased bicubic resize and several times as fast.
+    """Resize to [height, width, C], close to antialiased bicubic and several times as fast.
 
-    Up to a factor of 2, an image is interpolated to twice the wanted size, where nothing aliases,
-    and each 2 x 2 pixels averaged: cubic for small factors, else linear. At factors above 2 (PNG
-    and WebP; JPEG was decoded smaller), pixels are averaged by area.
+    Up to a factor of 2, an image is interpolated to twice the target size, where nothing aliases,
+    and each 2 x 2 pixels are averaged: cubic for small factors, else linear. At factors above 2
+    (PNG and WebP; JPEG was decoded smaller), pixels are averaged by area.
     """
     if pixels.shape[:2] == (height, width):
         return pixels
@@ -246,9 +254,9 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
 
 
 def _planes(pixels: Bytes, out: Bytes | None) -> Bytes:
-    """[H, W, BGR] as [RGB, H, W]."""
+    """Convert [H, W, BGR] to [RGB, H, W]."""
     planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.uint8) if out is None else out
-    # one pass with strides costs less than splitting the colours
+    # one strided pass costs less than separating the colour channels
     if pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS:
         planes[:] = pixels.transpose(2, 0, 1)[::-1]
     else:

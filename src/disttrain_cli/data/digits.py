@@ -1,7 +1,7 @@
-"""A judge of the demo's samples: a classifier of scikit-learn's scanned digits, and the digit that
-a text names.
+"""A judge of the demo's generated images: a classifier of scikit-learn's scanned digits.
 
-It sees nothing of the model and the model nothing of it.
+Its digit is compared with the one that a text names. The judge and the trained model are
+independent of each other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from disttrain_cli.spec.extras import install_command
 from disttrain_cli.spec.runfile import Run
 
 _NAMES = {name: word for digit, word in enumerate(WORDS) for name in (word, str(digit))}
-_KEPT = 0.25  # share of the scans that the judge's accuracy is measured on
+_KEPT = 0.25  # share of the scans on which the judge's accuracy is measured
 
 
 def check_judge(run: Run) -> None:
-    """DataError where the run asks for a judge (`samples.judge`) that is not installed."""
+    """Raise DataError if the run names a judge (`samples.judge`) that is not installed."""
     if run.file.samples.judge is not None and find_spec("sklearn") is None:
         raise DataError(
             "samples.judge needs scikit-learn, which is not installed",
@@ -35,7 +35,7 @@ def check_judge(run: Run) -> None:
 class DigitJudge:
     """A support vector machine over the scans' 8 × 8 values, fitted to three quarters of them.
 
-    `accuracy` is its share of the rest.
+    `accuracy` is the share of the remaining scans that it classifies correctly.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -57,7 +57,7 @@ class DigitJudge:
         )
 
     def recognise(self, images: Sequence[NDArray[np.uint8]]) -> list[str]:
-        """The digit's word for each image [H, W, C]: dark ink on white."""
+        """Return the word of the digit in each image [H, W, C] (dark ink on white)."""
         import cv2
 
         if not images:
@@ -72,6 +72,6 @@ class DigitJudge:
 
 
 def named(text: str) -> str | None:
-    """The word of the digit that a text names; None where it names none, or several."""
+    """Return the word of the digit that a text names; None if it names none, or several."""
     digits = {_NAMES[word] for word in re.findall(r"[a-z]+|\d", text.lower()) if word in _NAMES}
     return digits.pop() if len(digits) == 1 else None

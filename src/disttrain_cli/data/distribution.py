@@ -1,13 +1,13 @@
-"""Sizes drawn from a named distribution, to plan for data that nobody has here.
+"""Sample sizes drawn from a named distribution, to plan for data that is not available.
 
 A document holds images read, images to generate, each with its caption, and text between them;
-audio clips come as images do, with what is said about them. It fills one packed sequence, unless
-the distribution says how long documents are: then as many are drawn as fill the sequences asked
-for. The number of images is exactly the mean asked for times the number of sequences; each image
-goes to a document in proportion to the document's gamma weight, which makes the counts negative
-binomial as far as they fit: a document without room for an image takes no more, and the image goes
-to another one. Numbers are hashed, not drawn from a random state, so every machine gets the same
-sizes.
+audio clips are drawn like images, each with a text about it. A document fills one packed sequence,
+unless the distribution sets the length of documents: then as many are drawn as fill the requested
+sequences. The number of images is exactly the requested mean times the number of sequences; each
+image goes to a document in proportion to the document's gamma weight, which makes the counts
+negative binomial as far as they fit: a document without room for an image takes no more, and the
+image goes to another one. Numbers are hashed, not drawn from a random state, so every machine gets
+the same sizes.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from disttrain_cli.spec.suggestions import listed
 Floats = NDArray[np.float64]
 
 FOLDER = files("disttrain_cli") / "templates" / "distributions"
-# of a document, in images; no weight at all could leave an image without a document
+# Weight of a document, in images; a weight of 0 could leave an image without a document.
 LEAST_WEIGHT = 1e-9
-PROBED = 1000  # images of a kind that tell their mean size
-#: The order in which items are drawn: other orders would give other sizes.
+PROBED = 1000  # images of a kind that are drawn to estimate their mean size
+#: The order in which items are drawn: another order would give other sizes.
 DRAWN_IN = ("target", "image", "audio")
 TOLD = {"image": "images read", "target": "images generated"}
 SPECIAL = re.compile(r"<[^<>]+>|\n+")  # about one token each, in texts around parts
 LAST_TEXT = 1  # every document ends with a text of at least one token
 SHORTEST = SAMPLE_SPECIALS + LAST_TEXT
 
-# Purposes of `mix`, beside those of packing.
+# Purposes of `mix`, distinct from those of packing.
 SHORT_SIDE, ASPECT, UPRIGHT, CAPTION, WEIGHT, PLACE, PLACE_INSIDE, TEXT_SHARE, LENGTH = range(
     10, 19
 )
@@ -90,19 +90,19 @@ class Distribution(Strict):
 
 
 class Items(NamedTuple):
-    """Files that are to be given to documents, each with its parts, which are items."""
+    """Files to distribute to documents, each with its parts, which are items."""
 
     kinds: Ints  # [files] of `KINDS`
     tokens: Ints  # [files] of all parts
     grids: Ints  # [files, 2] of each part
-    captions: Ints  # [files] tokens, with those around the parts
-    parts: Ints  # [files] how many
-    of_parts: Ints  # [Σ parts] tokens of each
+    captions: Ints  # [files] tokens, with those of the texts around the parts
+    parts: Ints  # [files] number of parts
+    of_parts: Ints  # [Σ parts] tokens of each part
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sizes of N documents; segments of all of them lie one after the other."""
+    """Sizes of N documents; the segments of all documents are concatenated."""
 
     fingerprint: str
     segment_start: Ints  # [N + 1]
@@ -112,7 +112,11 @@ class Drawn:
 
 
 def read_distribution(name: str) -> Distribution:
-    """A distribution by name. Raises SpecError where there is none of that name."""
+    """Read a distribution by name.
+
+    Raises:
+        SpecError: there is no distribution of that name.
+    """
     known = sorted(
         entry.name.removesuffix(".yaml")
         for entry in FOLDER.iterdir()
@@ -129,16 +133,17 @@ def read_distribution(name: str) -> Distribution:
 
 
 def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
-    """Sizes of as many documents as `spec` has sequences, for a model; images and clips that it has
-    no module for are left out.
+    """Draw the sizes of as many documents as `spec` has sequences, for a model.
+
+    Images and clips for which the model has no module are left out.
 
     Raises:
-        SpecError: the distribution is not known, or what is asked for does not fit into the
+        SpecError: the distribution is not known, or the requested items do not fit into the
             sequences.
     """
     form = read_distribution(spec.name)
     probe = _items(form, spec, inputs, dict.fromkeys(KINDS, PROBED))
-    # before as many are drawn as were asked for
+    # checked before the requested number is drawn
     if _mean_tokens(spec, probe) > inputs.sequence_length:
         raise _too_much(spec, inputs, probe)
     asked = {item: round(mean * spec.sequences) for item, mean in spec.per_sequence.items()}
@@ -149,7 +154,8 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
         raise _too_much(spec, inputs, probe)
     tokens = _lay_out(form, items, document, lengths)
     made_for = {
-        # a distribution has the fingerprint that it had before there was a field it does not use
+        # `exclude_none`: a new field that a distribution does not use leaves its fingerprint
+        # unchanged
         "distribution": form.model_dump(mode="json", exclude_none=True),
         "asked": spec.model_dump(mode="json"),
         "inputs": inputs.model_dump(mode="json"),
@@ -158,7 +164,7 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
 
 
 def _lengths(form: Distribution, sequences: int, sequence_length: int) -> Ints:
-    """Tokens of each document [documents]; together about those of the sequences."""
+    """Return the tokens of each document [documents], in total about those of the sequences."""
     if form.document_tokens is None:
         return np.full(sequences, sequence_length, dtype=np.int64)
     asked, count = sequences * sequence_length, sequences
@@ -177,7 +183,7 @@ def _lengths(form: Distribution, sequences: int, sequence_length: int) -> Ints:
 def _items(
     form: Distribution, spec: DistributionSpec, inputs: ModelInputs, asked: Mapping[Item, int]
 ) -> Items:
-    """That many items of each modality, none of one that the model has no module for."""
+    """Draw the requested number of items of each modality for which the model has a module."""
     kinds, grids, cuts = [], [], []
     for item in DRAWN_IN:
         heads = inputs.of(item)
@@ -210,8 +216,13 @@ def _items(
 
 
 def _cut(head: Head, sizes: Ints) -> tuple[Ints, Ints, Ints]:
-    """(parts of files with these numbers, tokens of each part, tokens around the parts of each
-    file), each file by itself; of images that are too large for the model smaller copies."""
+    """Cut files with these sizes into parts, each file by itself.
+
+    Images that the model refuses as too large are halved until it reads them.
+
+    Returns:
+        (parts of each file, tokens of each part, tokens around the parts of each file).
+    """
     if not head.cuts:
         one, none = np.ones(len(sizes), dtype=np.int64), np.zeros(len(sizes), dtype=np.int64)
         return one, head.tokens_of(sizes, none, one), none
@@ -232,7 +243,7 @@ def _cut(head: Head, sizes: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _written(head: Head, width: int, height: int) -> Written | None:
-    """What stands around the parts of an image; None where the model does not read it."""
+    """Return the texts around the parts of an image; None if the model does not read it."""
     try:
         (texts,) = head.written([(width, height)])
     except ValueError:
@@ -241,7 +252,7 @@ def _written(head: Head, width: int, height: int) -> Written | None:
 
 
 def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
-    """[count, 2] widths and heights in pixels, upright and lying ones equally often.
+    """Draw the widths and heights [count, 2] in pixels, portrait and landscape equally often.
 
     Raises:
         SpecError: images with so long a shorter side are never read.
@@ -256,7 +267,7 @@ def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
         )
     side, sigma = form.short_side_px, form.short_side_px.sigma
     least = math.log(max(1, min_side_px) / side.median) / sigma
-    # of the normal's part above `least`
+    # of the normal distribution's part above `least`
     above = -ndtri(_uniform(count, form.seed, SHORT_SIDE) * ndtr(-least))
     short = side.median * np.exp(sigma * above)
     within = ndtr(math.log(form.most_aspect) / form.aspect_sigma) - 0.5
@@ -269,8 +280,10 @@ def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
 
 
 def _place(form: Distribution, items: Items, lengths: Ints) -> Ints | None:
-    """The document of each image, longer ones have more of them; none gets more tokens than it has.
-    None where they do not fit."""
+    """Assign a document to each image by the documents' weights; None if the images do not fit.
+
+    Longer documents have larger weights. No document gets more tokens than its length.
+    """
     from scipy.special import gammaincinv
 
     kinds, need, documents = items.kinds, items.tokens + items.captions, len(lengths)
@@ -309,15 +322,17 @@ def _place(form: Distribution, items: Items, lengths: Ints) -> Ints | None:
 def _lay_out(
     form: Distribution, items: Items, document: Ints, lengths: Ints
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Segments (start of each document, kinds, tokens, grids) in order: a text before every image,
-    its caption inside, and a text at the end."""
+    """Return the segments in order: (start of each document, kinds, tokens, grids).
+
+    A text, which contains the image's caption, precedes every image, and a text ends the document.
+    """
     order = np.lexsort((mix(form.seed, PLACE_INSIDE, np.arange(len(document))), document))
     parts = items.parts[order]
     of_files = starts_of(1 + parts)  # segments, a text and the parts
     ends = np.cumsum(np.bincount(document, minlength=len(lengths)))
     start = np.concatenate([[0], of_files[ends] + np.arange(1, len(lengths) + 1)])
     count, last = int(start[-1]), start[1:] - 1
-    # every document before adds its last text
+    # each earlier document adds its last text
     first = of_files[:-1] + 1 + document[order]
     segment = ranges(first, parts)
     kinds, tokens = np.full(count, TEXT, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -340,8 +355,10 @@ def _lay_out(
 
 
 def _asked(spec: DistributionSpec, probe: Items) -> list[tuple[float, str, float]]:
-    """Of every kind that the model uses: how many are asked for per sequence, of what, mean tokens
-    with caption."""
+    """Return (number per sequence, description, mean tokens with caption) of each kind of item.
+
+    Kinds that the model does not use are left out.
+    """
     need = probe.tokens + probe.captions
     return [
         (mean, TOLD.get(item, UNREAD[KINDS[item]]), float(need[probe.kinds == KINDS[item]].mean()))
@@ -351,7 +368,7 @@ def _asked(spec: DistributionSpec, probe: Items) -> list[tuple[float, str, float
 
 
 def _mean_tokens(spec: DistributionSpec, probe: Items) -> float:
-    """Tokens of a sequence without its free text."""
+    """Return the tokens of a sequence without its free text."""
     return (
         sum(mean * tokens for mean, _, tokens in _asked(spec, probe)) + SAMPLE_SPECIALS + LAST_TEXT
     )
@@ -382,5 +399,5 @@ def _uniform(count: int, seed: int, *purpose: int) -> Floats:
 
 
 def _unit(hashed: NDArray[np.uint64]) -> Floats:
-    """Numbers between 0 and 1, neither of them included."""
+    """Map hashes to numbers between 0 and 1, both excluded."""
     return ((hashed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

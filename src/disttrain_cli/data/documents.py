@@ -1,8 +1,6 @@
-"""Documents longer than a sequence, in pieces that fill one each, as language models are usually
-trained on them.
+"""Long documents, cut into pieces of at most a sequence each, as is usual in training LLMs.
 
-A piece becomes a sample of its own: BOS, its tokens, EOS, which is trained only where the document
-ends.
+A piece becomes a sample: BOS, its tokens, EOS. EOS is trained only at the end of the document.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ import numpy as np
 
 from disttrain_cli.data.tokenizer import Tokenizer
 
-WORD = 64  # characters before the end of a piece in which a space is looked for
-SPARE = 8  # tokens that a piece may have more by itself than it has in its document
+WORD = 64  # characters before the end of a piece that are searched for a space
+SPARE = 8  # tokens by which a piece's count by itself may exceed its count inside the document
 
 
 class Piece(NamedTuple):
-    """A part of a text, and how many tokens it has by itself."""
+    """A part of a text and its token count when tokenized by itself."""
 
     first: int
     characters: int
@@ -28,10 +26,10 @@ class Piece(NamedTuple):
 
 
 def pieces(text: str, most: int, tokenizer: Tokenizer) -> list[Piece]:
-    """Consecutive pieces of at most `most` tokens that make up a text; they end between words where
-    there are spaces.
+    """Split a text into consecutive pieces of at most `most` tokens.
 
-    A single character of more tokens stays as it is.
+    Pieces end between words if the text has spaces. A single character of more tokens stays one
+    piece.
     """
     cuts = [0, *_ends(text, max(1, most - min(SPARE, most // 8)), tokenizer), len(text)]
     return [
@@ -42,7 +40,7 @@ def pieces(text: str, most: int, tokenizer: Tokenizer) -> list[Piece]:
 
 
 def _ends(text: str, most: int, tokenizer: Tokenizer) -> Iterator[int]:
-    """Characters at which pieces end, without the last."""
+    """Yield the characters at which pieces end, without the last."""
     starts = np.maximum.accumulate(tokenizer.starts(text))
     first = 0
     while (token := int(np.searchsorted(starts, first)) + most) < len(starts):
@@ -53,7 +51,7 @@ def _ends(text: str, most: int, tokenizer: Tokenizer) -> Iterator[int]:
 
 
 def _fitting(text: str, first: int, end: int, most: int, tokenizer: Tokenizer) -> list[Piece]:
-    """One piece, or halves of it where it has more tokens by itself than in its document."""
+    """Return one piece, or its halves if it has too many tokens when tokenized by itself."""
     (tokens,) = tokenizer.count([text[first:end]])
     if tokens <= most or end - first == 1:
         return [Piece(first, end - first, tokens)]

@@ -1,8 +1,8 @@
-"""Whether the data that a run brings are still those that its plan was made for.
+"""Check for data drift: a run's data compared with the profile that its plan is based on.
 
-The profile keeps the sizes of some sequences, the plan is the best for their mean and spread. Steps
-report sums over their sequences: a mean that lies further from the profile's than chance explains
-has moved,
+The profile stores the sizes of some sequences, and the plan is optimal for their mean and spread.
+Steps report sums over their sequences. A mean has moved if its distance from the profile's mean is
+significant,
 
     z = (seen - planned) / (s · sqrt(1/N + 1/K)),
 
@@ -25,22 +25,23 @@ from disttrain_cli.spec.profile import Profile, SizeSample
 
 Floats = NDArray[np.float64]
 LEAST_Z, LEAST_CHANGE_PCT = 4.0, 5.0  # both must be exceeded
-RECENT_STEPS = 50  # the last ones are judged, or the second half of a shorter run
-LEAST_SPREAD = 1e-3  # of the mean, where the profile's sequences are all alike
+RECENT_STEPS = 50  # the last steps are compared, or the second half of a shorter run
+LEAST_SPREAD = 1e-3  # relative to the mean, if the profile's sequences are all alike
 
 
 def drift(
     profile: Profile, steps: Sequence[Mapping[str, Any]], sizes: SizeSample | None = None
 ) -> list[Drift]:
-    """What has moved significantly, the largest change first; nothing without steps. Steps of the
-    last phase alone are judged, by the sizes that the profile has of it.
+    """Return the sizes that have moved significantly, the largest change first; none without steps.
+
+    Only steps of the last phase are compared, with the profile's sizes of that phase.
 
     Args:
-        profile: what the plan was made with.
+        profile: the profile of the plan.
         steps: in order; each with the sums `tokens`, `images`, `targets` over its `sequences`, and
             `step`.
-        sizes: single sequences of the last steps (`recent`), where they were recorded: images and
-            samples may have grown though there are as many as before.
+        sizes: single sequences of the last steps (`recent`), if they were recorded: they show
+            images and samples that have grown although their number is unchanged.
     """
     last = of_last_phase(profile, steps)
     planned = profile.data.phase_at(last[-1]["step"] if last else 0).sample
@@ -55,14 +56,14 @@ def drift(
 
 
 def recent(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The steps that are judged: those that show what the run reads now."""
+    """Return the last steps, which show the data that the run reads now."""
     return steps[-min(RECENT_STEPS, -(-len(steps) // 2)) :] if steps else steps
 
 
 def of_last_phase(
     profile: Profile, steps: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The steps in which sources are mixed as in the last one."""
+    """Return the steps in which sources are mixed as in the last one."""
     first = profile.data.phase_at(steps[-1]["step"]).step if steps else 0
     return [step for step in steps if step["step"] >= first]
 
@@ -90,7 +91,7 @@ def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list
 
 
 def _from_sizes(planned: SizeSample, seen: SizeSample) -> list[Drift]:
-    """Of single sequences: patches of an image, Σ length² of a sequence, audio clips."""
+    """Compare single sequences: patches of an image, Σ length² of a sequence, audio clips."""
     before, now = (
         {
             "patches per image": [patches for image in sample.images for patches in image],
@@ -108,7 +109,7 @@ def _from_sizes(planned: SizeSample, seen: SizeSample) -> list[Drift]:
 
 
 def _judge(what: str, values: ArrayLike, seen: float, count: int) -> Drift | None:
-    """A mean of `count` sequences against the profile's own values; None unless it has moved."""
+    """Compare a mean of `count` sequences with the profile's values; None unless it has moved."""
     sample = np.asarray(values, dtype=float)
     planned = float(sample.mean())
     spread = max(float(sample.std()), LEAST_SPREAD * max(planned, seen))
@@ -122,10 +123,11 @@ def _judge(what: str, values: ArrayLike, seen: float, count: int) -> Drift | Non
 
 
 def _change(sums: Floats, sequences: Floats, moved: Drift) -> int:
-    """Number of the first step that belongs to the new mean rather than the old one.
+    """Return the number of the first step that belongs to the new mean rather than the old one.
 
-    The likeliest one for a known step of the mean: where the sums over all steps before it stay
-    furthest on the old side of the middle between both (Page, Continuous inspection schemes, 1954).
+    It is the maximum-likelihood change point for a step between two known means: where the
+    cumulative sum over all earlier steps stays furthest on the old side of the midpoint (Page,
+    Continuous inspection schemes, 1954).
     """
     away = (sums - sequences * (moved.planned + moved.seen) / 2) * math.copysign(
         1.0, moved.seen - moved.planned

@@ -1,7 +1,7 @@
-"""Samples that say the same: by 64 bits of BLAKE2b of every text and file, which the index keeps
-where `data.deduplicate` asks for it.
+"""Detection of duplicate samples by 64 bits of BLAKE2b of every text and file.
 
-Of a hundred million samples that all differ, one is taken for another with a probability of 0.03 %.
+The index stores these hashes if `data.deduplicate` is set. Among a hundred million distinct
+samples, a false duplicate has a probability of 0.03 %.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NO_RECORD = Location(-1, 0)
 
 
 def contents_of(sample: Sample, opened: OpenShard) -> list[int]:
-    """A hash of what each segment of a sample says.
+    """Hash the content of each segment of a sample.
 
     Raises:
         ValueError, LookupError, OSError, DataError: as `OpenShard.file`.
     """
     own = (one for one in sample.segments if one.kind == TEXT and one.part != AROUND)
     record = next((one.location for one in own), NO_RECORD)
-    known: dict[tuple[int, Location], int] = {}  # of files, by kind: they may be in parts
+    known: dict[tuple[int, Location], int] = {}  # by kind, as a file may be cut into parts
     contents = []
     for one in sample.segments:
         if one.kind == TEXT:
@@ -44,8 +44,11 @@ def contents_of(sample: Sample, opened: OpenShard) -> list[int]:
 
 
 def of_samples(start: Ints, kinds: Ints, contents: Ints) -> NDArray[np.uint64]:
-    """[N] hash of each sample, of its segments from `start` [N + 1] on: their kinds and contents in
-    order."""
+    """Hash each sample [N]: the kinds and contents of its segments, in order.
+
+    Args:
+        start: [N + 1] first segment of each sample.
+    """
     place = np.arange(len(kinds)) - np.repeat(start[:-1], np.diff(start))
     total = np.zeros(len(kinds) + 1, np.uint64)
     np.cumsum(mix(place, kinds, contents) if len(kinds) else [], out=total[1:], dtype=np.uint64)
@@ -53,14 +56,14 @@ def of_samples(start: Ints, kinds: Ints, contents: Ints) -> NDArray[np.uint64]:
 
 
 def repeated(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """[N] whether a sample says what an earlier one says."""
+    """Return a mask [N] of the samples that repeat an earlier one."""
     again = np.ones(len(hashes), dtype=bool)
     again[np.unique(hashes, return_index=True)[1]] = False
     return again
 
 
 def _text(one: Segment) -> bytes:
-    """What a text says, which part of it is the sample's, and what of it is trained."""
+    """Return a text as bytes, with its extent in the document and its flags `trained`, `ended`."""
     how = [one.trained, one.ended, one.width_px, one.height_px]
     said = one.text if one.ids is None else repr(one.ids)
     return f"{how}{said}".encode("utf-8", "surrogatepass")

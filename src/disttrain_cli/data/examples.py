@@ -1,4 +1,4 @@
-"""Pictures and sounds to measure decoding by where there is no data."""
+"""Synthetic pictures and sounds on which decoding is measured if there is no data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ JPEG_QUALITY = 90
 
 
 def smooth_jpeg(side_px: int) -> bytes:
-    """A square picture of smooth colours with some noise, about as large a file as a photograph."""
+    """Return a square picture of smooth colours and some noise, in about a photo's file size."""
     import cv2
 
     random = np.random.default_rng(0)
@@ -21,5 +21,5 @@ def smooth_jpeg(side_px: int) -> bytes:
 
 
 def noise(samples: int) -> NDArray[np.float32]:
-    """So many samples of white noise."""
+    """Return white noise of `samples` samples."""
     return np.random.default_rng(0).uniform(-0.5, 0.5, samples).astype(np.float32)

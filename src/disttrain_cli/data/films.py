@@ -1,8 +1,8 @@
-"""Videos to what an image encoder reads: the frames that are seen, two to an item, resized by the
-rule of the published video processor.
+"""Videos as an image encoder reads them: sampled frames, two to an item, resized.
 
-Its class resizes tensors of bytes by torchvision's antialiased bicubic filter; here it is PIL's, as
-for images. Both compute in fixed point and differ by one level of 255 at most.
+The resize rule is that of the published video processor. Its class resizes byte tensors by
+torchvision's antialiased bicubic filter; here it is PIL's, as for images. Both compute in fixed
+point and differ by one level of 255 at most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]
 
 
 def film_of(data: bytes) -> Film:
-    """What a video file's header says."""
+    """Return the size, number of frames and frame rate in a video file's header."""
     return _film(video_header(data))
 
 
@@ -32,8 +32,11 @@ def _film(header: VideoHeader) -> Film:
 def decode_patches(
     data: bytes, image: ImageInput, parts: int, outs: Sequence[tuple[int, NDArray[Any]]]
 ) -> None:
-    """Some of the `parts` [2 · C, H, W] of a video by their numbers, into `outs`, once nothing can
-    fail any more."""
+    """Decode some of the `parts` [2 · C, H, W] of a video into `outs`.
+
+    `outs` has pairs of a part's number and its array; arrays are written once nothing can fail any
+    more.
+    """
     assert image.video is not None
     numbers = image.video.numbers(_film(stored_header(data)))
     if len(numbers) != parts * TEMPORAL:
@@ -51,7 +54,7 @@ def decode_patches(
 
 
 def check_patches(data: bytes, image: ImageInput) -> None:
-    """Decode all frames that are seen, for the errors alone."""
+    """Decode all sampled frames, only to raise their errors."""
     assert image.video is not None
     numbers = image.video.numbers(_film(stored_header(data)))
     for _ in decode_frames(data, sorted(set(numbers))):
@@ -59,7 +62,7 @@ def check_patches(data: bytes, image: ImageInput) -> None:
 
 
 def resized(pixels: Bytes, height: int, width: int, how: str) -> Bytes:
-    """[height, width, C] of pixels [H, W, C], by one of PIL's filters."""
+    """Resize pixels [H, W, C] to [height, width, C] by one of PIL's filters."""
     from PIL import Image
 
     if pixels.shape[:2] == (height, width):

@@ -1,8 +1,7 @@
-"""Image files (JPEG, PNG, WebP) without decoding a pixel: sizes from header bytes, how they are
-turned, and whether the end is there.
+"""Image files (JPEG, PNG, WebP) without decoding a pixel: size, orientation, truncation.
 
-Pictures are upright as `PIL.ImageOps.exif_transpose` makes them, which transformers and datasets
-read images by: the orientation is that of the EXIF metadata, else of the XMP metadata.
+Images are turned upright as by `PIL.ImageOps.exif_transpose`, with which transformers and datasets
+read images: the orientation is that of the EXIF metadata, else of the XMP metadata.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ MAX_PIXELS = 100_000_000
 MAX_METADATA_BYTES = 16 * 2**20  # of EXIF or XMP
 MAX_UNPACKED_BYTES = 2**20  # of compressed metadata, as PIL
 
-ORIENTATION, SHORT = 0x0112, 3  # a tag of EXIF, and the type of its value
-EXIF_MARK = b"Exif\0\0"  # stands before EXIF in a JPEG, sometimes elsewhere
-XMP_MARK = b"http://ns.adobe.com/xap/1.0/\0"  # before XMP in a JPEG
+ORIENTATION, SHORT = 0x0112, 3  # an EXIF tag, and the type of its value
+EXIF_MARK = b"Exif\0\0"  # precedes EXIF in a JPEG, sometimes elsewhere
+XMP_MARK = b"http://ns.adobe.com/xap/1.0/\0"  # precedes XMP in a JPEG
 XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-RAW_EXIF, XMP_TEXT = b"Raw profile type exif", b"XML:com.adobe.xmp"  # texts of a PNG
+RAW_EXIF, XMP_TEXT = b"Raw profile type exif", b"XML:com.adobe.xmp"  # keywords of PNG texts
 
-MARKER = struct.Struct(">BBH")  # 0xFF, code and length of a segment of a JPEG
-FRAME = struct.Struct(">BBHxHH")  # of a frame header also height and width
+MARKER = struct.Struct(">BBH")  # 0xFF, code and length of a JPEG segment
+FRAME = struct.Struct(">BBHxHH")  # with height and width, of a frame header
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # codes of frame headers
 APP1, SCAN = 0xE1, 0xDA
-ALONE = frozenset((0xD9, 0xFF))  # codes of markers that end a JPEG, and fill
-WALKED_BYTES = 4096  # of a JPEG in which all segments up to the first scan mostly lie
+ALONE = frozenset((0xD9, 0xFF))  # codes of markers that end a JPEG, and of fill bytes
+WALKED_BYTES = 4096  # of a JPEG; they usually hold all segments up to the first scan
 END = b"\xff\xd9"  # of a JPEG
-TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
-PIECE_BYTES = 2**20  # read at once, where it does not
+TAIL_BYTES = 4096  # of a JPEG; they usually hold its end marker
+PIECE_BYTES = 2**20  # read at a time, if they do not
 
 WEBP_EXIF, WEBP_XMP = 0x08, 0x04  # flags of VP8X
 
-#: How what is often found in place of an image begins.
+#: First bytes of files that often replace images.
 OTHERS = {
     rb"\Z": "an empty file",
     rb"version https://git-lfs": "a Git LFS pointer (git lfs pull brings the file)",
@@ -56,12 +55,12 @@ OTHERS = {
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
-#: True if a file of so many bytes ends as its format says.
+#: True if a file of this size ends as its format requires.
 IsWhole = Callable[[int], bool]
 
 
 class ImageHeader(NamedTuple):
-    """What an image file says of itself; width and height are those of the upright image."""
+    """Header of an image file; width and height are those of the upright image."""
 
     format: Literal["jpeg", "png", "webp"]
     width_px: int
@@ -71,22 +70,25 @@ class ImageHeader(NamedTuple):
 
     @property
     def stored_px(self) -> tuple[int, int]:
-        """Height and width as they are stored; orientations from 5 swap them."""
+        """Height and width as stored; orientations from 5 on swap them."""
         sides = (self.height_px, self.width_px)
         return sides[::-1] if self.orientation >= 5 else sides
 
 
 def read_header(read: Read) -> ImageHeader:
-    """Format and size of an image file; ValueError with the reason where it is none or too
-    large."""
+    """Return format and size of an image file.
+
+    Raises:
+        ValueError: it is no image of these formats, or too large; the message has the reason.
+    """
     return _header(read)[0]
 
 
 def read_whole(read: Read, size: int) -> ImageHeader:
-    """The same of a file of so many bytes that ends as its format says; ValueError also where it
-    does not: decoders fill what is missing without telling.
+    """Return the header of a complete file of `size` bytes; ValueError also if it is truncated.
 
-    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures.
+    Decoders fill what is missing without an error. More data may follow the end of a JPEG: cameras
+    append films, depth maps, further pictures.
     """
     header, is_whole = _header(read)
     if not is_whole(size):
@@ -95,9 +97,11 @@ def read_whole(read: Read, size: int) -> ImageHeader:
 
 
 def usual_jpeg(head: bytes, read: Read, size: int) -> tuple[int, int] | None:
-    """Width and height as `read_whole` finds them in a file of so many bytes that begins with
-    `head`, in less than half the time; None where that has to look closer: at other formats, at
-    EXIF, at whatever is damaged or cut."""
+    """Return width and height of a common JPEG file of `size` bytes that begins with `head`.
+
+    The result is that of `read_whole` in less than half the time; None for files that need its
+    closer look: other formats, EXIF, damage, truncation.
+    """
     if head[:2] != b"\xff\xd8":
         return None
     at, sides, last = 2, (0, 0), len(head) - FRAME.size
@@ -137,7 +141,7 @@ def _header(read: Read) -> tuple[ImageHeader, IsWhole]:
 def _stored(
     format_: Literal["jpeg", "png", "webp"], width: int, height: int, progressive: bool = False
 ) -> ImageHeader:
-    """Return the header of an image that is stored so; ValueError where none can be."""
+    """Return a header of these properties; ValueError if no image can have them."""
     if width < 1 or height < 1:
         raise ValueError(f"image of {width}x{height} pixels")
     if width * height > MAX_PIXELS:
@@ -146,7 +150,7 @@ def _stored(
 
 
 def _upright(header: ImageHeader, exif: bytes, xmp: bytes) -> ImageHeader:
-    """Return the header of a file as it is stored with its orientation applied."""
+    """Return the header of a stored file with its orientation applied."""
     orientation = _exif_orientation(exif) if exif else None
     if orientation is None and (match := XMP_ORIENTATION.search(xmp)):
         orientation = int(match[1])
@@ -158,9 +162,9 @@ def _upright(header: ImageHeader, exif: bytes, xmp: bytes) -> ImageHeader:
 
 
 def _exif_orientation(exif: bytes) -> int | None:
-    """Return the value of the orientation tag, 0 where it is no number; None without one.
+    """Return the value of the orientation tag, 0 if it is not a number; None without a tag.
 
-    PIL decides what is not the usual form of a whole directory, which takes it ten times as long.
+    PIL, ten times as slow, decides unless the directory is complete and of the usual form.
     """
     plain = exif.removeprefix(EXIF_MARK).removeprefix(EXIF_MARK)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(plain[:4], "")
@@ -182,7 +186,7 @@ def _exif_orientation(exif: bytes) -> int | None:
 
 
 def _exif_orientation_by_pil(exif: bytes) -> int | None:
-    """Return the same as PIL finds it; None in what it does not read at all."""
+    """Return the orientation as PIL reads it; None if it cannot read the metadata."""
     from PIL import Image
 
     given = Image.Exif()
@@ -205,8 +209,10 @@ def _metadata(read: Read, at: int, length: int) -> bytes:
 
 
 def _jpeg_segments(read: Read) -> Iterator[tuple[int, int, int]]:
-    """(code, place, length) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises
-    struct.error, ValueError.
+    """Yield (code, offset, length) of the segments up to the first scan (ITU T.81, B.1.1.3).
+
+    Raises:
+        struct.error, ValueError: the file is damaged.
     """
     head, at = read(0, WALKED_BYTES), 2
     while True:
@@ -243,8 +249,10 @@ def _jpeg(read: Read) -> tuple[ImageHeader, IsWhole]:
 
 
 def _jpeg_ends(read: Read, scan: int, size: int) -> bool:
-    """True if an end marker follows the first scan: looked for at the end of the file, then
-    everywhere."""
+    """Return True if an end marker follows the first scan.
+
+    It is searched for at the end of the file, then everywhere.
+    """
     if size - len(END) >= scan and read(size - len(END), len(END)) == END:
         return True
     end = max(scan, size - TAIL_BYTES)
@@ -256,8 +264,11 @@ def _jpeg_ends(read: Read, scan: int, size: int) -> bool:
 
 
 def _png(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
-    """Header of a PNG, and if its chunks are whole (PNG specification, section 5): a decoder may
-    set aside whatever length a damaged one claims."""
+    """Return the header of a PNG and a check that its chunks are complete.
+
+    The chunks are those of the PNG specification, section 5. A decoder may allocate whatever length
+    a damaged chunk claims.
+    """
     stored = _stored("png", *struct.unpack(">II", head[16:24]))
     exif, xmp, at, end = b"", b"", 8, None
     while end is None and len(chunk := read(at, 8)) == 8:
@@ -277,8 +288,10 @@ def _png(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
 
 
 def _png_text(kind: bytes, chunk: bytes) -> tuple[bytes, bytes]:
-    """(keyword, content) of a text chunk (PNG specification, section 11.3.3); no content where it
-    is damaged."""
+    """Return (keyword, content) of a text chunk (PNG specification, section 11.3.3).
+
+    The content is empty if it is damaged.
+    """
     keyword, _, text = chunk.partition(b"\0")
     packed = kind == b"zTXt"
     if kind == b"iTXt":
@@ -297,8 +310,10 @@ def _png_text(kind: bytes, chunk: bytes) -> tuple[bytes, bytes]:
 
 
 def _unhexed(profile: bytes) -> bytes:
-    """EXIF as ImageMagick writes it into texts: behind a name and a length, in lines of hexadecimal
-    digits."""
+    """Decode EXIF as ImageMagick writes it into texts.
+
+    Lines of hexadecimal digits follow a name and a length.
+    """
     try:
         return bytes.fromhex(b"".join(profile.split(b"\n")[3:]).decode("ascii"))
     except ValueError:
@@ -306,7 +321,7 @@ def _unhexed(profile: bytes) -> bytes:
 
 
 def _webp(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
-    """Sizes of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
+    """Return the header of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
     end = int.from_bytes(head[4:8], "little") + 8
 
     def is_whole(size: int) -> bool:
@@ -327,8 +342,10 @@ def _webp(read: Read, head: bytes) -> tuple[ImageHeader, IsWhole]:
 
 
 def _webp_metadata(read: Read, flags: bytes, end: int) -> tuple[bytes, bytes]:
-    """(EXIF, XMP) of the first chunks of that name, where the file's flags say that there are
-    any, as libwebp reads them."""
+    """Return (EXIF, XMP) of the first chunks of these names, as libwebp reads them.
+
+    A chunk is read only if the file's flags announce it.
+    """
     wanted = {b"EXIF": WEBP_EXIF, b"XMP ": WEBP_XMP}
     left = {name for name, flag in wanted.items() if flags and flags[0] & flag}
     got, at = dict.fromkeys(wanted, b""), 12

@@ -1,7 +1,7 @@
-"""Choice of the samples that are kept for evaluation: by a hash of source, shard and key.
+"""Choice of the samples held out for evaluation: by a hash of source, shard and key.
 
-A key is unique inside its shard at most ("row 0" of every Parquet file), so all three are hashed.
-The choice in a shard does not depend on other shards, nor on the folder that the source lies in.
+A key is unique only inside its shard ("row 0" of every Parquet file), so all three are hashed. The
+choice in a shard depends neither on other shards nor on the source's folder.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from disttrain_cli.data.arrays import mix
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Of a word of 64 bits, the first 0 to 8 bytes.
+#: Masks of the first 0 to 8 bytes of a 64-bit word.
 KEPT = np.array([(1 << 8 * count) - 1 for count in range(8)] + [-1], np.int64)
 
 
 def chosen(
     keys: pa.ChunkedArray, source: int, shard: str, fraction: float, pieces: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[N] True for each held-out sample of a shard; about `fraction` of them are.
+    """Return a mask [N] of the held-out samples of a shard, about `fraction` of them.
 
     Args:
         source: index of the source in `data.sources`.
         shard: name of the shard, relative to the source.
         pieces: [N] True for a sample that may continue the document of the sample before it
-            (`data.documents`): it shares that one's choice if it has the same key.
+            (`data.documents`): with the same key, it is held out together with that sample.
     """
     import pyarrow as pa
 
@@ -43,7 +43,7 @@ def chosen(
 
 
 def bytes_of(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """(where each key begins [N + 1], bytes)."""
+    """Return (offset of each key [N + 1], bytes of all keys)."""
     import pyarrow as pa
 
     keys = keys.cast(pa.large_binary())
@@ -53,7 +53,7 @@ def bytes_of(keys: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 
 
 def hashes(keys: pa.Array, seed: int = 0) -> NDArray[np.uint64]:
-    """[N] hash of every key: SplitMix64 over a seed, its length and its bytes, eight at a time."""
+    """Hash every key [N]: SplitMix64 over a seed, its length and its bytes, eight at a time."""
     starts, content = bytes_of(keys)
     first, lengths = starts[:-1], np.diff(starts)
     padded = np.append(content[: starts[-1]], np.zeros(8, np.uint8))
@@ -67,8 +67,10 @@ def hashes(keys: pa.Array, seed: int = 0) -> NDArray[np.uint64]:
 
 
 def _distinct(of_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """[N] hashes of samples by those of their keys: of equal keys (a JSON may repeat an `id`), with
-    the sample's number among them."""
+    """Return sample hashes [N] from key hashes, made distinct for equal keys.
+
+    Equal keys (a JSON may repeat an `id`) are hashed with the sample's number among them.
+    """
     ordered = np.sort(of_keys)
     if (ordered[1:] != ordered[:-1]).all():
         return of_keys

@@ -1,8 +1,7 @@
-"""The sample index: one pass over the sources that reads sizes only, stored as Parquet (see
-`spec.index`).
+"""The sample index: one pass over the sources that reads sizes only, stored as Parquet.
 
-Everything after it (packing, ordering, planning) works on these numbers; only the loader opens
-shards again.
+The file's columns are in `spec.index`. All later stages (packing, ordering, planning) work on these
+numbers; only the loader opens shards again.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.runfile.data import DistributionSpec
 
-#: Fields of `Index` that are columns, of every index and of some.
+#: Fields of `Index` that are columns: of every index, and of some.
 FIELDS = (
     *("source", "shard", "segment_start", "kinds", "tokens", "trained", "ended"),
     *("offsets", "sizes", "grids"),
 )
 OPTIONAL_FIELDS = ("pieces", "drawn", "repeated", "templated", "part", "numbers")
-#: Properties that are columns as well: of every index, where files are cut, where there are
+#: Properties that are columns as well: of every index; if files are cut into parts; if there are
 #: videos.
 DERIVED = ("lengths", "label_tokens", "end_trained", "own_texts", "files")
 OF_PARTS, OF_FILMS = ("file", "parts"), ("frames",)
@@ -67,8 +66,7 @@ COUNTED = (
 
 
 class Keys(Sequence[str]):
-    """Names of samples, kept as their bytes and where each begins [N + 1] instead of an object
-    each."""
+    """Names of samples, stored as bytes and offsets [N + 1] instead of one object each."""
 
     def __init__(self, content: NDArray[np.uint8], start: Ints) -> None:
         self._content, self._start = content, start
@@ -93,7 +91,7 @@ Value = TypeVar("Value")
 
 
 def derived(compute: Callable[[Index], Value]) -> cached_property[Value]:
-    """A property that follows from the fields; taken from `Index.known` where it stands there."""
+    """Cached property computed from the fields; read from `Index.known` if it is there."""
     name = compute.__name__
 
     def taken(index: Index) -> Value:
@@ -104,7 +102,7 @@ def derived(compute: Callable[[Index], Value]) -> cached_property[Value]:
 
 @dataclass(frozen=True)
 class Index:
-    """Sizes of every sample; segments of all samples lie one after the other."""
+    """Sizes of every sample; the segments of all samples are concatenated."""
 
     fingerprint: str
     inputs: ModelInputs
@@ -112,67 +110,67 @@ class Index:
     shards: list[Shard]
     skipped: list[Skipped]
     source: Ints  # [N samples]
-    shard: Ints  # [N] place in `shards`, which is empty where the sizes were drawn
+    shard: Ints  # [N] index into `shards`, which is empty if the sizes were drawn
     keys: Sequence[str]  # [N]
     segment_start: Ints  # [N + 1]
     kinds: Ints  # [segments] TEXT, or one of `KINDS`
     tokens: Ints  # [segments]
     trained: NDArray[np.bool_]  # [segments] a text whose tokens are labels
     ended: NDArray[np.bool_]  # [segments] a text whose last token is an EOS inside the sample
-    # [segments] where it lies in its shard: two numbers whose meaning is the form's own
+    # [segments] location in the shard: two numbers whose meaning depends on the shard's format
     offsets: Ints
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] rows, columns of items (`spec.heads.Head`); 0 of texts
     #: [N, 2] (first character, characters) of samples that are pieces of a document
     #: (`data.documents`), else 0; None = there is no such sample
     pieces: Ints | None = None
-    # images read that have more pixels than the model's budget; of files only
+    # images read that have more pixels than the model's budget; images in files only
     scaled_down: int | None = None
-    # by `UNREAD`, what the model has no module for
+    # by `UNREAD`, the number of files for which the model has no module
     unread: dict[str, int] = field(default_factory=dict)
-    unread_files: list[str] = field(default_factory=list)  # beside the shards, and why
-    #: of each source, samples by key of their records that no reader knows
+    unread_files: list[str] = field(default_factory=list)  # files next to shards, and why
+    #: per source, samples by key of their records that no reader reads
     unread_keys: list[dict[str, int]] = field(default_factory=list)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that training draws; None = all
-    #: [N] whether a sample says what an earlier one says: it is never drawn; None = nobody looked
+    #: [N] True if a sample repeats an earlier one: it is never drawn; None = not checked
     repeated: NDArray[np.bool_] | None = None
-    #: [N] whether a chat template wrote a sample: it has no BOS and EOS but the template's; None =
-    #: there is no such sample
+    #: [N] True if a chat template rendered a sample: its only BOS and EOS are the template's; None
+    #: = there is no such sample
     templated: NDArray[np.bool_] | None = None
-    #: [segments] numbers of items among those of their file, `AROUND` for texts around them; None =
-    #: every file is one item (`data.parts`)
+    #: [segments] index of an item among the parts of its file, `AROUND` for texts around them; None
+    #: = every file is one item (`data.parts`)
     part: Ints | None = None
-    #: [segments, 2] what the headers of items' files say, [segments, 4] where there are videos;
-    #: None where `part` is
+    #: [segments, 2] sizes in the headers of items' files, [segments, 4] if there are videos; None
+    #: if `part` is None
     numbers: Ints | None = None
-    #: [shards] all images and clips of a shard were decoded once
+    #: [shards] True if all images and clips of a shard have been decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    held: bool = False  # of the samples that training leaves out
+    held: bool = False  # True: `chosen` are the held-out samples instead of those of training
     orders: Path | None = None  # folder of its epochs' orders (`data.epochs.making`)
-    #: Fingerprint of each source: its shards, and which of its samples are drawn; none where sizes
+    #: Fingerprint of each source: its shards and which of its samples are drawn; empty if sizes
     #: were drawn.
     of_sources: list[str] = field(default_factory=list)
-    #: (first step, weight of each source) as the run file has them; the first are `weights`.
+    #: (first step, weight of each source) as in the run file; the first weights are `weights`.
     phases: Phases = field(default_factory=list)
-    known: Mapping[str, Any] = field(default_factory=dict)  # properties that need no computing
+    known: Mapping[str, Any] = field(default_factory=dict)  # precomputed properties
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def per_sample(self, values: Ints) -> Ints:
-        """Sums over the segments of each sample."""
+        """Sum values over the segments of each sample."""
         total = starts_of(values)
         return total[self.segment_start[1:]] - total[self.segment_start[:-1]]
 
     def specials(self, samples: Any = slice(None)) -> Ints:
-        """BOS and EOS of these samples: both, or none where `templated`."""
+        """Return the number of BOS and EOS tokens of these samples: 2, or 0 if `templated`."""
         if self.templated is None:
             return np.broadcast_to(np.int64(SAMPLE_SPECIALS), len(self))[samples]
         return np.where(self.templated[samples], 0, SAMPLE_SPECIALS)
 
     @property
     def chosen(self) -> NDArray[np.bool_] | None:
-        """[N] samples that sequences are made of; None = all."""
+        """[N] mask of the samples that are packed into sequences; None = all."""
         kept = ~self.drawn if self.held and self.drawn is not None else self.drawn
         if self.repeated is None:
             return kept
@@ -180,19 +178,19 @@ class Index:
 
     @derived
     def held_count(self) -> int:
-        """Samples that training leaves out."""
+        """Number of held-out samples, which training leaves out."""
         if self.drawn is None:
             return 0
         return int((~self.drawn if self.repeated is None else ~(self.drawn | self.repeated)).sum())
 
     @derived
     def repeated_count(self) -> int:
-        """Samples that say what an earlier one says."""
+        """Number of samples that repeat an earlier one."""
         return 0 if self.repeated is None else int(self.repeated.sum())
 
     @property
     def sample_count(self) -> int:
-        """Samples of the shards: the pieces of a document are one."""
+        """Number of samples in the shards; the pieces of a document count as one."""
         later = 0 if self.pieces is None else int((self.pieces[:, 0] > 0).sum())
         return len(self) - later
 
@@ -203,11 +201,14 @@ class Index:
 
     @derived
     def end_trained(self) -> NDArray[np.bool_]:
-        """[N] whether a sample's EOS is a label: not where its last text is not trained, its
-        document goes on, or it has none."""
+        """[N] mask of the samples whose EOS is a label.
+
+        It is not a label if the last text is not trained, the document continues, or a chat
+        template rendered the sample.
+        """
         goes_on = np.zeros(len(self), dtype=bool)
         if self.pieces is not None:
-            goes_on[:-1] = self.pieces[1:, 0] > 0  # the next sample does not begin its document
+            goes_on[:-1] = self.pieces[1:, 0] > 0  # the next sample continues this one's document
         if self.templated is not None:
             goes_on |= self.templated
         texts = np.flatnonzero(self.own_texts)
@@ -220,43 +221,45 @@ class Index:
 
     @derived
     def own_texts(self) -> NDArray[np.bool_]:
-        """[segments] texts that are not written around the parts of a file."""
+        """[segments] mask of the texts that are not written around the parts of a file."""
         texts = self.kinds == TEXT
         return texts if self.part is None else texts & (self.part >= 0)
 
     @derived
     def file(self) -> Ints:
-        """[segments] of each item the first part of its file; of a text itself."""
+        """[segments] index of the first part of each item's file; of a text its own index."""
         if self.part is None:
             return np.arange(len(self.kinds))
         return first_parts(self.kinds, self.part)
 
     @derived
     def parts(self) -> Ints:
-        """[segments] how many items the file of each is."""
+        """[segments] number of items in each item's file."""
         return counts_of_parts(self.file)
 
     @derived
     def files(self) -> NDArray[np.bool_]:
-        """[segments] items that are the first, or only, part of their file."""
+        """[segments] mask of items that are the first, or only, part of their file."""
         items = self.kinds != TEXT
         return items if self.part is None else items & (self.part == 0)
 
     @derived
     def file_count(self) -> int:
-        """Images, clips and other files of all samples."""
+        """Number of images, clips and other files of all samples."""
         return int(self.files.sum())
 
     @derived
     def frames(self) -> Ints:
-        """[segments] frames of the video that an item is a part of; 0 of all others."""
+        """[segments] frames of the video that an item is a part of; 0 for all others."""
         if self.numbers is None or self.numbers.shape[1] < 4:
             return np.broadcast_to(np.int64(0), len(self.kinds))
         return np.where(self.kinds == TEXT, 0, self.numbers[:, 2])
 
     def numbers_of(self, segment: int) -> Numbers:
-        """Numbers of an item's file; of an image without `numbers` the size that it is resized to,
-        as if its record stated it."""
+        """Return the sizes in the header of an item's file.
+
+        Without `numbers`, an image's is the size that it is resized to, as if its record stated it.
+        """
         if self.numbers is not None:
             numbers: list[int] = self.numbers[segment].tolist()
             return tuple(numbers if any(numbers[2:]) else numbers[:2])
@@ -266,20 +269,20 @@ class Index:
 
     @derived
     def label_tokens(self) -> Ints:
-        """[N] label tokens of each sample: those of its trained texts, and EOS where
-        `end_trained`."""
+        """[N] label tokens of each sample: its trained texts, and EOS if `end_trained`."""
         return self.per_sample(np.where(self.trained, self.tokens, 0)) + self.end_trained
 
 
 def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
-    """The index of the run's data: drawn from its distribution, else read; built where there is
-    none for this run file, and extended where shards were added.
+    """Return the index of the run's data: drawn from its distribution, or read from its file.
+
+    The file is built if there is none for this run file, and extended if shards were added.
 
     Raises:
         DataError: a source is missing or empty, has too many bad samples, or no text to train on.
-        MismatchError: a shard changed or went since it was indexed.
-        SpecError: the tokenizer does not fit the model, or the images of the distribution not its
-            sequences.
+        MismatchError: an indexed shard changed or is gone.
+        SpecError: the tokenizer does not fit the model, or the images of the distribution do not
+            fit its sequences.
     """
     if run.file.data.distribution is not None:
         return _drawn_index(run.file.data.distribution, inputs)
@@ -291,7 +294,7 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
         made = made_for(run, inputs, tokenizer)
         if extended(stored, made) == made:  # no source has another weight
             index = _index(run, inputs, stored, listed, progress)
-            check_bad(run, index.sample_count, index.skipped)  # the limit may be another one
+            check_bad(run, index.sample_count, index.skipped)  # the limit may have changed
             return index
     write_index(run, inputs, tokenizer, shards, progress, stored)
     return _index(run, inputs, read_stored(run.dir.index), listed, progress)
@@ -300,12 +303,14 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
 def build_index(
     run: Run, inputs: ModelInputs, progress: Progress = silent, processes: int | None = None
 ) -> Index:
-    """Read the sizes of every sample and write the index of the run, whole or not at all; by so
-    many processes (`indexing.in_order`).
+    """Read the sizes of every sample and write the index of the run atomically.
 
-    What an interrupted pass or other hosts have read (`read_share_of`) is taken. Samples that are
-    broken or longer than a sequence are skipped, counted and named in `Index.skipped`; texts alone
-    become several samples where they are longer.
+    Results of an interrupted pass or of other hosts (`read_share_of`) are reused. Samples that are
+    broken or longer than a sequence are skipped, counted and named in `Index.skipped`; longer
+    samples of text alone are cut into several.
+
+    Args:
+        processes: number of indexing processes (`indexing.in_order`).
 
     Raises:
         DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples
@@ -319,13 +324,13 @@ def build_index(
 
 
 def read_index(run: Run, inputs: ModelInputs) -> Index:
-    """The index of the run, checked against the files on disk (names, sizes, times).
+    """Read the run's index and check it against the files on disk (names, sizes, times).
 
     Raises:
         DataError: there is no index, it cannot be read, or the run has a distribution instead of
             data.
-        MismatchError: it was made for another model, tokenizer or list of sources, or a shard came,
-            went or changed.
+        MismatchError: it was made for another model, tokenizer or list of sources, or a shard was
+            added, removed or changed.
     """
     check_sources(run)
     stored = stored_index(run, inputs)
@@ -336,11 +341,11 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
 
 
 def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> Index:
-    """Write the index without these samples (rows of it), all others of which were decoded.
+    """Write the index without these samples (row numbers); all other samples have been decoded.
 
     Raises:
-        DataError: as `build_index`; the index stays as it was.
-        MismatchError: a shard came, went or changed meanwhile.
+        DataError: as `build_index`; the index is unchanged.
+        MismatchError: a shard was added, removed or changed meanwhile.
     """
     tokenizer, stored, listed = (
         checked_tokenizer(run, inputs),
@@ -359,10 +364,10 @@ def _index(
     listed: Listed,
     progress: Progress = silent,
 ) -> Index:
-    """Open an index whose shards are the same as those on disk; those of training are drawn.
+    """Open an index whose shards equal those on disk, with the samples of training drawn.
 
     Raises:
-        DataError: evaluation is asked for, and no sample is held out.
+        DataError: evaluation is requested, and no sample is held out.
     """
     header, columns = columns_of(
         run, inputs, stored, listed.shards, partial(_derive, inputs), progress
@@ -402,7 +407,7 @@ def _index(
 
 
 def _fingerprint(run: Run, stored: Stored) -> str:
-    """Of an index, and of which of its samples are drawn."""
+    """Return the fingerprint of an index and of the choice of its samples that are drawn."""
     data, named = run.file.data, []
     if data.held_out:
         named.append(str(data.held_out))
@@ -420,7 +425,7 @@ def _fingerprint(run: Run, stored: Stored) -> str:
 def _derive(
     inputs: ModelInputs, fields: Mapping[str, Any], samples: int
 ) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
-    """Properties that are columns, and those that are sums, of some samples with these fields."""
+    """Compute (properties that are columns, properties that are sums) of some samples."""
     zeros = np.zeros(samples, dtype=np.int64)
     index = Index(
         fingerprint="",
@@ -441,8 +446,9 @@ def _derive(
 
 
 def held_out(index: Index) -> Index:
-    """The same data, of which the samples are drawn that training leaves out (`data.held_out`, or
-    those of validation splits).
+    """Return the index of the same data with the held-out samples drawn instead.
+
+    They are those of `data.held_out`, or of validation splits.
 
     Raises:
         DataError: there is none.
@@ -459,7 +465,7 @@ def held_out(index: Index) -> Index:
 
 
 def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
-    """An index without files: documents that are drawn."""
+    """Return an index of drawn documents, without files."""
     drawn = draw(spec, inputs)
     documents = len(drawn.segment_start) - 1
     nowhere, source = (

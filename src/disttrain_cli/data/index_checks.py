@@ -1,5 +1,4 @@
-"""What an index must agree with before it is used: tokenizer, run file, files on disk, share of bad
-samples."""
+"""Checks of an index before its use: tokenizer, run file, files on disk, share of bad samples."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ MEANT = (
     " profile --reindex"
 )
 ADDED = "Take the new shards in with: disttrain profile"
-EVEN = 128  # a multiple of it is a vocabulary that all usual TP sizes divide
+EVEN = 128  # vocabulary sizes that are a multiple of it are divisible by all usual TP sizes
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
-#: What usable samples look like, in a tar and in a JSON.
+#: Usable samples in a tar, in a JSON and in a table.
 MEMBERS = (
     "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its"
     " files"
@@ -46,7 +45,7 @@ USABLE = {".json": RECORDS, ".parquet": TABLE, ".arrow": TABLE}
 
 
 class BadSamplesError(DataError):
-    """More samples cannot be used than are allowed; `skipped` are all of them."""
+    """More samples are unusable than allowed; `skipped` has all of them."""
 
     def __init__(self, skipped: list[Skipped], what: str, why: str, next_step: str) -> None:
         super().__init__(what, why, next_step)
@@ -54,16 +53,16 @@ class BadSamplesError(DataError):
 
 
 class State(NamedTuple):
-    """By which a change of a shard is noticed."""
+    """Properties of a shard that reveal a change."""
 
     source: int
     name: str
     size: int
-    time: int | str  # of the last change in ns, or the version that a server tells
+    time: int | str  # of the last change in ns, or the version that a server reports
 
 
 def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
-    """The run's tokenizer; SpecError where the model has fewer ids than it."""
+    """Read the run's tokenizer; SpecError if the model has fewer ids."""
     tokenizer = read_tokenizer(run)
     if tokenizer.vocabulary > inputs.vocabulary:
         beyond = range(inputs.vocabulary, tokenizer.vocabulary)
@@ -87,7 +86,7 @@ def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
 
 
 def check_sources(run: Run) -> None:
-    """DataError where there is no data to open: a distribution has sizes only."""
+    """Raise DataError if there is no data to open: a distribution has sizes only."""
     if run.file.data.distribution is not None:
         raise DataError(
             "data.distribution has sizes only: there is nothing to train on",
@@ -99,7 +98,7 @@ def check_sources(run: Run) -> None:
 
 
 def check_text(samples: int, label_tokens: int) -> None:
-    """DataError where no text of any sample is trained: the LLM would have nothing to learn."""
+    """Raise DataError if no text of any sample is trained: the LLM would have nothing to learn."""
     if not label_tokens:
         raise DataError(
             "The dataset has no text to train on",
@@ -111,25 +110,26 @@ def check_text(samples: int, label_tokens: int) -> None:
 
 
 class Listed(NamedTuple):
-    """Shards of all sources with the source of each, in dataset order, and what lies beside them
-    and is not read."""
+    """Shards of all sources in dataset order, with their source, and the files not read."""
 
     shards: list[tuple[int, Shard]]
     unread: list[str]
 
 
 def evaluates_split(run: Run) -> bool:
-    """True if evaluation is on the validation splits of the data's folders: where it is asked for,
-    and no share of the samples is held out."""
+    """Return True if evaluation uses the validation splits of the data's folders.
+
+    That is so if evaluation is requested and no share of the samples is held out.
+    """
     return run.file.train.asks_evaluation and not run.file.data.held_out
 
 
 def list_shards(run: Run) -> Listed:
-    """Shards of the run's sources.
+    """List the shards of the run's sources.
 
     Raises:
-        DataError: a source is not there, or holds none.
-        MismatchError: it is so because shards of it that were indexed are gone.
+        DataError: a source is missing, or has no shards.
+        MismatchError: the cause is that indexed shards of it are gone.
     """
 
     def opened(path: str) -> str:
@@ -172,8 +172,10 @@ def list_shards(run: Run) -> Listed:
 
 
 def _check_there(run: Run, number: int, path: str) -> None:
-    """MismatchError where shards of a source that cannot be listed were indexed, and are gone: not
-    behind URLs, whose servers say themselves what fails."""
+    """Raise MismatchError if indexed shards of a source that cannot be listed are gone.
+
+    Sources behind URLs are not checked: their servers report the failure.
+    """
     if is_url(path):
         return
     try:
@@ -200,7 +202,7 @@ def _check_there(run: Run, number: int, path: str) -> None:
 
 
 def _without_held_out(listing: Listing, of_all: Sequence[Listing]) -> Listing:
-    """The shards of a source, where those of the validation split of any source are held out."""
+    """Mark as held out the shards of a source that are in the validation split of any source."""
     held = {_real(one.path) for other in of_all for one in other.shards if one.held_out}
     if not held:
         return listing
@@ -229,7 +231,7 @@ def _real(path: str) -> str:
 
 
 def _with_text(shard: Shard, source: int, text: str | None) -> Shard:
-    """The shard with the column of texts that the run file names; DataError where it has none."""
+    """Set the column of texts that the run file names; DataError if the shard has no columns."""
     if text is None:
         return shard
     if shard.form not in ("parquet", "arrow"):
@@ -243,14 +245,14 @@ def _with_text(shard: Shard, source: int, text: str | None) -> Shard:
 
 
 def shard_label(run: Run, shard: Shard) -> str:
-    """How messages name a shard: relative to the run file where it lies below it."""
+    """Return a shard's name in messages: relative to the run file if it lies below its folder."""
     path = PurePath(shard.path)
     below = not is_url(shard.path) and path.is_relative_to(run.folder)
     return shown(str(path.relative_to(run.folder)) if below else shard.path)
 
 
 def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What an index depends on besides the shards."""
+    """Return everything but the shards that an index depends on."""
     chat = {"chat template": tokenizer.chat.fingerprint} if tokenizer.chat else {}
     hashed = {"data.deduplicate": True} if run.file.data.deduplicate else {}
     return {
@@ -267,12 +269,12 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
 
 
 def states_of(shards: list[tuple[int, Shard]]) -> list[State]:
-    """State of every shard as it lies there now; DataError where one cannot be reached."""
+    """Return the current state of every shard; DataError if one cannot be reached."""
     return [State(source, shard.name, *state_of(shard.path)) for source, shard in shards]
 
 
 def check_same(stored: Stored, now: dict[str, Any]) -> None:
-    """MismatchError where an index was made for another model, tokenizer or list of sources."""
+    """Raise MismatchError if an index was made for another model, tokenizer or list of sources."""
     changed = [name for name in now if stored.inputs.get(name) != now[name]]
     if changed:
         raise MismatchError(
@@ -284,8 +286,10 @@ def check_same(stored: Stored, now: dict[str, Any]) -> None:
 
 
 def extended(stored: Stored, now: dict[str, Any]) -> dict[str, Any]:
-    """`now` (`made_for`) with the sources of an index, if it goes on with these: they may have
-    other weights, and others may follow."""
+    """Return `now` (`made_for`) with an index's sources, if `now` extends them.
+
+    Their weights may differ, and more sources may follow.
+    """
 
     def places(sources: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
         return [(source["path"], source["images"], source.get("text")) for source in sources]
@@ -296,7 +300,7 @@ def extended(stored: Stored, now: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_profiled_data(data_fingerprint: str, profile: Profile) -> None:
-    """MismatchError where an index is of other data than were profiled."""
+    """Raise MismatchError if an index is of other data than the profile."""
     if data_fingerprint != profile.fingerprints.data:
         raise MismatchError(
             "The dataset is not the one that was profiled",
@@ -306,13 +310,15 @@ def check_profiled_data(data_fingerprint: str, profile: Profile) -> None:
 
 
 def check_kept(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> None:
-    """MismatchError where a shard changed or went since it was indexed; new ones may be there, and
-    copies with other times."""
+    """Raise MismatchError if an indexed shard changed or is gone.
+
+    New shards, and copies with other times, are accepted.
+    """
     _check_states(stored, _without_copies(stored, now, shards), MEANT, added=False)
 
 
 def check_files(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> None:
-    """MismatchError where a shard came, went or changed; copies with other times may be there."""
+    """Raise MismatchError if a shard was added, removed or changed; copies may have other times."""
     now = _without_copies(stored, now, shards)
     _check_states(stored, now, MEANT, added=False)
     _check_states(stored, now, ADDED, added=True)
@@ -321,8 +327,7 @@ def check_files(stored: Stored, now: list[State], shards: list[tuple[int, Shard]
 def _without_copies(
     stored: Stored, now: list[State], shards: list[tuple[int, Shard]]
 ) -> list[State]:
-    """The states, where a shard of the same size and content has another time with the time that is
-    stored."""
+    """Return the states, with the stored time for a shard of the same size and content."""
     known = {indexed[:2]: indexed for indexed in stored.files}
 
     def told(state: State, shard: Shard) -> State:
@@ -361,7 +366,7 @@ def _check_states(stored: Stored, now: list[State], next_step: str, added: bool)
 
 
 def _change(before: State | None, now: State | None) -> str:
-    """What happened to a shard."""
+    """Describe a shard's change."""
     if before is None or now is None:
         return "new" if before is None else "gone"
     return f"was {_shown_state(before)}, is {_shown_state(now)}"
@@ -375,8 +380,10 @@ def _shown_state(state: State) -> str:
 
 
 def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
-    """BadSamplesError where no sample is left, or more were skipped than `data.max_bad_fraction`
-    allows."""
+    """Raise BadSamplesError if no sample is left, or more are skipped than allowed.
+
+    `data.max_bad_fraction` is the limit.
+    """
     limit = run.file.data.max_bad_fraction
     lost, unknown = samples_lost(skipped), [one for one in skipped if one.samples is None]
     named = _named(skipped)
@@ -415,7 +422,7 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
 
 
 def _named(skipped: Sequence[Skipped]) -> str:
-    """The largest of them, a line each."""
+    """Return the largest of them, a line each."""
     few = largest_first(skipped)[:MOST_NAMED]
     lines = [f"  {shown_skipped(one)}: {one.reason}" for one in few]
     more = len(skipped) - MOST_NAMED

@@ -1,10 +1,9 @@
-"""The index as flat columns that every process of a host maps into memory: a rank touches the pages
-of the samples that it works on.
+"""The index as flat columns that every process of a host memory-maps.
 
-Parquet is what the index is exchanged in; the columns lie beside it in the run's folder, made once
-from it and again where it changed. Besides what Parquet says they hold what follows from it for
-every sample or segment, and what is counted over all of them. Numbers are as narrow as they are in
-Parquet.
+A rank reads only the pages of its samples. Parquet is the exchange format of the index; the columns
+lie in the run's folder, too, written once from the Parquet file and again when it changes. They
+hold the Parquet columns, properties derived from them for every sample or segment, and counts over
+all samples. Numbers are as narrow as in Parquet.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 VERSION = 3
-NARROW = {  # types of columns whose values are computed with in 64 bits
+NARROW = {  # storage types of columns whose values are computed with in 64 bits
     "kinds": np.int8,
     "tokens": np.int32,
     "grids": np.int32,
@@ -49,13 +48,13 @@ NARROW = {  # types of columns whose values are computed with in 64 bits
     "parts": np.int32,
     "frames": np.int32,
 }
-#: Given fields that are columns, and how many samples: further columns, and what is to be summed
+#: From fields that are columns, and a number of samples: further columns, and counts to be summed
 #: over all samples.
 Derive = Callable[[dict[str, Any], int], tuple[dict[str, NDArray[Any]], dict[str, int]]]
 
 
 def stored_index(run: Run, inputs: ModelInputs) -> Stored:
-    """What the index on disk was made for; of its columns where they are there, else of Parquet.
+    """Open the index on disk: its columns if they exist, else its Parquet file.
 
     Raises:
         DataError, MismatchError: as `read_stored`.
@@ -76,7 +75,9 @@ def columns_of(
     derive: Derive,
     progress: Progress,
 ) -> tuple[dict[str, Any], Columns]:
-    """(what is counted over all samples, the columns by name).
+    """Return (header with the counts over all samples, columns by name).
+
+    The columns are written if they do not exist yet.
 
     Args:
         shards: (source, shard) of every shard of the index, in its order.
@@ -100,7 +101,7 @@ def columns_of(
 
 
 def _name(run: Run, inputs: ModelInputs) -> str:
-    """Of the folder of an index as it lies there now."""
+    """Return the folder name of an index in its current state on disk."""
     there = run.dir.index.stat()
     file = [there.st_size, there.st_mtime_ns, there.st_ino]
     drawn = [run.file.data.held_out, run.file.data.deduplicate]
@@ -151,8 +152,10 @@ def _write(
 
 
 def first_names(shards: list[tuple[int, Shard]]) -> list[tuple[int, str]]:
-    """(source, name) of every shard, or those of the first shard that is the same file: a sample
-    that two sources read is held out of both, or of neither."""
+    """Return (source, name) of every shard, or those of the first shard that is the same file.
+
+    A sample that two sources read is thus held out of both, or of neither.
+    """
     first: dict[str, tuple[int, str]] = {}
     files = [
         shard.path if is_url(shard.path) else os.path.realpath(shard.path) for _, shard in shards
@@ -164,7 +167,7 @@ def first_names(shards: list[tuple[int, Shard]]) -> list[tuple[int, str]]:
 
 
 def _sources(run: Run, stored: Stored) -> list[str]:
-    """`Index.of_sources`."""
+    """Return `Index.of_sources`."""
     data, shards = run.file.data, list[list[Any]]([] for _ in run.file.data.sources)
     for indexed in stored.files:
         if not indexed.held_out:
@@ -174,13 +177,13 @@ def _sources(run: Run, stored: Stored) -> list[str]:
 
 
 def _used(arrays: dict[str, Any], samples: int) -> NDArray[np.bool_]:
-    """[N] whether each sample is for training."""
+    """Return a mask [N] of the samples for training."""
     kept = arrays.get("drawn", np.ones(samples, dtype=bool))
     return kept & ~arrays["repeated"] if "repeated" in arrays else kept
 
 
 def _repeated(stored: Stored) -> NDArray[np.bool_]:
-    """[N] whether each sample of the index says what an earlier one says."""
+    """Return a mask [N] of the samples of the index that repeat an earlier one."""
     names = ("kinds", "contents")
     hashes = [
         of_samples(starts_of(counts_of(rows)), *(flat(rows, name) for name in names))
@@ -190,7 +193,7 @@ def _repeated(stored: Stored) -> NDArray[np.bool_]:
 
 
 def _looked_through(stored: Stored) -> dict[str, bool]:
-    """Which columns that most indexes lack this one has, by name."""
+    """Return, by name, True for each optional column of this index; most indexes have none."""
     has = dict.fromkeys(("pieces", "templated", "frames"), False)
     for _, rows, _ in stored.by_shard(["kinds", "heights", "frames"]):
         of_texts = flat(rows, "heights")[flat(rows, "kinds") == TEXT]
@@ -201,7 +204,7 @@ def _looked_through(stored: Stored) -> dict[str, bool]:
 
 
 def arrays_of(inputs: ModelInputs, rows: pa.Table, has: dict[str, bool]) -> dict[str, Any]:
-    """Fields of `Index` that rows of its Parquet file say."""
+    """Return the fields of `Index` that follow from rows of its Parquet file."""
     files = {name: flat(rows, name) for name in ("widths", "heights", "frames", "rates")}
     kinds, start = flat(rows, "kinds"), starts_of(counts_of(rows))
     numbers = numbers_of(files, has["frames"])
@@ -225,7 +228,7 @@ def arrays_of(inputs: ModelInputs, rows: pa.Table, has: dict[str, bool]) -> dict
 
 
 def _pieces(segment_start: Ints, kinds: Ints, numbers: Ints) -> Ints:
-    """`Index.pieces`; such a sample has one segment."""
+    """Return `Index.pieces`; a sample that is a piece has one segment."""
     pieces = np.zeros((len(segment_start) - 1, 2), dtype=np.int64)
     own = np.flatnonzero(np.diff(segment_start))
     first = segment_start[own]
@@ -235,7 +238,7 @@ def _pieces(segment_start: Ints, kinds: Ints, numbers: Ints) -> Ints:
 
 
 def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
-    """Grids [segments, 2] of items whose files' headers say these numbers."""
+    """Return the grids [segments, 2] of items from the sizes in their files' headers."""
     grids = np.zeros((len(kinds), 2), dtype=np.int64)
     for item, kind in KINDS.items():
         indices = np.flatnonzero(kinds == kind)
@@ -245,8 +248,10 @@ def _grids(inputs: ModelInputs, kinds: Ints, sizes: Ints) -> Ints:
 
 
 def _scaled_down(inputs: ModelInputs, rows: pa.Table) -> int:
-    """Images read, not of videos, that have more pixels than the model's budget, and none of their
-    own."""
+    """Return the number of images read that have more pixels than the model's budget.
+
+    Frames of videos, and images whose records state a pixel budget, are not counted.
+    """
     names = ("kinds", "parts", "frames", "widths", "heights")
     kinds, parts, frames, widths, heights = (flat(rows, name) for name in names)
     budget = inputs.image.max_pixels if inputs.image else 0
@@ -255,7 +260,7 @@ def _scaled_down(inputs: ModelInputs, rows: pa.Table) -> int:
 
 
 def _keys(rows: pa.Table) -> tuple[NDArray[np.uint8], Ints]:
-    """Names of samples as bytes, and where each begins."""
+    """Return (names of samples as bytes, offset of each)."""
     contents, counts = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
     for chunk in rows.column("key").chunks:
         offsets, content = bytes_of(chunk)

@@ -1,5 +1,4 @@
-"""The index as a file (see `spec.index`): read with what it was made for, written whole or not at
-all."""
+"""The index as a file (see `spec.index`): read with its metadata, written atomically."""
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ PROFILE = "Index the data with: disttrain profile"
 
 
 class Indexed(NamedTuple):
-    """What the index knows of a shard: its state when it was read, and what its rows are."""
+    """Metadata of a shard in the index: its state when it was read, and a summary of its rows."""
 
     source: int
     name: str
     size: int
-    time: int | str  # of the last change in ns, or the version that a server tells
+    time: int | str  # of the last change in ns, or the version that a server reports
     rows: int
     digest: str
-    unread: dict[str, int]  # by `UNREAD`, what the samples hold that the model has no module for
-    unread_keys: dict[str, int]  # samples by key of their records that no reader knows
-    content: str = ""  # of its bytes (`sources.files.content_of`)
-    checked: bool = False  # every image and clip of it was decoded
-    held_out: bool = False  # it is of a validation split (`Shard.held_out`)
+    unread: dict[str, int]  # by `UNREAD`, the number of files for which the model has no module
+    unread_keys: dict[str, int]  # samples by key of their records that no reader reads
+    content: str = ""  # hash of its bytes (`sources.files.content_of`)
+    checked: bool = False  # True if every image and clip of it has been decoded
+    held_out: bool = False  # True if it is of a validation split (`Shard.held_out`)
 
 
 class ShardRows(NamedTuple):
-    """What a shard brings to the index."""
+    """A shard's metadata and rows of the index, and its skipped samples."""
 
     indexed: Indexed
     rows: pa.Table
@@ -51,15 +50,15 @@ class Stored(NamedTuple):
 
     path: Path
     fingerprint: str
-    inputs: dict[str, Any]  # what it was made for, besides the shards
+    inputs: dict[str, Any]  # everything but the shards that the index depends on
     files: list[Indexed]
-    #: With the place of the shard in `files`, or `lost_samples.NO_SHARD`.
+    #: With the index of the shard in `files`, or `lost_samples.NO_SHARD`.
     skipped: list[tuple[int, Skipped]]
-    file: Any = None  # Parquet
-    flat: Any = None  # or what `data.columns` opened
+    file: Any = None  # Parquet file
+    flat: Any = None  # or the result of `columns.open_columns`
 
     def described(self) -> dict[str, Any]:
-        """The inverse of `stored_of`."""
+        """Return the inverse of `stored_of`."""
         return {
             "fingerprint": self.fingerprint,
             "inputs": self.inputs,
@@ -68,8 +67,11 @@ class Stored(NamedTuple):
         }
 
     def by_shard(self, columns: list[str] | None = None) -> Iterator[ShardRows]:
-        """Every shard with its rows, or these columns of them, and what was left out of it, in
-        order; one shard's rows are in memory."""
+        """Yield every shard with its rows and skipped samples, in order.
+
+        Only `columns` of the rows are read, if passed. The rows of one shard at a time are in
+        memory.
+        """
         left_out: dict[int, list[Skipped]] = {}
         for index, one in self.skipped:
             left_out.setdefault(index, []).append(one)
@@ -118,7 +120,7 @@ def read_stored(path: Path) -> Stored:
 
 
 def stored_of(path: Path, described: Mapping[str, Any]) -> Stored:
-    """An index of what is said of it."""
+    """Return an index from its description."""
     return Stored(
         path,
         described["fingerprint"],
@@ -129,7 +131,7 @@ def stored_of(path: Path, described: Mapping[str, Any]) -> Stored:
 
 
 class IndexWriter:
-    """Takes the rows of one shard after the other; made by `writing_index`."""
+    """Writer of the rows of one shard after the other; created by `writing_index`."""
 
     def __init__(self, file: Any) -> None:
         import pyarrow.parquet as pq
@@ -139,7 +141,7 @@ class IndexWriter:
         self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
 
     def add(self, source: int, name: str, rows: pa.Table) -> None:
-        """Rows of a shard; columns that tell the sample's number and shard are written anew."""
+        """Append the rows of a shard, with new columns of the sample's number and shard."""
         import numpy as np
         import pyarrow as pa
 
@@ -158,7 +160,7 @@ class IndexWriter:
         self._count += len(rows)
 
     def close(self, metadata: dict[str, Any]) -> None:
-        """Write what the index was made for, and see that all of it is on the disk."""
+        """Write the metadata of the index, and sync the file to disk."""
         self._writer.add_key_value_metadata(
             {key: json.dumps(value) for key, value in metadata.items()}
         )
@@ -167,15 +169,14 @@ class IndexWriter:
         os.fsync(self._file.fileno())
 
     def drop(self) -> None:
-        """Let go of a file that will not be kept."""
+        """Close the Parquet writer; errors of a file that is discarded are ignored."""
         with contextlib.suppress(OSError):
             self._writer.close()
 
 
 @contextmanager
 def writing_index(path: Path) -> Iterator[IndexWriter]:
-    """A writer whose file takes the place of the index at the end; where anything fails, the old
-    index stays.
+    """Yield a writer whose file replaces the index at the end; on any failure, the old index stays.
 
     Raises:
         SpecError: the index cannot be written (missing permission, disk full).
@@ -189,7 +190,7 @@ def writing_index(path: Path) -> Iterator[IndexWriter]:
 
 
 def _completed(rows: pa.Table) -> pa.Table:
-    """With the optional columns that it lacks."""
+    """Add the optional columns that rows lack."""
     import numpy as np
     import pyarrow as pa
 
@@ -204,7 +205,7 @@ def _completed(rows: pa.Table) -> pa.Table:
 
 
 def schema() -> pa.Schema:
-    """Columns of the index and their types."""
+    """Return the columns of the index and their types."""
     import pyarrow as pa
 
     kinds = {

@@ -1,5 +1,7 @@
-"""Rows of the index from the samples of one shard: tokens counted, what does not fit named; arrays,
-not objects."""
+"""Index rows of one shard's samples: token counts, and skipped samples with the reason.
+
+Samples are processed as arrays, not as objects.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,10 @@ from disttrain_cli.spec.inputs import ModelInputs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-CHUNK_SAMPLES = 1024  # tokenized together; no more texts are in memory than theirs
-MOST_REASON = 500  # characters of why a sample is left out
+CHUNK_SAMPLES = 1024  # tokenized together; texts of no more samples are in memory
+MOST_REASON = 500  # characters of the reason for which a sample is skipped
 LISTS = COLUMNS[4:]
-#: Columns of a `Segment`.
+#: Columns from the fields of a `Segment`.
 OF_SEGMENTS = (
     *("kinds", "trained", "ended", "widths", "heights"),
     *("offsets", "sizes", "parts", "frames", "rates"),
@@ -57,7 +59,7 @@ TEXTS = bytes(TEXT | trained | ended for trained in (0, TRAINED) for ended in (0
 
 
 def own_schema() -> pa.Schema:
-    """What a shard's rows hold of the index's columns: key and segments."""
+    """Return the columns of the index in a shard's rows: key and segments."""
     import pyarrow as pa
 
     return pa.schema([schema().field(name) for name in COLUMNS[3:]])
@@ -70,15 +72,21 @@ def shard_rows(
     tokenizer: Tokenizer,
     opened: OpenShard | None = None,
 ) -> tuple[pa.Table, list[Skipped], dict[str, int], dict[str, int]]:
-    """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is
-    left out of samples; samples by key of their records that no reader knows).
+    """Build a shard's rows of the index.
 
-    Left out are broken samples, those of which this model reads nothing, those longer than a
-    sequence, and those with a clip longer than the model hears. A document longer than a sequence,
-    one text and all of it trained, becomes a sample for each of its pieces, all of its name. Files
-    that the model's processor cuts become their parts (`data.parts`). Images and clips that the
-    model has no module for are no segments, and a text right before an image to be generated, which
-    asks for it, is then not trained. `opened`: the shard, where `contents` are asked for.
+    Samples are skipped if they are broken, if this model reads nothing of them, if they are longer
+    than a sequence, and if they have a clip longer than the model's limit. A document longer than a
+    sequence, which is one text that is trained as a whole, becomes a sample for each of its pieces,
+    all with its name. Files that the model's processor cuts become their parts (`data.parts`).
+    Images and clips for which the model has no module are no segments. Without a generator, a text
+    right before an image to generate, its prompt, is not trained.
+
+    Args:
+        opened: the shard, if `contents` are to be hashed.
+
+    Returns:
+        (rows: key and segments; skipped samples; by `UNREAD`, the number of files left out of
+        samples; samples by key of their records that no reader reads).
     """
     import pyarrow as pa
 
@@ -105,7 +113,7 @@ def shard_rows(
 
 
 def _unread_keys(chunk: Chunk) -> Counter[str]:
-    """Samples by key of their records that no reader knows."""
+    """Count the samples by key of their records that no reader reads."""
     together = Counter[tuple[str, ...]]()
     for one in chunk:
         if not isinstance(one, Skipped) and one.unread:
@@ -118,7 +126,7 @@ def _unread_keys(chunk: Chunk) -> Counter[str]:
 
 
 def _chunks(read: Iterator[Sample | Compact | Skipped]) -> Iterator[Chunk]:
-    """All that is read, `CHUNK_SAMPLES` at a time, or as many more as one `Compact` has."""
+    """Yield chunks of `CHUNK_SAMPLES` samples, or more, as a `Compact` is not divided."""
     chunk, count = Chunk(), 0
     for one in read:
         chunk.append(one)
@@ -131,7 +139,7 @@ def _chunks(read: Iterator[Sample | Compact | Skipped]) -> Iterator[Chunk]:
 
 
 def _in_order(left_out: list[Skipped], chunk: Chunk) -> list[Skipped]:
-    """What is left out of a chunk, in the chunk's order."""
+    """Return the skipped samples of a chunk, in the chunk's order."""
     if len(left_out) < 2:
         return left_out
     keys = chain.from_iterable(map(_keys, chunk))
@@ -140,8 +148,7 @@ def _in_order(left_out: list[Skipped], chunk: Chunk) -> list[Skipped]:
 
 
 def digest(rows: pa.Table) -> str:
-    """Of keys, segment sizes, locations and token counts; the same whatever batches the rows came
-    in."""
+    """Hash keys, segment sizes, locations and token counts, independently of batch boundaries."""
     content = hashlib.sha256(json.dumps(rows.column("key").to_pylist()).encode())
     content.update(counts_of(rows).astype("<i8").tobytes())
     for name in LISTS:
@@ -152,13 +159,13 @@ def digest(rows: pa.Table) -> str:
 
 
 def samples_of(rows: pa.Table) -> int:
-    """Number of samples that rows are of: the pieces of a document are one."""
+    """Return the number of samples in rows; the pieces of a document count as one."""
     later = (flat(rows, "kinds") == TEXT) & (flat(rows, "widths") > 0)
     return len(rows) - int(later.sum())
 
 
 def flat(rows: pa.Table, name: str) -> Ints:
-    """Values of a list column, of all samples one after the other."""
+    """Return the values of a list column, concatenated over all samples."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -168,20 +175,25 @@ def flat(rows: pa.Table, name: str) -> Ints:
 
 
 def numbers_of(columns: Mapping[str, Ints], films: bool) -> Ints:
-    """[segments, 2] what the headers of files say, or [segments, 4] where there are videos."""
+    """Return the sizes in files' headers: [segments, 2], or [segments, 4] if there are videos."""
     names = ["widths", "heights", *(("frames", "rates") if films else ())]
     return np.stack([columns[name] for name in names], axis=1)
 
 
 def specials_of(kinds: Ints, heights: Ints, start: Ints) -> Ints:
-    """[N] BOS and EOS of each sample, of segments from `start` [N + 1]: none where a chat template
-    wrote it."""
+    """Return the number [N] of BOS and EOS tokens of each sample.
+
+    It is 0 if a chat template rendered the sample.
+
+    Args:
+        start: [N + 1] first segment of each sample.
+    """
     templated = starts_of(((kinds == TEXT) & (heights == TEMPLATED)).astype(np.int64))[start]
     return np.where(np.diff(templated) > 0, 0, SAMPLE_SPECIALS)
 
 
 def counts_of(rows: pa.Table) -> Ints:
-    """Segments of each sample."""
+    """Return the number of segments of each sample."""
     import pyarrow.compute as pc
 
     return np.asarray(pc.list_value_length(rows.column("kinds")).to_numpy(), dtype=np.int64)
@@ -252,7 +264,7 @@ def _batch(
 def _without_placeholders(
     samples: Samples, label: str, tokenizer: Tokenizer, skipped: list[Skipped]
 ) -> Samples:
-    """Return the samples whose texts contain no token that stands for an image or video."""
+    """Return the samples whose texts contain no placeholder of an image or video."""
     ids = {tokenizer.image, tokenizer.video} - {NONE}
     placeholders = [token for id_ in sorted(ids) if (token := tokenizer.token(id_))]
     if not placeholders:
@@ -273,19 +285,22 @@ def _without_placeholders(
 
 
 def _taken_whole(inputs: ModelInputs) -> frozenset[int]:
-    """Bytes of a `Compact.form` of which nothing has to be left out, cut or written around."""
+    """Return the bytes of `Compact.form` whose segments are indexed unchanged.
+
+    Their segments are not left out, cut into parts, or surrounded by texts.
+    """
     if cutting(inputs):
         return frozenset()
     return frozenset((*TEXTS, *_present(inputs)))
 
 
 def _present(inputs: ModelInputs) -> set[int]:
-    """Kinds of segments that this model reads."""
+    """Return the kinds of segments that this model reads."""
     return {TEXT} | {kind for item, kind in KINDS.items() if inputs.of(item)}
 
 
 def _columns(samples: Samples) -> tuple[Ints, dict[str, NDArray]]:
-    """(segments of each sample, columns of all segments but tokens)."""
+    """Return (number of segments of each sample, columns of all segments but tokens)."""
     compact = [one for one in samples if isinstance(one, Compact)]
     others = [one for sample in samples if isinstance(sample, Sample) for one in sample.segments]
     together = np.array([len(_keys(one)) for one in samples], np.int64)
@@ -328,7 +343,7 @@ def _keys(one: Sample | Compact | Skipped) -> list[str]:
 
 
 def _joined(arrays: Iterable[array[int]], width: int) -> Ints:
-    """Rows of so many numbers, array after array."""
+    """Return rows of `width` numbers from concatenated arrays."""
     numbers = array(LONG)
     for one in arrays:
         numbers.extend(one)
@@ -336,8 +351,11 @@ def _joined(arrays: Iterable[array[int]], width: int) -> Ints:
 
 
 def _contents(samples: Samples, opened: OpenShard | None) -> tuple[list[int], dict[int, str]]:
-    """(`contents` of all segments, nothing where no shard is opened for them; by number, samples
-    whose files cannot be read, and why)."""
+    """Hash the contents of all segments, if the shard is open.
+
+    Returns:
+        (`contents`, empty without a shard; by number, samples whose files cannot be read, and why).
+    """
     contents, unreadable = list[int](), dict[int, str]()
     for number, sample in enumerate(samples if opened else ()):
         assert opened is not None and isinstance(sample, Sample)
@@ -350,8 +368,11 @@ def _contents(samples: Samples, opened: OpenShard | None) -> tuple[list[int], di
 
 
 def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segment]:
-    """Segments of the kinds `present`, videos only with `films`; a text that asks for an image that
-    nothing here generates is not trained."""
+    """Return the segments of the kinds `present`, videos only with `films`.
+
+    The text before an image to generate, its prompt, is not trained if the model generates no
+    images.
+    """
     if segments and TARGET not in present:
         asks = [one.kind == TARGET for one in segments[1:]] + [False]
         segments = [
@@ -362,7 +383,10 @@ def _read(segments: list[Segment], present: set[int], films: bool) -> list[Segme
 
 
 def _budgeted(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skipped]) -> Samples:
-    """The samples with images whose records state their size at that size."""
+    """Set the size of images whose records state a pixel budget.
+
+    Samples whose images do not fit it are skipped.
+    """
     made, heads = Samples(), _heads(inputs)
     for sample in samples:
         if isinstance(sample, Sample) and any(one.budget for one in sample.segments):
@@ -384,7 +408,7 @@ def _with_budget(one: Segment, heads: Mapping[int, Head]) -> Segment:
 
 
 def _cut(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skipped]) -> Samples:
-    """The samples with every file in its parts, where this model's processor cuts them."""
+    """Cut every file into its parts if this model's processor does so."""
     if not cutting(inputs):
         return samples
     made, heads = Samples(), _heads(inputs)
@@ -400,12 +424,12 @@ def _cut(samples: Samples, label: str, inputs: ModelInputs, skipped: list[Skippe
 
 
 def _heads(inputs: ModelInputs) -> dict[int, Head]:
-    """The head of each kind that this model reads."""
+    """Return the modality's specification (`Head`) by kind, of those that this model reads."""
     return {kind: of[0] for item, kind in KINDS.items() if (of := inputs.of(item))}
 
 
 def _misfit(sample: Sample, heads: Mapping[int, Head]) -> str | None:
-    """Why the model cannot read a file of a sample, if there is one that it cannot."""
+    """Return the reason why the model cannot read a file of a sample; None if it can read all."""
     files = (one for one in sample.segments if one.kind != TEXT)
     reasons = (heads[one.kind].misfit(*one.numbers) for one in files)
     return next(filter(None, reasons), None)
@@ -414,7 +438,7 @@ def _misfit(sample: Sample, heads: Mapping[int, Head]) -> str | None:
 def _misfits(
     columns: Mapping[str, Ints], counts: Ints, heads: Mapping[int, Head]
 ) -> dict[int, str]:
-    """The same by number of sample, of all that have such a file."""
+    """Return the reasons by number of sample, of all samples with a file that does not fit."""
     files = np.flatnonzero(columns["kinds"] != TEXT)
     of_sample = np.repeat(np.arange(len(counts)), counts)[files].tolist()
     kinds = columns["kinds"][files].tolist()
@@ -429,8 +453,10 @@ def _misfits(
 
 
 def _in_pieces(samples: Samples, most: int, tokenizer: Tokenizer) -> tuple[Samples, list[int]]:
-    """(samples, of which those longer than `most` tokens are in pieces where they are documents;
-    tokens of all texts).
+    """Cut documents longer than `most` tokens into pieces.
+
+    Returns:
+        (samples, tokens of all texts).
     """
     texts = list[str]()
     for sample in samples:
@@ -463,7 +489,7 @@ def _in_pieces(samples: Samples, most: int, tokenizer: Tokenizer) -> tuple[Sampl
 
 
 def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInputs) -> Ints:
-    """LLM tokens of each segment."""
+    """Return the LLM tokens of each segment."""
     kinds = columns["kinds"]
     tokens = np.zeros(len(kinds), dtype=np.int64)
     tokens[kinds == TEXT] = of_texts

@@ -1,4 +1,4 @@
-"""Writing the index: rows of shards, as they are read or were before, joined in dataset order."""
+"""Writing the index: rows of shards, read now or taken from an earlier index, in dataset order."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ from disttrain_cli.spec.runfile import Run
 def stored_for(
     run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]]
 ) -> Stored | None:
-    """The index on disk, if it was made for this run file or one of fewer sources; MismatchError
-    where a shard of it changed or went."""
+    """Return the index on disk if it was made for this run file, or for one with fewer sources.
+
+    Raises:
+        MismatchError: a shard of it changed or is gone.
+    """
     try:
         stored = read_stored(run.dir.index)
         check_same(stored, extended(stored, made_for(run, inputs, tokenizer)))
@@ -51,8 +54,9 @@ def stored_for(
 
 
 def read_share_of(run: Run, inputs: ModelInputs, share: Share, progress: Progress = silent) -> int:
-    """Read one host's share of the shards that are not indexed yet; how many it has. `open_index`
-    then takes their rows from the run's folder.
+    """Read one host's share of the shards that are not indexed yet; return its number of shards.
+
+    `open_index` then reads their rows from the run's folder.
 
     Raises:
         DataError, MismatchError, SpecError: as `open_index`.
@@ -76,10 +80,13 @@ def write_index(
     broken: Mapping[int, Skipped] | None = None,
     processes: int | None = None,
 ) -> None:
-    """Write the index of the run, whole or not at all; rows of shards that `kept` holds are taken
-    from it, and are known to be unchanged, all others are read (`indexing.in_order`).
+    """Write the index of the run atomically.
 
-    `broken`: rows of `kept` that are left out, and why, where all were decoded.
+    Rows of shards in `kept`, which must be unchanged, are copied from it; all others are read
+    (`indexing.in_order`).
+
+    Args:
+        broken: rows of `kept` that are skipped, and why; None unless all samples have been decoded.
 
     Raises:
         DataError: as `index.build_index`.
@@ -110,7 +117,7 @@ def write_index(
         try:
             good = sum(shard.samples for shard in read_shards)
             check_bad(run, good, [one for _, one in skipped])
-        except BadSamplesError:  # what is repaired is read again
+        except BadSamplesError:  # repaired shards are read again
             numbers = sorted({number for number, _ in skipped} - {NO_SHARD})
             bad = [part for number in numbers for part in parts_of_job(jobs[number])]
             drop_files(run, paths_of(run, inputs, tokenizer, bad))
@@ -131,7 +138,7 @@ def write_index(
 def _without(
     shards: Iterator[ShardRows], broken: Mapping[int, Skipped] | None
 ) -> Iterator[ShardRows]:
-    """Shards of an index without its rows `broken`; None = with all of them."""
+    """Yield the shards of an index without its rows `broken`; None = with all of them."""
     import pyarrow as pa
 
     first = 0
@@ -154,7 +161,7 @@ def _read_shard(run: Run, job: Job, samples: int, skipped: list[Skipped]) -> Rea
 
 
 def _jobs(run: Run, shards: list[tuple[int, Shard]]) -> list[Job]:
-    """Every shard as it lies there now."""
+    """Return a job for every shard in its current state."""
     return [
         Job(state, shard, shard_label(run, shard))
         for (_, shard), state in zip(shards, states_of(shards), strict=True)
@@ -162,8 +169,7 @@ def _jobs(run: Run, shards: list[tuple[int, Shard]]) -> list[Job]:
 
 
 def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -> str:
-    """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or
-    folders."""
+    """Hash weights, tokenization, and the names, sizes and rows of shards, not times or folders."""
     weights = [source.weight for source in run.file.data.sources]
     shards = [
         [indexed.source, indexed.name, indexed.size, indexed.digest]

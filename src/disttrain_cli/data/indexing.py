@@ -1,8 +1,8 @@
-"""Who reads which shards for the index: this process, several of them, or several hosts, each its
-share of a folder that all see.
+"""Reading of shards for the index by this process, several processes, or several hosts.
 
-What comes out is the same: rows in dataset order. Processes and hosts leave the rows of a shard in
-a file (`shard_files`), so that a pass that is interrupted goes on with what is whole.
+Each host reads its share of a folder that all of them share. The result is the same: rows in
+dataset order. Processes and hosts write the rows of a shard to a file (`shard_files`), so that an
+interrupted pass resumes with its complete files.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
 
-LOOK_S = 0.5  # a signal that comes just before a wait is noticed behind it
-EACH_BYTES = 16 * 1024 * 1024  # of shards for which a process is worth its start
+LOOK_S = 0.5  # a signal that arrives just before a wait is handled after it
+EACH_BYTES = 16 * 1024 * 1024  # of shards, for which starting a process pays
 
 
 class Share(NamedTuple):
-    """Which of so many hosts this is, from 0."""
+    """Index of this host, from 0, and the number of hosts."""
 
     number: int
     hosts: int
 
     @property
     def name(self) -> str:
-        """As it is given."""
+        """The share as on the command line, N/HOSTS."""
         return f"{self.number}/{self.hosts}"
 
 
@@ -57,8 +57,10 @@ def in_order(
     progress: Progress,
     processes: int | None = None,
 ) -> Generator[ShardRows, None, None]:
-    """What each shard brings, in order; those that nobody has read yet are read by so many
-    processes, 0 = by this one, None = as many as there are cores and work for them.
+    """Yield the rows of each shard, in order; shards that are not read yet are read by `processes`.
+
+    Args:
+        processes: 0 = this process reads; None = as many as there are cores and work for them.
 
     Raises:
         DataError: a shard cannot be read, as `read_job`; of several the first.
@@ -92,7 +94,7 @@ def in_order(
 
 
 def _end_of(reading: Future[None]) -> None:
-    """Wait for a shard; raise what it raised."""
+    """Wait for a shard; raise its error."""
     while not reading.done():
         wait([reading], LOOK_S)
     reading.result()
@@ -106,8 +108,10 @@ def read_share(
     share: Share,
     progress: Progress,
 ) -> list[Job]:
-    """Read this host's share of the shards and their parts into files that `in_order` takes, on all
-    cores; which it had.
+    """Read this host's share of the shards and their parts into files for `in_order`, on all cores.
+
+    Returns:
+        This host's share, files that were read before included.
 
     Raises:
         DataError, SpecError: as `in_order`.
@@ -132,8 +136,11 @@ def read_share(
 
 
 def shares(jobs: list[Job], hosts: int) -> list[list[Job]]:
-    """The shards of each host, in order: the largest first to the one that has the fewest bytes, so
-    that all hosts find the same."""
+    """Return the shards of each host, in order.
+
+    The largest shards go first, each to the host with the fewest bytes, so that all hosts compute
+    the same shares.
+    """
     of_hosts: list[list[int]] = [[] for _ in range(hosts)]
     least = [(0.0, host) for host in range(hosts)]
     for number in sorted(range(len(jobs)), key=lambda number: -jobs[number].bytes):
@@ -144,17 +151,17 @@ def shares(jobs: list[Job], hosts: int) -> list[list[Job]]:
 
 
 def _processes(jobs: list[Job]) -> int:
-    """How many are worth their start; 0: this one reads faster alone."""
+    """Return the number of processes that pay for their start; 0 = this process reads faster."""
     worth = int(sum(job.bytes for job in jobs) // EACH_BYTES)
     return min(len(os.sched_getaffinity(0)), len(jobs), worth) if len(jobs) > 1 else 0
 
 
 def _mark(run: Run, share: Share) -> Path:
-    """A file that is there while a host reads its share."""
+    """Return the path of a file that exists while a host reads its share."""
     name = f"share {share.name.replace('/', ' of ')} on {socket.gethostname()}"
     return run.dir.partial_index / name
 
 
 def _unfinished(run: Run) -> list[str]:
-    """Hosts that have not ended their share."""
+    """Return the hosts that have not finished their share."""
     return sorted(path.name for path in run.dir.partial_index.glob("share *"))

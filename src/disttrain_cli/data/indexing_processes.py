@@ -1,5 +1,7 @@
-"""Processes that read shards for the index beside each other (`indexing_worker`), started when they
-are needed and ended together."""
+"""Parallel processes that read shards for the index (`indexing_worker`).
+
+They are started when needed and stopped together.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run
 
-ATTEMPTS = 2  # to read a shard, where a process ends while it does
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a process has one core
+ATTEMPTS = 2  # attempts to read a shard whose process ends
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # one core per process
 
-#: Has the rows of a shard written to a file.
+#: Requests that the rows of a shard are written to a file.
 Read = Callable[[Job, Path], "Future[None]"]
 
 
@@ -33,11 +35,11 @@ Read = Callable[[Job, Path], "Future[None]"]
 def reading_processes(
     run: Run, inputs: ModelInputs, count: int, progress: Progress
 ) -> Iterator[Read]:
-    """A function that has a shard read by one of `count` processes; `progress` is told of
-    processes that end, whose shard is then read again.
+    """Yield a function that has a shard read by one of `count` processes.
 
-    Its futures raise DataError as `read_job` does, or where processes end over a shard again and
-    again, and SpecError where the file cannot be written.
+    `progress` reports processes that end; their shard is then read again. The function's futures
+    raise DataError as `read_job` does, or if processes repeatedly end over a shard, and SpecError
+    if the file cannot be written.
     """
     task = json.dumps(
         {
@@ -81,7 +83,7 @@ def reading_processes(
 
 
 class _Processes:
-    """All processes of a pass; none starts once it is over."""
+    """All processes of a pass; none starts once the pass is over."""
 
     def __init__(self, task: str) -> None:
         self._task, self._over = task, False
@@ -92,7 +94,7 @@ class _Processes:
         with self._lock:
             if self._over:
                 raise InterruptedError
-            # A session of its own: Ctrl-C reaches this process alone, which ends them.
+            # A separate session: Ctrl-C reaches only this process, which ends the others.
             process = subprocess.Popen(
                 [sys.executable, "-m", "disttrain_cli.data.indexing_worker"],
                 stdin=subprocess.PIPE,
@@ -106,7 +108,7 @@ class _Processes:
         return process
 
     def end(self) -> None:
-        """End every process, whatever it does."""
+        """Kill every process."""
         with self._lock:
             self._over = True
             for process in self._started:
@@ -116,7 +118,7 @@ class _Processes:
 
 
 def _asked(process: subprocess.Popen[str], question: object) -> dict[str, list[str]] | None:
-    """The answer of a process; None where it ended instead."""
+    """Send a question; return the answer of the process, None if it ended instead."""
     assert process.stdout is not None
     _write(process, json.dumps(question))
     line = process.stdout.readline()
@@ -124,7 +126,7 @@ def _asked(process: subprocess.Popen[str], question: object) -> dict[str, list[s
 
 
 def _write(process: subprocess.Popen[str], line: str) -> None:
-    """Ask a process, which may have ended: its answer tells."""
+    """Write a line to a process; if it has ended, its missing answer shows that."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.write(line + "\n")
@@ -132,7 +134,7 @@ def _write(process: subprocess.Popen[str], line: str) -> None:
 
 
 def _check(answer: dict[str, list[str]]) -> None:
-    """Raise the error that a process met."""
+    """Raise the error that a process reported."""
     if "bug" in answer:
         raise RuntimeError("\n".join(answer["bug"]))
     if "error" in answer:

@@ -1,9 +1,9 @@
-"""A process that reads shards for the index: `indexing_processes` starts it and writes what to read
-to it, one line of JSON after the other.
+"""A worker process that reads shards for the index; started by `indexing_processes`.
 
-The first line says what all shards are read for, each further one names a shard; the answer to each
-is a line, too: {}, or the error. The process ends when its standard input does, also in the middle
-of a shard: whoever started it is gone then.
+It reads requests from standard input, one line of JSON each. The first line states the run and
+model for all shards, each further one names a shard; the answer to each is a line, too: {}, or the
+error. The process ends when its standard input does, also in the middle of a shard: the process
+that started it is gone then.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from disttrain_cli.spec.runfile import Run, RunFile
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output that a library prints must not mix with answers
     lines = _lines()
     task = json.loads(next(lines))
     run = Run(path=Path(task["path"]), file=RunFile.model_validate(task["file"]))
@@ -47,13 +47,13 @@ def main() -> None:
         except DisttrainError as error:
             told = [error.what, error.why, error.next_step]
             answer = {"error": [type(error).__name__, *told]}
-        except Exception:  # a bug of ours, which is told where all are
+        except Exception:  # a bug, reported by the parent process
             answer = {"bug": [traceback.format_exc()]}
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input, whose end is noticed at once."""
+    """Yield the lines of standard input; end the process as soon as it ends."""
     read: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:

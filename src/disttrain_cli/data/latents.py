@@ -1,5 +1,4 @@
-"""Latents prepared beforehand (`spec.latents`), read in the place of image files; and what they
-must fit."""
+"""Latents prepared beforehand (`spec.latents`), read instead of image files, and their checks."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ PREPARE = "Prepare them: disttrain data latents"
 
 
 class LatentReader:
-    """Reads from the files of a generator, from any thread."""
+    """Reader of a generator's latents files; safe to use from several threads."""
 
     def __init__(self, folder: Path, latents: Latents, index: Index) -> None:
         self._folder, self._latents, self._index = folder, latents, index
@@ -35,10 +34,10 @@ class LatentReader:
         return ""
 
     def file(self, sample: int, segment: int) -> Any:
-        """The moments of a segment's image, as bytes.
+        """Return the moments of a segment's image, as bytes.
 
         Raises:
-            DataError: their file is gone or cut off.
+            DataError: their file is gone or truncated.
             ValueError: the image could not be decoded.
         """
         shard = int(self._index.shard[sample])
@@ -58,18 +57,17 @@ class LatentReader:
 
 
 def images_of(index: Index) -> tuple[Any, Any]:
-    """Segments that are images to generate, and where those of each shard begin among them, the end
-    included."""
+    """Return (segments that are images to generate, their offsets by shard [shards + 1])."""
     images = np.flatnonzero(index.kinds == TARGET)
     shards = index.shard[np.searchsorted(index.segment_start, images, side="right") - 1]
     return images, np.searchsorted(shards, np.arange(len(index.shards) + 1))
 
 
 def open_latents(run: Run, index: Index) -> dict[str, LatentReader]:
-    """By generator, the latents that were prepared for it; none where the VAE is in the pipeline.
+    """Return the prepared latents by generator; none for generators whose VAE is in the pipeline.
 
     Raises:
-        DataError: there are none, or a file is gone or cut off.
+        DataError: there are none, or a file is gone or truncated.
         MismatchError: they are of other data, another VAE, size or precision.
     """
     return {
@@ -79,7 +77,7 @@ def open_latents(run: Run, index: Index) -> dict[str, LatentReader]:
 
 
 def described(run: Run, index: Index) -> dict[str, Latents]:
-    """By generator, what its latents are, checked; raises as `open_latents`."""
+    """Return the checked description of the latents by generator; raises as `open_latents`."""
     return {
         head.module: _described(run, index, head)
         for head in index.inputs.targets
@@ -88,9 +86,10 @@ def described(run: Run, index: Index) -> dict[str, Latents]:
 
 
 def origin_of(run: Run, head: TargetInput) -> Origin:
-    """What a generator's latents depend on now.
+    """Return the current inputs of a generator's latents.
 
-    Weights are told by the size and pieces of their files, as shards are (`content_of`).
+    Weights are identified by the size and sampled content of their files, as shards are
+    (`content_of`).
 
     Raises:
         SpecError: the VAE's folder has no configuration.

@@ -1,13 +1,12 @@
-"""What a training rank pulls its data through: the order of a step, and the prepared inputs of a
-slot.
+"""Data access of a training rank: the order of a step, and the prepared inputs of a slot.
 
 A *source* prepares one slot: in this process (`preparing.Preparer`), or on other machines
 (`serving.client.Workers`). The loader keeps the next `preprocess.prefetch_slots` slots in
-preparation, whichever it is.
+preparation with either source.
 
-Threads take turns at Python's lock, milliseconds long: what prepares the next slots must not begin
-while a rank still turns this one into tensors. So `fetch` and `prefetch` are two calls, and
-training makes the second afterwards.
+Threads alternate at Python's global lock, for milliseconds at a time: preparation of the next slots
+must not begin while a rank still converts this one into tensors. So `fetch` and `prefetch` are two
+calls, and training makes the second afterwards.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from disttrain_cli.spec.runfile import Run
 
 
 class Source(Protocol):
-    """Prepares inputs, here or elsewhere; asked by several threads at a time."""
+    """Source of prepared inputs, local or remote; called by several threads at a time."""
 
     def prepare(self, request: Request) -> Prepared:
-        """The inputs of one replica for one slot: the same bytes from every source."""
+        """Prepare the inputs of one replica for one slot: the same bytes from every source."""
         ...
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abandon pending requests."""
         ...
 
 
 class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
-    `fields` are those of `data.preparing.Request`. A sample with an image
-    or clip that cannot be decoded is left out of the losses: without labels, its images to generate
-    of weight 0. All are named in `skipped`, once each. Without `source` the data are prepared in
-    this process.
+    `fields` are those of `data.preparing.Request`. A sample with an image or clip that cannot be
+    decoded is left out of the losses: it has no labels, and its images to generate have weight 0.
+    All such files are listed in `skipped`, once each. Without `source`, this process prepares the
+    data.
     """
 
     def __init__(
@@ -84,20 +83,20 @@ class Loader:
         self._fetching.shutdown(wait=True)
 
     def order(self, step: int) -> StepOrder:
-        """What every replica of every unit does in a step."""
+        """Return the work of every replica of every unit in a step."""
         return self._orders.of(step)[0]
 
     def batch(self, step: int) -> Packing:
-        """A step's global batch, in the order of the data."""
+        """Return a step's global batch, in the order of the data."""
         return self._orders.of(step)[1]
 
     def fetch(self, step: int, slot: int) -> SlotBatch:
-        """Inputs of this replica for one slot.
+        """Return the inputs of this replica for one slot.
 
         Raises:
             DataError: a shard is gone or changed, or more images and clips are broken than
                 `data.max_bad_fraction` allows.
-            DisttrainError: whatever else the source raises.
+            DisttrainError: any other error of the source.
         """
         at = self._number(step, slot)
         self._begin(at)
@@ -106,8 +105,10 @@ class Loader:
         return prepared.batch
 
     def prefetch(self, step: int, slot: int) -> None:
-        """Have this slot and those after it prepared, and the next step's order found, in the
-        background."""
+        """Start preparing this slot, those after it and the next step's order.
+
+        The work is done in the background.
+        """
         at = self._number(step, slot)
         self._slots = {number: kept for number, kept in self._slots.items() if number >= at}
         for number in range(at, at + self._run.preprocess.prefetch_slots):

@@ -1,9 +1,8 @@
-"""Log-mel spectrograms of audio clips, as Whisper was trained on them (Radford et al. 2023, section
-2.2).
+"""Log-mel spectrograms of audio clips, as in Whisper's training (Radford et al. 2023, section 2.2).
 
 Equal to transformers' WhisperFeatureExtractor, which needs torch or a Python loop over the frames:
-Hann windows of 25 ms every 10 ms, power, triangular filters by Slaney's mel scale, log10, no deeper
-than 8 below the loudest, (x + 4) / 4.
+Hann windows of 25 ms every 10 ms, power, triangular filters on Slaney's mel scale, log10, clipped
+to 8 below the loudest, (x + 4) / 4.
 """
 
 from __future__ import annotations
@@ -17,26 +16,29 @@ from disttrain_cli.data.clips import RATE_HZ, decode_clip
 from disttrain_cli.spec.heads import AudioInput
 
 WINDOW, HOP = 400, 160  # samples at 16 kHz: 25 ms, 10 ms
-FLOOR = 1e-10  # power below which all is silence
-DEPTH = 8.0  # powers of ten that are told apart below the loudest
+FLOOR = 1e-10  # power below which everything is silence
+DEPTH = 8.0  # dynamic range below the loudest, in powers of ten
 #: The features of a clip without any sound.
 SILENCE = (np.log10(FLOOR) + 4.0) / 4.0
 
 
 def decode_features(data: bytes, audio: AudioInput, out: NDArray[np.float32]) -> None:
-    """Write the features [mel bins, frames] of a sound file into `out`, once nothing can fail any
-    more.
+    """Write the features [mel bins, frames] of a sound file to `out`.
+
+    `out` is written once nothing can fail any more.
 
     Raises:
-        ValueError: it is no whole sound file, or longer than the encoder hears.
+        ValueError: it is no complete sound file, or longer than the encoder's limit.
         DataError: `soundfile` is not installed.
     """
     log_mel(decode_clip(data, audio.longest_ms), audio, out)
 
 
 def log_mel(samples: NDArray[np.float32], audio: AudioInput, out: NDArray[np.float32]) -> None:
-    """Write the features [mel bins, frames] of samples at 16 kHz into `out`; a shorter clip is
-    silent at its end."""
+    """Write the features [mel bins, frames] of samples at 16 kHz to `out`.
+
+    A shorter clip is padded with silence.
+    """
     window = audio.frames * HOP
     whole = np.zeros(window, np.float32)
     whole[: len(samples)] = samples[:window]
@@ -52,8 +54,10 @@ def log_mel(samples: NDArray[np.float32], audio: AudioInput, out: NDArray[np.flo
 
 @functools.cache
 def filter_bank(bins: int) -> NDArray[np.float64]:
-    """[1 + WINDOW / 2 frequencies, bins] triangles, evenly wide on Slaney's mel scale, each of area
-    2 / its width."""
+    """Return triangular filters [1 + WINDOW / 2 frequencies, bins].
+
+    They are evenly wide on Slaney's mel scale, and each has the area 2 / its width.
+    """
     frequencies = np.linspace(0.0, RATE_HZ / 2, 1 + WINDOW // 2)
     corners = _hz(np.linspace(0.0, _mel(RATE_HZ / 2), bins + 2))
     widths = np.diff(corners)

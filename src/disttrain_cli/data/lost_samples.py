@@ -1,10 +1,9 @@
-"""Samples that damaged, cut, empty and missing shards lose, estimated where a reader cannot count
-them.
+"""Samples lost with damaged, truncated, empty and missing shards.
 
-Shards of one export hold about as many samples each. A shard whose end is missing is taken to have
-held as many as the median of its series: the shards of the same source whose names differ in
-numbers alone or, of tars and tables, of all whole shards of the source. Bytes behind a damage count
-by the bytes per sample of the shard itself.
+Their number is estimated if a reader cannot count them. Shards of one export hold about as many
+samples each. A shard whose end is missing is assumed to have held the median of its series: the
+shards of the same source whose names differ only in numbers or, for tars and tables, all complete
+shards of the source. Bytes after a damage count by the bytes per sample of the shard itself.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from disttrain_cli.data.sources.files import open_file
 from disttrain_cli.data.sources.numbering import gaps, series_of
 from disttrain_cli.errors import DataError
 
-NO_SHARD = -1  # place of what is no shard's own: found again whenever shards are added
-STATS_BYTES = 1024 * 1024  # of img2dataset's NUMBER_stats.json that are read, at most
+NO_SHARD = -1  # index of entries of no shard: computed again whenever shards are added
+STATS_BYTES = 1024 * 1024  # read at most of img2dataset's NUMBER_stats.json
 
 
 class ReadShard(NamedTuple):
-    """A shard, how many samples the index has of it, and what is left out.
+    """A shard, the number of its samples in the index, and its skipped samples.
 
     Attributes:
-        size: None where a server does not say it.
+        size: bytes; None if a server does not report it.
         alone: True if the run file names this very file, and no folder.
     """
 
@@ -40,7 +39,7 @@ class ReadShard(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Samples that are known to have been in it."""
+        """Number of samples known to have been in it."""
         return self.samples + sum(one.samples or 0 for one in self.skipped)
 
     @property
@@ -50,8 +49,11 @@ class ReadShard(NamedTuple):
 
 
 def lost_samples(shards: Sequence[ReadShard]) -> list[tuple[int, Skipped]]:
-    """All that is left out with the place of its shard, in order, and with the number of samples
-    wherever anything tells it; then, at `NO_SHARD`, empty and missing shards."""
+    """Return all skipped entries with the index of their shard, in order, with estimated counts.
+
+    Empty and missing shards follow, with the index `NO_SHARD`. The number of samples is None if
+    nothing indicates it.
+    """
     whole = _Whole(shards)
     lost, others = list[tuple[int, Skipped]](), list[Skipped]()
     for place, shard in enumerate(shards):
@@ -60,7 +62,7 @@ def lost_samples(shards: Sequence[ReadShard]) -> list[tuple[int, Skipped]]:
             lost.append((place, one if known else _counted(one, _lost(one, shard, whole))))
         if not shard.held and not shard.skipped and _stated(shard.shard) != 0:
             empty = Skipped(shard.label, "", "it holds no sample", None, cut=True)
-            if shard.size and shard.shard.form != "tar":  # a whole table or list that has no row
+            if shard.size and shard.shard.form != "tar":  # a complete table or list without rows
                 others.append(empty._replace(samples=0, cut=False))
             else:
                 others.append(_counted(empty, _lost(empty, shard, whole)))
@@ -69,7 +71,7 @@ def lost_samples(shards: Sequence[ReadShard]) -> list[tuple[int, Skipped]]:
 
 
 class _Whole:
-    """Shards of which all that they held is known."""
+    """Shards whose number of samples is known completely, by source, split and series."""
 
     def __init__(self, shards: Sequence[ReadShard]) -> None:
         self._shards: dict[Hashable, list[ReadShard]] = {}
@@ -79,14 +81,16 @@ class _Whole:
                     self._shards.setdefault(key, []).append(shard)
 
     def like(self, shard: ReadShard) -> list[ReadShard]:
-        """Shards that tell how many samples a shard held: files of JSON that are no series have
-        nothing in common."""
+        """Return shards that indicate how many samples a shard held.
+
+        JSON files that are no series have nothing in common.
+        """
         series = self._shards.get((*shard.of, series_of(shard.shard.name)), [])
         return series or ([] if shard.shard.form == "llava" else self._shards.get(shard.of, []))
 
 
 def _counted(one: Skipped, lost: int | None) -> Skipped:
-    """With the number of samples, and that said in the reason."""
+    """Add the number of samples to an entry and to its reason."""
     if lost is None:
         return one
     reason = f"{one.reason.rstrip('.')}: about {lost:,} samples are lost"
@@ -94,7 +98,7 @@ def _counted(one: Skipped, lost: int | None) -> Skipped:
 
 
 def _lost(one: Skipped, shard: ReadShard, whole: _Whole) -> int | None:
-    """Samples that a shard's damage loses; None where nothing tells."""
+    """Return the number of samples lost with a shard's damage; None if nothing indicates it."""
     stated = _stated(shard.shard)
     if stated is not None:
         return max(1, stated - shard.held)
@@ -107,8 +111,11 @@ def _lost(one: Skipped, shard: ReadShard, whole: _Whole) -> int | None:
 
 
 def _by_bytes(one: Skipped, shard: ReadShard, like: Sequence[ReadShard]) -> int:
-    """Samples in the bytes behind a damage, by the bytes per sample before it or, where there is
-    none before it, in other shards; 0 where nothing tells."""
+    """Return the number of samples in the bytes after a damage; 0 if nothing indicates it.
+
+    It follows from the bytes per sample before the damage or, without samples there, of other
+    shards.
+    """
     unread = sum(other.unread_bytes for other in shard.skipped)
     size, samples = (shard.size or 0) - unread, shard.held
     if not samples:
@@ -117,16 +124,18 @@ def _by_bytes(one: Skipped, shard: ReadShard, like: Sequence[ReadShard]) -> int:
 
 
 def _lacking(held: int, like: Sequence[ReadShard]) -> int | None:
-    """Samples that a shard lacks of the median of others or, where it holds more than that, of the
-    largest; None where it holds more than any."""
+    """Return the number of samples that a shard lacks to the median of others.
+
+    If it holds more than the median, the largest other is the reference; None if it holds more than
+    any.
+    """
     others = sorted(other.held for other in like)
     expected = [*others[len(others) // 2 :][:1], *others[-1:]]
     return next((max(1, number - held) for number in expected if number >= held), None)
 
 
 def _stated(shard: Shard) -> int | None:
-    """Samples that img2dataset wrote into a tar, as its NUMBER_stats.json says; None where there
-    is none."""
+    """Return the number of samples in a tar by img2dataset's NUMBER_stats.json, if there is one."""
     if shard.form != "tar":
         return None
     try:
@@ -138,7 +147,7 @@ def _stated(shard: Shard) -> int | None:
 
 
 def _missing(shards: Sequence[ReadShard], whole: _Whole) -> Iterator[Skipped]:
-    """Shards that are certain to be missing from a folder, a series at a time."""
+    """Yield the shards that are certainly missing from a folder, one entry per series."""
     by_split: dict[Hashable, dict[str, ReadShard]] = {}
     for shard in shards:
         if not shard.alone:

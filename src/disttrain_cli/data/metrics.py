@@ -1,5 +1,4 @@
-"""Scores of held-out answers: exact match, and what installed packages add (group
-disttrain.metrics)."""
+"""Scores of held-out answers: exact match, and metrics of plugins (group disttrain.metrics)."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.plugins import with_plugins
 from disttrain_cli.spec.samples import Answer
 
-#: Score of an answer: `prompt`, `text`, and `recorded`, which the data say.
+#: Score of an answer: `prompt`, `text`, and `recorded`, the answer in the data.
 Metric = Callable[[Answer], float]
 
 
 def exact_match(answer: Answer) -> float:
-    """1 where the model says what the data say, word for word."""
+    """Return 1 if the model's answer equals the recorded one, word for word."""
     return float(answer.text == answer.recorded)
 
 
 def metrics_named(names: Sequence[str]) -> dict[str, Metric]:
-    """The metrics of these names, and exact match.
+    """Return the metrics of these names, and exact match.
 
     Raises:
-        SpecError: there is none of a name, or one cannot be loaded.
+        SpecError: there is no metric of a name, or one cannot be loaded.
     """
     known: dict[str, Metric] = with_plugins("disttrain.metrics", {"exact_match": exact_match})
     for name in names:
@@ -38,7 +37,7 @@ def metrics_named(names: Sequence[str]) -> dict[str, Metric]:
 
 
 def scored(answers: Sequence[Answer], names: Sequence[str]) -> list[Answer]:
-    """The answers with their scores; None where a metric fails at one, which the log says."""
+    """Return the answers with their scores; None if a metric fails, which is logged."""
     metrics = metrics_named(names)
     return [
         one.model_copy(
@@ -51,7 +50,7 @@ def scored(answers: Sequence[Answer], names: Sequence[str]) -> list[Answer]:
 def _score(name: str, metric: Metric, answer: Answer) -> float | None:
     try:
         score = float(metric(answer))
-    except Exception as error:  # of another package: training is over, and its answers are kept
+    except Exception as error:  # a plugin's: finished answers must not be lost
         print(f"warning: the metric {name} failed: {type(error).__name__}: {error}", flush=True)
         return None
     return score if math.isfinite(score) else None

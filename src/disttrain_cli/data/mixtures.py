@@ -1,20 +1,21 @@
-"""How often each source is drawn in an epoch, and from which step on."""
+"""Weights of the sources in an epoch, and the step from which each mixture applies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
-DIGITS = 6  # of a weight: powers are not the same to the last bit on all machines
+DIGITS = 6  # of a weight: powers differ in the last bit between machines
 
 
 def weights_of(given: Sequence[float], counts: Sequence[int], temperature: float) -> list[float]:
-    """Weights that draw sources in proportion to (weight · samples)^(1 / temperature), with as many
-    samples in all as the given weights draw (temperature-scaled mixing: Raffel et al. 2020, T5,
-    arXiv 1910.10683, section 3.5.2).
+    """Return weights that draw sources in proportion to (weight · samples)^(1 / temperature).
+
+    In total, as many samples are drawn as by the given weights (temperature-scaled mixing: Raffel
+    et al. 2020, T5, arXiv 1910.10683, section 3.5.2).
 
     Args:
-        given: of each source; at temperature 1 they stay.
+        given: weight of each source; returned unchanged at temperature 1.
         counts: samples of each source that may be drawn.
     """
     drawn = [weight * count for weight, count in zip(given, counts, strict=True)]
@@ -32,8 +33,12 @@ Phases = list[tuple[int, list[float]]]  # (first step, weight of each source)
 
 
 def go_on(past: Phases, step: int, stated: Phases) -> Phases:
-    """The phases of a run that has had `past` phases up to a step, and follows `stated` ones from
-    there on."""
+    """Return the phases of a run that resumes at a step.
+
+    Args:
+        past: the phases up to the step.
+        stated: the phases of the run file, which apply from the step on.
+    """
     if not past:
         return stated
     at = [weights for first, weights in stated if first <= step][-1]

@@ -1,5 +1,4 @@
-"""Keeps C libraries that decode from writing to the terminal: what they find wrong is told by
-ours."""
+"""Silence C libraries that write decoding errors to the terminal; this package reports them."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import sys
 
 @functools.cache
 def mute_libraries() -> None:
-    """Let C's `stderr` of this process lead nowhere: libpng and mpg123 write to it, and have no
-    setting.
+    """Redirect C's `stderr` of this process to /dev/null.
 
-    Python's, and the file descriptor, stay as they are.
+    libpng and mpg123 write to it, and have no setting for it. Python's `stderr` and the file
+    descriptor are unchanged.
     """
     if sys.platform == "linux":
         library = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Values that many threads ask for by key, each computed once, by the thread that asks first."""
+"""A thread-safe cache in which the first thread that requests a key computes its value."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Value = TypeVar("Value")
 
 
 class Once(Generic[Value]):
-    """`compute` of a key; the `kept` values asked for last are remembered. What fails is tried
-    again when next asked.
+    """Cache of `compute` that keeps the `kept` most recently used values.
 
-    Different keys are computed at the same time: a long one keeps nobody else waiting.
+    Every value is computed once, by the first thread that requests it; a failure is not cached.
+    Different keys are computed concurrently: a slow one does not block others.
     """
 
     def __init__(self, compute: Callable[[int], Value], kept: int) -> None:

@@ -1,8 +1,8 @@
-"""Whole samples packed into sequences of fixed length; the sequences of all phases and epochs are
-numbered in one stream.
+"""Packed sequences: complete samples packed to fixed length, and the stream of all sequences.
 
-Which sample lies in which sequence is `data.epochs`' to say: equal on every machine. Sequence k of
-the stream has the same samples whatever the layout; a global batch is a range of it.
+The sequences of all phases and epochs are numbered in one stream. `data.epochs` determines the
+samples of each sequence, equally on every machine. Sequence k of the stream has the same samples
+for every layout; a global batch is a range of the stream.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from disttrain_cli.spec.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Members:
-    """The items of one modality in packed sequences [Q]."""
+    """Items of one modality in packed sequences [Q]."""
 
     start: Ints  # [Q + 1]
-    segment: Ints  # [N] segments of the index, in order of place
+    segment: Ints  # [N] segments of the index, in the order of the sequences
     grid: Ints  # [N, 2] rows, columns (`spec.heads.Head`)
 
     @property
     def counts(self) -> Ints:
-        """[Q]"""
+        """[Q] items of each sequence."""
         return np.diff(self.start)
 
     @property
@@ -51,11 +51,10 @@ class Members:
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed sequences [Q] with what they hold; members of all sequences lie one after the
-    other."""
+    """Packed sequences [Q] and their contents, concatenated over all sequences."""
 
     index: Index
-    ids: Ints  # [Q] numbers in the stream of all epochs
+    ids: Ints  # [Q] numbers in the stream of all sequences
     sample_start: Ints  # [Q + 1]
     samples: Ints  # rows of the index
     tokens: Ints  # [Q] without padding
@@ -68,16 +67,16 @@ class Packing:
 
     @property
     def fill_fraction(self) -> float:
-        """Tokens that are not padding, of all."""
+        """Share of tokens that are not padding."""
         return float(self.tokens.sum()) / (len(self) * self.index.inputs.sequence_length)
 
 
 def pack(mixture: Mixture, epoch: int, progress: Progress = silent) -> Packing:
-    """All sequences of one epoch of a mixture's first phase; their ids count from 0.
+    """Return all sequences of one epoch of a mixture's first phase; their ids count from 0.
 
     Raises:
         DataError: the weights of the sources draw no sample, or too many.
-        MismatchError: this program does not know the mixture's order.
+        MismatchError: this version does not support the mixture's order.
     """
     stream = SequenceStream(replace(mixture, phases=mixture.phases[:1]), progress)
     first, last = stream.range_of(0, epoch)
@@ -86,14 +85,14 @@ def pack(mixture: Mixture, epoch: int, progress: Progress = silent) -> Packing:
 
 
 class SequenceStream:
-    """The endless stream of sequences: phase after phase, epoch after epoch. Any thread may ask.
+    """The endless stream of sequences: phase after phase, epoch after epoch; thread-safe.
 
     Args:
-        progress: told when the order of an epoch is made or waited for.
-        keep: orders of earlier epochs, where more are made.
+        progress: reports when the order of an epoch is computed or waited for.
+        keep: True = orders of earlier epochs stay on disk when more are computed.
 
     Raises:
-        MismatchError: this program does not know the mixture's order.
+        MismatchError: this version does not support the mixture's order.
     """
 
     def __init__(self, mixture: Mixture, progress: Progress = silent, keep: bool = False) -> None:
@@ -108,8 +107,10 @@ class SequenceStream:
             end = first
 
     def batch(self, first: int, count: int) -> Packing:
-        """Sequences first .. first + count - 1 of the stream, over the ends of epochs and phases
-        where need be."""
+        """Return sequences first .. first + count - 1 of the stream.
+
+        They may span epochs and phases.
+        """
         parts, at = [], first
         while at < first + count:
             phase = self._phase_of(at)
@@ -119,21 +120,28 @@ class SequenceStream:
         return _packing(self._mixture.index, first, joined(parts))
 
     def range_of(self, phase: int, epoch: int) -> tuple[int, int]:
-        """Numbers of the first sequence of an epoch of a phase, and of the one behind its last,
-        which may be the next phase's first; its order is made where it is not there."""
+        """Return the numbers of an epoch's first sequence and of the one after its last.
+
+        The latter may be the next phase's first. The epoch's order is computed if it does not
+        exist.
+        """
         begin, end = (self._firsts[phase] + at for at in self._phases[phase].range_of(epoch))
         return begin, self._within(phase, end)
 
     def epoch_of(self, number: int) -> tuple[int, int]:
-        """The phase, and the epoch in it, of a sequence of the stream; its order is made where it
-        is not there."""
+        """Return the phase, and the epoch in it, of a sequence of the stream.
+
+        The epoch's order is computed if it does not exist.
+        """
         phase = self._phase_of(number)
         return phase, self._phases[phase].epoch_of(number - self._firsts[phase])
 
     def remove_unneeded(self, at: int, beside: Sequence[Mixture]) -> None:
-        """Remove orders on disk that whoever goes on from a sequence does not need: those of other
-        mixtures than this and some beside it and, of phases that are over, all epochs but the last.
-        Whoever asks for one all the same has it made again."""
+        """Remove orders on disk that are not needed to resume from a sequence.
+
+        They are those of other mixtures than this one and `beside` and, of past phases, all epochs
+        but the last. An order that is needed nevertheless is computed again.
+        """
         for phase in self._phases[: self._phase_of(at)]:
             phase.leave()
         if (root := self._mixture.index.orders) is not None:
@@ -146,7 +154,7 @@ class SequenceStream:
         return bisect_right(self._firsts, number) - 1
 
     def _started(self, phase: int) -> Start:
-        """What a phase begins with."""
+        """Return the initial state of a phase."""
         if not phase:
             return at_first(self._mixture)
         before, used = phase - 1, self._firsts[phase] - self._firsts[phase - 1]

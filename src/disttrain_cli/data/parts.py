@@ -1,8 +1,8 @@
-"""Files that become several items: a picture cut into tiles, a film in pieces.
+"""Files that become several items: an image cut into tiles, a video cut into pieces.
 
-Each part of a file is a segment of its own, an item of the modality that reads it. What the model's
-processor writes around them are texts, known and not trained. In conversations of a chat template
-they belong to its text (`data.chat`); elsewhere they are segments `AROUND`.
+Each part of a file is a segment, an item of its modality. The texts that the model's processor
+writes around parts are constant and not trained. In conversations of a chat template they belong to
+its text (`data.chat`); elsewhere they are segments `AROUND`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from disttrain_cli.spec.inputs import ModelInputs
 
 
 def in_parts(segments: Sequence[Segment], inputs: ModelInputs) -> list[Segment]:
-    """A sample's segments with every file in its parts, and the texts around them; as it is where a
-    chat template wrote it, which knows them.
+    """Return a sample's segments with every file cut into its parts, and the texts around them.
+
+    A sample that a chat template rendered is unchanged, as its text already contains them.
 
     Raises:
-        ValueError: the model's processor does not take such files, and why.
+        ValueError: the model's processor refuses such files; the message has the reason.
     """
     if any(one.kind == TEXT and one.height_px == TEMPLATED for one in segments):
         return list(segments)
@@ -48,8 +49,11 @@ def _around(file: Segment, text: str) -> list[Segment]:
 
 
 def written_around(files: Sequence[tuple[int, Numbers]], inputs: ModelInputs) -> Iterator[Written]:
-    """Of each file of a sample, of its kind and numbers, the texts around its parts
-    (`Head.written`)."""
+    """Return the texts around the parts of each file of a sample (`Head.written`).
+
+    Args:
+        files: kind and header sizes of each.
+    """
     by_kind = {
         kind: iter(inputs.of(item)[0].written([given for of, given in files if of == kind]))
         for item, kind in KINDS.items()
@@ -59,17 +63,17 @@ def written_around(files: Sequence[tuple[int, Numbers]], inputs: ModelInputs) ->
 
 
 def cutting(inputs: ModelInputs) -> bool:
-    """Whether any file may become several parts, or has texts around it."""
+    """Return True if any file may become several parts, or has texts around it."""
     return any(heads and heads[0].cuts for heads in map(inputs.of, ITEMS.values()))
 
 
 def first_parts(kinds: Ints, part: Ints) -> Ints:
-    """[segments] the first part of each item's file; of a text itself."""
+    """Return the index [segments] of the first part of each item's file; for a text, its own."""
     places = np.arange(len(kinds))
     begins = np.where((kinds != TEXT) & (part == 0), places, 0)
     return np.where(kinds == TEXT, places, np.maximum.accumulate(begins))
 
 
 def counts_of_parts(first: Ints) -> Ints:
-    """[segments] how many parts each item's file has, of their `first_parts`."""
+    """Return the number [segments] of parts of each item's file, from its `first_parts`."""
     return np.bincount(first, minlength=len(first))[first]

@@ -1,9 +1,9 @@
-"""Positions of a sample's tokens, as the LLM's rotary embeddings take them.
+"""Positions of a sample's tokens for the LLM's rotary embeddings.
 
-In one dimension a token's position is its number in the sample. M-RoPE (Wang et al. 2024, arXiv
-2409.12191, section 2.1) has three: time, row and column. A text's tokens have three equal numbers
-that count on; the tokens of an image or a video have those of their place in its grid, all from the
-number that follows the tokens before; what comes after begins behind the largest side of the grid.
+In one dimension a token's position is its index in the sample. M-RoPE (Wang et al. 2024, arXiv
+2409.12191, section 2.1) has three: time, row and column. A text's tokens have three equal,
+consecutive numbers; the tokens of an image or a video have their coordinates in its grid, all added
+to the number after the previous tokens; the next tokens begin after the largest side of the grid.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from disttrain_cli.spec.inputs import Positions
 def sample_positions(
     scheme: Positions, length: int, grids: Iterable[tuple[int, Ints]] = ()
 ) -> Ints:
-    """Positions of a sample of `length` tokens: [length], or [3, length] with M-RoPE.
+    """Return the positions of a sample of `length` tokens: [length], or [3, length] with M-RoPE.
 
     Args:
-        grids: of each image or video in their order, the place of its first token and the places of
-            its tokens in its grid (`grid_positions`).
+        grids: of each image or video in order, the index of its first token and its tokens'
+            positions in its grid (`grid_positions`).
     """
     counted = np.arange(length)
     if scheme == "1d":
@@ -37,12 +37,14 @@ def sample_positions(
 
 
 def joined_in_time(grids: Iterable[tuple[int, Ints, int | None]]) -> list[tuple[int, Ints]]:
-    """(place, positions) of grids, of which the parts of a video that follow each other without a
-    text between are one.
+    """Join the parts of a video that follow each other without a text between them.
 
     Args:
-        grids: place, positions in its own grid, and of a part of a video behind its first one the
-            time by which it is later.
+        grids: index of the first token, positions in the grid and, of a later part of a video, its
+            time after the first part.
+
+    Returns:
+        (index of the first token, positions) of each joined grid.
     """
     made = list[tuple[int, Ints]]()
     for place, inside, time in grids:
@@ -55,11 +57,11 @@ def joined_in_time(grids: Iterable[tuple[int, Ints, int | None]]) -> list[tuple[
 
 
 def grid_positions(grid: tuple[int, int, int], every: float = 1.0) -> Ints:
-    """[3, tokens] time, row and column of the tokens of a grid of (frames, rows, columns).
+    """Return [3, tokens]: time, row and column of the tokens of a grid of (frames, rows, columns).
 
     Args:
         every: time between two frames: of Qwen2.5-VL `tokens_per_second` times the seconds between
-            them. Qwen3-VL has one frame in a grid, and texts between grids that tell the time.
+            them. Qwen3-VL has one frame in a grid, and texts between grids that state the time.
     """
     time, *place = np.indices(grid).reshape(3, -1)
     return np.stack([(time * every).astype(np.int64), *place])

@@ -1,8 +1,7 @@
-"""Preparing the inputs of one replica for one slot: a function of the request, wherever and
-whenever it is made.
+"""Preparation of the inputs of one replica for one slot: a pure function of the request.
 
-A preparer remembers nothing of earlier requests, so a training rank and any preprocessing worker
-give the same bytes. Threads decode and tokenize; every item is written to its own place, so the
+A preparer has no state of earlier requests, so a training rank and any preprocessing worker compute
+the same bytes. Threads decode and tokenize; every item is written to a separate array slice, so the
 bytes do not depend on the threads.
 """
 
@@ -36,23 +35,23 @@ from disttrain_cli.spec.places import Places, together
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 
-#: Fields that are read from the data's files: what an encoder or generator reads of an item
-#: ("image", of a further one "image.1"), and those of texts.
+#: Fields read from the data's files: inputs of an encoder or generator for an item ("image", of a
+#: further one "image.1"), and those of texts.
 READ = frozenset({*KINDS, "tokens", "labels", "weights"})
 
-#: Places of what is drawn for a whole sample and for padding, where items have theirs.
+#: Hashed in place of an item's index for the seeds of a whole sample and of padding.
 _WHOLE, _PADDING = -1, -1
 
 FIELDS = READ | {"layout", "rows", "context", "dropout"}
 
 
 def reads_files(fields: Iterable[str]) -> bool:
-    """Whether any of these fields is read from the data's files."""
+    """Return True if any of these fields is read from the data's files."""
     return any(field.partition(".")[0] in READ for field in fields)
 
 
 class Request(NamedTuple):
-    """Needs of a replica of a unit in a slot.
+    """Inputs that a replica of a unit needs in a slot.
 
     `fields` are names of `FIELDS`; of a further encoder or generator with its number (pixels.1).
     """
@@ -65,7 +64,7 @@ class Request(NamedTuple):
 
 
 def check_request(request: Request, layout: Layout, inputs: ModelInputs) -> None:
-    """ValueError where a request names what the layout or the model has not."""
+    """Raise ValueError if a request names anything that the layout or the model does not have."""
     replicas = {unit.name: unit.dp for unit in layout.units}
     if request.unit not in replicas:
         raise ValueError(
@@ -81,7 +80,7 @@ def check_request(request: Request, layout: Layout, inputs: ModelInputs) -> None
 
 
 def check_number(what: str, given: int, count: int) -> None:
-    """ValueError where there are fewer of something, counted from 0."""
+    """Raise ValueError if a number is not below `count`, from 0."""
     if not 0 <= given < count:
         raise ValueError(
             f"{what} {printable(str(given), 20)} is out of range: the job has {count}, counted"
@@ -90,7 +89,7 @@ def check_number(what: str, given: int, count: int) -> None:
 
 
 class Prepared(NamedTuple):
-    """The answer to a request."""
+    """The answer to a request: a batch, and the files that could not be decoded."""
 
     batch: SlotBatch
     broken: list[Broken]
@@ -98,34 +97,33 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Preparation:
-    """A request at work: the arrays that the tasks write into."""
+    """A request in progress: the arrays that its tasks write to."""
 
     fields: dict[str, Any]
     items: dict[Item, dict[str, Any]]
     tasks: list[Future[list[Broken]]] = field(default_factory=list)
 
     def done(self, timeout_s: float | None = None) -> bool:
-        """Whether everything is written, waiting for it as long."""
+        """Return True if everything is written, after waiting for at most `timeout_s`."""
         return not wait(self.tasks, timeout_s).not_done
 
     def cancel(self) -> None:
-        """Drop what is not begun yet, and wait for the rest: nothing writes into the arrays
-        afterwards."""
+        """Drop tasks that have not begun and wait for the others: nothing is written afterwards."""
         for task in self.tasks:
             task.cancel()
         wait(self.tasks)
 
     def result(self) -> Prepared:
-        """The arrays, once everything is written; raises what a task raised."""
+        """Return the arrays, once everything is written; raise the error of a task, if any."""
         broken = {one.segment: one for task in self.tasks for one in task.result()}
         items = {item: ItemArrays(**fields) for item, fields in self.items.items()}
         return Prepared(SlotBatch(items, **self.fields), list(broken.values()))
 
 
 class Preparer:
-    """Answers requests with a pool of `preprocess.workers` threads; any thread may ask.
+    """Answers requests with a pool of `preprocess.workers` threads; thread-safe.
 
-    `orders` says what every replica works on; it stays the caller's.
+    `orders` holds the work of every replica; the caller closes it.
     """
 
     def __init__(self, run: Run, orders: SharedOrders) -> None:
@@ -135,7 +133,7 @@ class Preparer:
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(self._index, self._tokenizer)
         self._threads = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
-        # [segments] whose files were decoded, whoever asked
+        # [segments] True if the file has been decoded, for any request
         self._whole = np.zeros(len(self._index.kinds), dtype=bool)
 
     @cached_property
@@ -143,11 +141,11 @@ class Preparer:
         return open_latents(self._run, self._index)
 
     def close(self) -> None:
-        """End the threads; what was begun and not finished fails."""
+        """End the threads; unfinished requests fail."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def prepare(self, request: Request) -> Prepared:
-        """The answer to a request.
+        """Prepare the inputs of a request.
 
         Raises:
             DataError: a shard is gone or changed.
@@ -155,7 +153,7 @@ class Preparer:
         return self.begin(request).result()
 
     def begin(self, request: Request) -> Preparation:
-        """Allocate the arrays and hand out the work of filling them."""
+        """Allocate the arrays and submit the tasks that fill them."""
         order, batch = self.orders.of(request.step)
         slot = order.slots[request.slot]
         numbers = slot.replicas[request.unit][request.replica]
@@ -175,10 +173,10 @@ class Preparer:
         return work
 
     def _begin_items(self, work: Preparation, item: Item, segments: Ints, request: Request) -> None:
-        """What encoders or generators read of items.
+        """Submit the preparation of the inputs of encoders or generators.
 
-        Weights of images to generate need the decoding too, which says whether there is an image;
-        its pixels are kept where wanted.
+        Weights of images to generate need the decoding, too, which shows if an image is valid; its
+        pixels are kept if requested.
         """
         arrays, heads, weights = work.items[item], self._inputs.of(item), None
         asked = {number_of(name) for name in request.fields if name.partition(".")[0] == item}
@@ -194,7 +192,7 @@ class Preparer:
     def _blocks(
         self, work: Preparation, head: Head, grids: Ints, segments: Ints, weights: Any
     ) -> list[Any]:
-        """By run of equal grids, what one encoder or generator reads."""
+        """Return the inputs of one encoder or generator, an array for each run of equal grids."""
         modality, blocks = MODALITIES[head.item], []
         files = self._latents.get(head.module, self._reader)
         for first, last in runs_of(grids):
@@ -288,8 +286,10 @@ class Preparer:
         out: Any,
         weight: Any = None,
     ) -> None:
-        """Queue one file; where it cannot be decoded, what it is decoded into stays blank. Where
-        anything of its sample cannot, `weight` becomes 0, and `out`."""
+        """Submit one file for decoding; if that fails, `out` stays blank.
+
+        If any file of its sample fails, `weight` and `out` become 0.
+        """
         sample = int(self._sample_of(segment))
 
         def task() -> list[Broken]:
@@ -301,8 +301,7 @@ class Preparer:
         work.tasks.append(self._threads.submit(task))
 
     def _broken_in(self, sample: int) -> list[Broken]:
-        """What of a sample cannot be decoded; nothing of a shard all of whose samples were
-        checked."""
+        """Return the files of a sample that cannot be decoded; none in a shard that was checked."""
         if self._index.checked[self._index.shard[sample]]:
             return []
         latents = next(iter(self._latents.values()), None)
@@ -324,8 +323,10 @@ class Preparer:
         return broken
 
     def _seeds(self, step: int, segments: Ints) -> Ints:
-        """A number for each segment from (seed, step, sample, place in the sample), not
-        negative."""
+        """Return a seed for each segment from (seed, step, sample, index in the sample).
+
+        Seeds are not negative.
+        """
         sample = self._sample_of(segments)
         seeds = mix(
             self._run.file.train.seed, step, sample, segments - self._index.segment_start[sample]
@@ -333,7 +334,7 @@ class Preparer:
         return (seeds >> np.uint64(1)).astype(np.int64)[: len(segments)]
 
     def _sample_seeds(self, step: int, plans: Sequence[SequencePlan]) -> Ints:
-        """A number for each sample of sequences from (seed, step, sample), and for each padding."""
+        """Return a seed for each sample and padding of sequences, from (seed, step, sample)."""
         samples = [
             number
             for plan in plans
@@ -346,24 +347,26 @@ class Preparer:
         return (seeds >> np.uint64(1)).astype(np.int64)[: len(samples)]
 
     def _sample_of(self, segment: Any) -> Any:
-        """Row of the sample that a segment belongs to."""
+        """Return the index of the sample that a segment belongs to."""
         return np.searchsorted(self._index.segment_start, segment, side="right") - 1
 
 
 def runs_of(grids: Ints) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the runs of equal grids [N, 2]."""
+    """Yield (first, last + 1) of the runs of equal grids [N, 2]."""
     ends = np.flatnonzero(np.any(np.diff(grids, axis=0), axis=1)) + 1
     yield from pairwise([0, *ends.tolist(), len(grids)] if len(grids) else [])
 
 
 def _members(members: Members, chosen: Ints) -> Ints:
-    """Segments of the items of the chosen sequences, in canonical order."""
+    """Return the segments of the items of the chosen sequences, in canonical order."""
     return members.segment[ranges(members.start[chosen], members.counts[chosen])]
 
 
 def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) -> Places:
-    """Places in M·L of the rows of `items`, in their order; they are all the items of these
-    sequences."""
+    """Return the rows of `items` among the M·L rows of the sequences, in the order of `items`.
+
+    `items` are all the items of these sequences.
+    """
     rows = [
         places.moved(number * length)
         for number, plan in enumerate(plans)

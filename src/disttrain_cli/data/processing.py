@@ -1,5 +1,4 @@
-"""Images resized as a published model's image processor resizes them, by the same filter of the
-same library (PIL)."""
+"""Images resized as by a published model's image processor, with the same filter of PIL."""
 
 from __future__ import annotations
 
@@ -17,14 +16,17 @@ Bytes = NDArray[np.uint8]
 
 
 def processed(pixels: Bytes, processor: ImageProcessor, height: int, width: int) -> Bytes:
-    """[height, width, C] of an image [H, W, C] of any order of channels."""
+    """Resize and crop an image [H, W, C], in any order of channels, to [height, width, C]."""
     size, (top, left) = processor.cut(pixels.shape[1], pixels.shape[0], (height, width))
     return _resized(pixels, size, processor)[top : top + height, left : left + width]
 
 
 def tiles(pixels: Bytes, processor: ImageProcessor, parts: int) -> Callable[[int], Bytes]:
-    """What gives the part of that number [height, width, C] of an image [H, W, C] that becomes
-    `parts` of them; ValueError where it becomes another number."""
+    """Return a function from a part's number to the part [height, width, C] of an image [H, W, C].
+
+    Raises:
+        ValueError: the image is not cut into `parts` parts.
+    """
     assert processor.tiling is not None
     (wide, high), image = processor.tile, (pixels.shape[1], pixels.shape[0])
     cut = processor.tiling.cut(image, processor.tile, alone=parts > 1)
@@ -49,13 +51,13 @@ def tiles(pixels: Bytes, processor: ImageProcessor, parts: int) -> Callable[[int
 
 
 def _squared(pixels: Bytes, color: tuple[int, ...]) -> Bytes:
-    """[side, side, BGR or grey] with an image in the middle of a colour (RGB)."""
+    """Centre an image on a square [side, side, BGR or grey] of one colour (RGB)."""
     side = max(pixels.shape[:2])
     return _amid(pixels, (side, side), color[::-1])
 
 
 def _amid(pixels: Bytes, size: Size, color: Any = 0) -> Bytes:
-    """An image in the middle of a larger one of one colour."""
+    """Centre an image on a larger one of a single colour."""
     canvas = np.full((size[1], size[0], pixels.shape[2]), color, np.uint8)
     height, width = pixels.shape[:2]
     top, left = (size[1] - height) // 2, (size[0] - width) // 2
@@ -64,7 +66,7 @@ def _amid(pixels: Bytes, size: Size, color: Any = 0) -> Bytes:
 
 
 def _resized(pixels: Bytes, size: Size, processor: ImageProcessor) -> Bytes:
-    """[height, width, C] of that width and height."""
+    """Resize an image to [height, width, C]."""
     from PIL import Image
 
     if size == (pixels.shape[1], pixels.shape[0]):

@@ -1,5 +1,7 @@
-"""Reads what the index points at: bytes of images and sounds, and tokens of texts, in any order,
-from any thread."""
+"""Reads of the segments in an index: bytes of images and sounds, and tokens of texts.
+
+Reads are in any order, from any thread.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ NO_RECORD = Location(-1, 0)
 
 
 class ShardReader:
-    """Reads from the shards of an index; keeps the files used last open (`sources.tables` says what
-    it caches)."""
+    """Reader of the shards of an index; keeps the most recently used files open.
+
+    Further caches are those of `sources.tables`.
+    """
 
     def __init__(self, index: Index, tokenizer: Tokenizer) -> None:
         self._index = index
@@ -35,10 +39,10 @@ class ShardReader:
         self._lock = threading.Lock()
 
     def file(self, sample: int, segment: int) -> bytes:
-        """The image or sound file of a segment.
+        """Return the image or sound file of a segment.
 
         Raises:
-            DataError: the shard is gone, cut, or not the one that was indexed.
+            DataError: the shard is gone, truncated, or not the one that was indexed.
         """
         try:
             return self._shard(sample).file(*self._place(sample, segment))
@@ -48,14 +52,14 @@ class ShardReader:
             raise self._unreadable(sample, error) from None
 
     def file_name(self, sample: int, segment: int) -> str:
-        """Name of that file for messages, "" where its shard does not say."""
+        """Return the name of a segment's file for messages, "" if its shard has no name for it."""
         try:
             return printable(self._shard(sample).file_name(*self._place(sample, segment)))
         except (ValueError, LookupError, OSError, DataError):
             return ""
 
     def _place(self, sample: int, segment: int) -> tuple[str, Location, Location]:
-        """(type of a segment's file, its location, location of the sample's first text)."""
+        """Return (type of a segment's file, its location, location of the sample's first text)."""
         texts = self._texts_of(sample)
         record = self._location(texts[0]) if texts else NO_RECORD
         media = MODALITIES[ITEMS[int(self._index.kinds[segment])]].media.name
@@ -63,7 +67,9 @@ class ShardReader:
         return media, self._location(segment), record
 
     def texts(self, sample: int) -> list[list[int]]:
-        """Token ids of every text segment of a sample, those around the parts of files with them.
+        """Return the token ids of every text segment of a sample.
+
+        Texts around parts of files are included.
 
         Raises:
             DataError: the shard is gone, or its text is not the one that was indexed.
@@ -72,7 +78,7 @@ class ShardReader:
         return self._with_around(sample, self._own_texts(sample, segments) if segments else [])
 
     def _own_texts(self, sample: int, segments: list[int]) -> list[list[int]]:
-        """Those of texts that the shard has."""
+        """Return the token ids of the texts that the shard contains."""
         files = [numbers for _, numbers in self._files_of(sample)]
         try:
             texts = self._shard(sample).texts(self._location(segments[0]), files)
@@ -93,7 +99,7 @@ class ShardReader:
         return ids
 
     def _with_around(self, sample: int, own: list[list[int]]) -> list[list[int]]:
-        """The texts of a sample in order, with those around the parts of its files."""
+        """Return the texts of a sample in order, with those around the parts of its files."""
         index = self._index
         first, last = index.segment_start[sample : sample + 2].tolist()
         if index.part is None or not (index.part[first:last] == AROUND).any():
@@ -106,7 +112,7 @@ class ShardReader:
         ]
 
     def _files_of(self, sample: int) -> list[tuple[int, Numbers]]:
-        """Kinds and numbers of a sample's files, where they may be cut."""
+        """Return the kinds and header sizes of a sample's files; none if no file is cut."""
         if self._index.numbers is None:
             return []
         first, last = self._index.segment_start[sample : sample + 2].tolist()
@@ -114,7 +120,7 @@ class ShardReader:
         return [(int(self._index.kinds[at]), self._index.numbers_of(at)) for at in files]
 
     def _texts_of(self, sample: int) -> list[int]:
-        """Text segments of a sample that its shard has."""
+        """Return the text segments of a sample that its shard contains."""
         first, last = self._index.segment_start[sample : sample + 2].tolist()
         return (first + np.flatnonzero(self._index.own_texts[first:last])).tolist()
 
@@ -129,7 +135,7 @@ class ShardReader:
             )
             self._open[shard] = opened
             if len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)  # closed when the last thread that reads it lets go
+                self._open.popitem(last=False)  # closed when the last thread that reads it is done
             return opened
 
     def _unreadable(self, sample: int, error: OSError) -> DataError:

@@ -1,7 +1,7 @@
-"""A small dataset to hear: tones with captions that name them, as WAV files in a WebDataset tar.
+"""A small audio dataset: tones with captions that name them, as WAV files in a WebDataset tar.
 
 A clip is one to three tones, each low, middle or high, at one of several sample rates: its caption
-cannot be told without listening.
+cannot be predicted without the audio.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ TONE_S = 0.25
 
 
 def write_sample_audio(folder: Path, seed: int = 0, clips: int = 240) -> list[str]:
-    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same
-    seed.
+    """Write the dataset; return its source paths relative to `folder`.
+
+    The same seed gives the same bytes.
 
     Raises:
-        DataError: a file of the same name holds something else.
+        DataError: a file of the same name has other content.
         SpecError: the folder cannot be written.
     """
     random = np.random.default_rng([seed, 1])
@@ -45,7 +46,7 @@ def _sample(key: str, random: np.random.Generator) -> Files:
 
 
 def tones(names: list[str], rate_hz: int, random: np.random.Generator) -> bytes:
-    """A WAV file (16 bit, one channel) of named tones, one after the other, with a little noise."""
+    """Return a WAV file (16 bit, one channel) of consecutive named tones with a little noise."""
     times = np.arange(int(TONE_S * rate_hz)) / rate_hz
     signal = np.concatenate([0.4 * np.sin(2 * np.pi * TONES_HZ[name] * times) for name in names])
     signal += 0.005 * random.standard_normal(len(signal))

@@ -1,5 +1,4 @@
-"""A small real dataset: the 1,797 handwritten digits of scikit-learn as JPEG files in WebDataset
-tars.
+"""A small real dataset: scikit-learn's 1,797 handwritten digits as JPEGs in WebDataset tars.
 
 `interleaved/`: texts about digits with images to read and images to generate, all of skewed number
 and size; `captions/`: one image and its caption per sample. Sizes suit sequences of 256 bytes and
@@ -38,11 +37,12 @@ Files = list[tuple[str, bytes]]
 
 
 def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
-    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same
-    seed.
+    """Write the dataset; return its source paths relative to `folder`.
+
+    The same seed gives the same bytes.
 
     Raises:
-        DataError: scikit-learn is not installed, or a file of the same name holds something else.
+        DataError: scikit-learn is not installed, or a file of the same name has other content.
         SpecError: the folder cannot be written.
     """
     digits = load_scans()
@@ -60,8 +60,9 @@ def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
 
 
 def load_scans() -> Any:
-    """scikit-learn's scanned digits: `images` [1797, 8, 8] of ink 0 … 16, `data` the same flat,
-    `target` the digits.
+    """Load scikit-learn's scanned digits.
+
+    They are `images` [1797, 8, 8] of ink 0 … 16, `data` the same flat, `target` the digits.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -86,7 +87,7 @@ def _caption(number: int, scan: Any, digit: int, random: np.random.Generator) ->
 
 
 def _interleaved(scans: Iterator[tuple[Any, int]], random: np.random.Generator) -> Iterator[Files]:
-    """Samples until every scan is used."""
+    """Yield samples until every scan is used."""
     left = list(scans)
     number = 0
     while left:
@@ -109,8 +110,10 @@ def _sample(
     targets: list[tuple[Any, int]],
     random: np.random.Generator,
 ) -> Files:
-    """Images that are read and named, facts, and images to be generated, each announced by the text
-    before it."""
+    """Return a sample: images to read with their names, facts, and images to generate.
+
+    The text before an image to generate requests it.
+    """
     files: Files = []
     segments: list[dict[str, Any]] = []
     left = SAMPLE_TOKENS - sum(TARGET_TOKENS + len(_request(digit)) + 2 for _, digit in targets)
@@ -147,8 +150,7 @@ def _request(digit: int) -> str:
 
 
 def _fact(shown: list[int], random: np.random.Generator) -> str:
-    """One sentence: about the digits shown where there are several, else counting, spelling or
-    adding."""
+    """Return one sentence: about several digits shown, or counting, spelling, adding."""
     kind = int(random.integers(4))
     first, second = (int(digit) for digit in random.integers(0, 10, size=2))
     if kind == 0 and len(shown) > 1:
@@ -164,15 +166,18 @@ def _fact(shown: list[int], random: np.random.Generator) -> str:
 def scan_jpeg(
     scan: Any, random: np.random.Generator, most_tokens: int, square: bool = False
 ) -> tuple[bytes, int]:
-    """A scan of 8 x 8 as JPEG of log-normal size between 16 and 256 pixels, and its image
-    tokens."""
+    """Encode a scan of 8 x 8 as JPEG of log-normal size between 16 and 256 pixels.
+
+    Returns:
+        (JPEG, its image tokens).
+    """
     import cv2
 
     side = 38 * random.lognormal(0, 0.65)
     shape = 1.0 if square else random.lognormal(0, 0.25)
     width, height = (int(np.clip(side * factor, 16, 256)) for factor in (shape, 1 / shape))
     tokens = _tokens(width, height)
-    if tokens > most_tokens:  # what is left of the sample: shrink
+    if tokens > most_tokens:  # shrink to the sample's remaining tokens
         scale = max(1, most_tokens) ** 0.5 * TOKEN_PX / max(width, height)
         width, height = (max(TOKEN_PX, int(size * scale)) for size in (width, height))
         tokens = _tokens(width, height)
@@ -182,12 +187,12 @@ def scan_jpeg(
 
 
 def _tokens(width: int, height: int) -> int:
-    """At most what the image takes where a token stands for 16 x 16 pixels."""
+    """Return an upper bound of the image's tokens, where a token represents 16 x 16 pixels."""
     return min(IMAGE_TOKENS, -(-width // TOKEN_PX) * -(-height // TOKEN_PX))
 
 
 def write_shard(path: Path, samples: list[Files]) -> None:
-    """Write the samples' files without times and owners, so that equal data is equal bytes."""
+    """Write samples to a tar without times and owners, so that equal data gives equal bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name, data in (file for sample in samples for file in sample):

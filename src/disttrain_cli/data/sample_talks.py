@@ -1,8 +1,8 @@
-"""A small dataset of conversations: questions about scikit-learn's scanned digits, in the OpenAI
-form, with their pictures in WebDataset tars.
+"""A small dataset of conversations about scikit-learn's scanned digits, with their pictures.
 
-A conversation shows one or two scans and has one or two turns; what it answers cannot be told
-without looking. Every scan is in one conversation only, so that held-out ones show new scans.
+The conversations are in OpenAI's format, in WebDataset tars. Each shows one or two scans and has
+one or two turns; its answers cannot be predicted without the images. Every scan is in one
+conversation only, so that held-out conversations show new scans.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ Turn = tuple[str, str]  # a question and its answer
 
 
 def write_sample_talks(folder: Path, seed: int = 0) -> list[str]:
-    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same
-    seed.
+    """Write the dataset; return its source paths relative to `folder`.
+
+    The same seed gives the same bytes.
 
     Raises:
-        DataError: scikit-learn is not installed, or a file of the same name holds something else.
+        DataError: scikit-learn is not installed, or a file of the same name has other content.
         SpecError: the folder cannot be written.
     """
     random = np.random.default_rng([seed, 2])
@@ -40,7 +41,7 @@ def write_sample_talks(folder: Path, seed: int = 0) -> list[str]:
 
 
 def _talks(scans: Iterator[tuple[Any, int]], random: np.random.Generator) -> Iterator[Files]:
-    """Conversations until every scan is used."""
+    """Yield conversations until every scan is used."""
     for number, first in enumerate(scans):
         make = TALKS[int(random.choice(len(TALKS), p=SHARES))]
         second = next(scans, None) if make is _two else None
@@ -70,13 +71,13 @@ def _a(digit: int) -> str:
     return f"{'an' if WORDS[digit][0] in 'aeiou' and digit != 1 else 'a'} {WORDS[digit]}"
 
 
-#: What conversations are about, and the share of each.
+#: Topics of conversations, and the share of each.
 TALKS: tuple[Callable[[list[int]], list[Turn]], ...] = (_one, _parity, _two)
 SHARES = (0.6, 0.2, 0.2)
 
 
 def _sample(key: str, scans: list[Any], turns: list[Turn], random: np.random.Generator) -> Files:
-    """The pictures stand before the first question."""
+    """Return a conversation whose pictures precede its first question."""
     files: Files = [
         (f"{key}.{number}.jpg", scan_jpeg(scan, random, MOST_TOKENS)[0])
         for number, scan in enumerate(scans)

@@ -1,9 +1,8 @@
-"""Token arrays of packed sequences: ids, labels, positions, and the places of images and
-conditioning tokens.
+"""Token arrays of packed sequences: ids, labels, positions, rows of images and conditioning tokens.
 
-A sample is BOS, its segments in order, EOS; one that a chat template wrote, its segments alone.
-Images and audio clips are rows of IMAGE placeholders (an encoder's output replaces both), images to
-be generated rows of CONTEXT placeholders. A label is the next token of the same sample, only where
+A sample is BOS, its segments in order, EOS; a sample rendered by a chat template is its segments
+alone. Images and audio clips are rows of IMAGE placeholders (an encoder's output replaces both),
+images to generate rows of CONTEXT placeholders. A label is the next token of the same sample if
 that is a token of a trained text, or EOS of a sample whose last text is trained (or that has none):
 `Index.label_tokens` counts them.
 """
@@ -32,7 +31,7 @@ ReadTexts = Callable[[int], list[list[int]]]
 
 
 class SequencePlan:
-    """Where everything lies in one packed sequence; known from the index, no file read."""
+    """Layout of one packed sequence, computed from the index without reading a file."""
 
     def __init__(self, packing: Packing, number: int) -> None:
         index = packing.index
@@ -53,14 +52,13 @@ class SequencePlan:
         self.films = index.frames[segments] > 0
         self.end_trained = index.end_trained[self.samples]
         self.specials = index.specials(self.samples)
-        # Besides the segments before it, a segment lies behind the specials of earlier samples and
-        # its own BOS.
+        # A segment's offset includes the specials of earlier samples and its sample's BOS.
         begins = self.specials // SAMPLE_SPECIALS
         before = starts_of(self.specials)[:-1] + begins
         self.segment_at = starts_of(self.tokens)[:-1] + np.repeat(before, counts)
 
     def rows(self, kind: int) -> list[Places]:
-        """Where the rows of each item of a kind are in the LLM."""
+        """Return the rows in the LLM of each item of a kind."""
         chosen = np.flatnonzero(self.kinds == kind)
         head = next(iter(self.inputs.of(ITEMS[kind])), None)
         if head is not None and self.index.part is not None:
@@ -72,13 +70,13 @@ class SequencePlan:
         return Places(np.arange(first, first + self.tokens[segment]))
 
     def _files(self, items: Ints) -> list[Ints]:
-        """Items by their files."""
+        """Group items by their files."""
         assert self.index.part is not None
         begins = np.flatnonzero(self.index.part[self.segments[items]] == 0)
         return np.split(items, begins[1:])
 
     def _rows_of(self, parts: Ints, head: Head) -> list[Places]:
-        """Where the rows of the parts of a file are."""
+        """Return the rows in the LLM of the parts of a file."""
         if not len(parts):
             return []
         assert self.index.numbers is not None
@@ -89,8 +87,10 @@ class SequencePlan:
         return [own.moved(first) for own in placed]
 
     def layout(self) -> tuple[Ints, Ints]:
-        """(positions [L], or [3, L] with M-RoPE, documents [L]): restarting with every sample;
-        documents -1 = padding."""
+        """Return (positions [L], or [3, L] with M-RoPE, documents [L]).
+
+        Positions restart with every sample; document -1 = padding.
+        """
         documents = np.full(self.length, PADDING_DOCUMENT, dtype=np.int64)
         used = int(self.sample_tokens.sum())
         documents[:used] = np.repeat(np.arange(len(self.samples)), self.sample_tokens)
@@ -99,7 +99,7 @@ class SequencePlan:
         return np.concatenate([of_samples, padding], axis=-1), documents
 
     def _positions(self) -> Ints:
-        """Positions of the tokens of all samples."""
+        """Return the positions of the tokens of all samples."""
         if self.inputs.positions == "1d":
             return ranges(np.zeros(len(self.samples), dtype=np.int64), self.sample_tokens)
         grids, made = self._image_grids(), []
@@ -111,7 +111,7 @@ class SequencePlan:
         return np.concatenate(made, axis=1)
 
     def _image_grids(self) -> list[tuple[int, Ints]]:
-        """Place and positions of each grid of images (`joined_in_time`)."""
+        """Return (index of the first token, positions) of each image grid (`joined_in_time`)."""
         head, times = self.inputs.image, dict[int, list[int]]()
         if head is None:
             return []
@@ -123,8 +123,11 @@ class SequencePlan:
         return joined_in_time(grids)
 
     def _time_in_film(self, head: ImageInput, at: int, known: dict[int, list[int]]) -> int | None:
-        """By how much positions of a part of a video are later than those of its first one, which
-        has None; `known`: of videos by their first part."""
+        """Return the time of a part of a video after the first part; None for the first part.
+
+        Args:
+            known: cache of the times of videos, by their first part.
+        """
         index, segment = self.index, int(self.segments[at])
         assert index.part is not None and index.numbers is not None and head.video is not None
         if not (part := int(index.part[segment])):
@@ -135,7 +138,7 @@ class SequencePlan:
         return known[file][part]
 
     def token_ids(self, tokenizer: Tokenizer, read_texts: ReadTexts) -> tuple[Ints, Ints]:
-        """(ids, labels), each [L]."""
+        """Return (ids, labels), each [L]."""
         ids = np.full(self.length, tokenizer.pad, dtype=np.int64)
         trained = np.zeros(self.length, dtype=bool)
         own = self.specials > 0

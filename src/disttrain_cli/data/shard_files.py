@@ -1,7 +1,8 @@
-"""Reading one shard for the index, and its rows as a file of their own: what another process or
-host has read, or an interrupted pass has left, until the index is whole.
+"""Reading of one shard for the index, and files with its rows.
 
-A file is an Arrow file whose name follows from the shard's state and all that its rows depend on.
+The files hold the results of other processes and hosts, or of an interrupted pass, until the index
+is complete. Each is an Arrow file whose name is a hash of the shard's state and everything else
+that its rows depend on.
 """
 
 from __future__ import annotations
@@ -37,35 +38,37 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import whole_file
 
-LARGE_BYTES = 64 * 1024 * 1024  # of a shard that is looked at for parts
+LARGE_BYTES = 64 * 1024 * 1024  # from this size on, a shard is read in parts
 SUFFIX = ".arrow"
 ABOUT = b"disttrain"  # key of the metadata
 
 
 class Job(NamedTuple):
-    """A shard to read, or a part of it (`Shard.groups`), as it lies there now; messages name it
-    `label`."""
+    """A shard to read, or a part of it (`Shard.groups`), in its current state.
+
+    Messages name it `label`.
+    """
 
     state: State
     shard: Shard
     label: str
-    share: float = 1.0  # of the shard's work
+    share: float = 1.0  # share of the shard's work
 
     @property
     def bytes(self) -> float:
-        """Of the shard, or as many as are the part's share; 0 where a server does not tell."""
+        """Bytes of the shard, or of the part by its share; 0 if the size is not known."""
         return self.share * (self.state.size or 0)
 
 
 def parts_of_job(job: Job) -> list[Job]:
-    """A shard in the parts that are read by themselves; for all hosts and passes the same."""
+    """Return the parts of a shard that are read separately, the same for all hosts and passes."""
     if job.bytes < LARGE_BYTES:
         return [job]
     return [job._replace(shard=shard, share=share) for shard, share in parts_of(job.shard)]
 
 
 def joined(parts: Sequence[ShardRows]) -> ShardRows:
-    """What a shard brings, of what all its parts bring."""
+    """Join the rows and metadata of a shard's parts."""
     import pyarrow as pa
 
     if len(parts) == 1:
@@ -82,7 +85,11 @@ def joined(parts: Sequence[ShardRows]) -> ShardRows:
 
 
 def read_job(run: Run, job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> ShardRows:
-    """Read a shard, or a part of it, from end to end; raises DataError as `read_shard`."""
+    """Read a shard, or a part of it, from end to end.
+
+    Raises:
+        DataError: as `read_shard`.
+    """
     chat = tokenizer.chat and tokenizer.chat.of_model(inputs)
     read = read_shard(job.shard, job.label, chat)
     rows, skipped, unread, unread_keys = shard_rows(
@@ -101,8 +108,10 @@ def read_job(run: Run, job: Job, inputs: ModelInputs, tokenizer: Tokenizer) -> S
 
 
 def _opened(run: Run, job: Job, chat: ChatForm | None) -> OpenShard | None:
-    """The shard, where its files are compared; None where it cannot be opened, which reading it
-    tells."""
+    """Open the shard if samples are compared (`data.deduplicate`).
+
+    None if it cannot be opened; reading it reports the error.
+    """
     if not run.file.data.deduplicate:
         return None
     try:
@@ -112,7 +121,7 @@ def _opened(run: Run, job: Job, chat: ChatForm | None) -> OpenShard | None:
 
 
 def paths_of(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, jobs: list[Job]) -> list[Path]:
-    """The file of each shard or part, which need not be there."""
+    """Return the file of each shard or part; it need not exist."""
     key = fingerprint([INDEX_VERSION, __version__, made_for(run, inputs, tokenizer)])
     return [
         run.dir.partial_index / f"{fingerprint([key, job.state, job.shard, job.label])}{SUFFIX}"
@@ -121,7 +130,7 @@ def paths_of(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, jobs: list[Job
 
 
 def write_rows(path: Path, read: ShardRows) -> None:
-    """Write what a shard brings; raises SpecError where that cannot be done."""
+    """Write the rows and metadata of a shard; SpecError if that fails."""
     import pyarrow as pa
 
     about = json.dumps({"indexed": read.indexed, "skipped": read.skipped})
@@ -135,7 +144,7 @@ def write_rows(path: Path, read: ShardRows) -> None:
 
 
 def read_rows(path: Path) -> ShardRows | None:
-    """What a shard brings; None where there is no file, or none that can be read."""
+    """Read the rows and metadata of a shard; None if there is no readable file."""
     import pyarrow as pa
 
     if not path.is_file():

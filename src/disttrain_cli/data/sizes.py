@@ -1,5 +1,4 @@
-"""Sizes of packed sequences as flat arrays: all that an ordering, and a simulation of one, needs of
-the data."""
+"""Sizes of packed sequences as flat arrays: all the data that orderings and simulations need."""
 
 from __future__ import annotations
 
@@ -18,35 +17,35 @@ from disttrain_cli.spec.index import KINDS
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import SizeSample
 
-SAMPLED_BATCH = 4  # purpose of `mix`, beside those of packing
+SAMPLED_BATCH = 4  # purpose of `mix`, distinct from those of packing
 
 
 @dataclass(frozen=True)
 class ItemAreas:
-    """Areas of the items of one modality in Q packed sequences, one sequence after the other."""
+    """Areas of the items of one modality in Q packed sequences, concatenated."""
 
     start: Ints  # [Q + 1]
     area: Ints  # [N] (`spec.heads.Head`)
 
     @property
     def counts(self) -> Ints:
-        """[Q]"""
+        """[Q] items of each sequence."""
         return np.diff(self.start)
 
     def take(self, chosen: Ints) -> ItemAreas:
-        """Those of the chosen sequences, in that order."""
+        """Return the areas of the chosen sequences, in that order."""
         counts = self.counts[chosen]
         return ItemAreas(starts_of(counts), self.area[ranges(self.start[chosen], counts)])
 
     def per_sequence(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[Q, …] sums of the items' values [N, …]."""
+        """Return the sums [Q, …] of the items' values [N, …]."""
         total = np.cumsum(
             np.concatenate([np.zeros_like(values, shape=(1, *values.shape[1:])), values]), axis=0
         )
         return np.asarray(total[self.start[1:]] - total[self.start[:-1]])
 
     def lists(self) -> list[list[int]]:
-        """Areas by sequence."""
+        """Return the areas as a list for each sequence."""
         return [areas.tolist() for areas in np.split(self.area, self.start[1:-1])]
 
 
@@ -62,7 +61,7 @@ class Sizes:
         return len(self.tokens)
 
     def take(self, chosen: Ints) -> Sizes:
-        """The chosen sequences, in that order; one may be chosen several times."""
+        """Return the chosen sequences, in that order; one may be chosen several times."""
         return Sizes(
             self.tokens[chosen],
             self.length_sq[chosen],
@@ -70,12 +69,12 @@ class Sizes:
         )
 
     def work(self, inputs: ModelInputs) -> dict[str, NDArray[np.float64]]:
-        """By module name, [Q, 3]: the columns of `Work` that each sequence brings to the module."""
+        """Return, by module name, the work [Q, 3] of each sequence: columns of `Work`."""
         names = (inputs.llm, *(head.module for head in inputs.heads))
         return {name: self.work_of(inputs, name) for name in names}
 
     def work_of(self, inputs: ModelInputs, module: str) -> NDArray[np.float64]:
-        """[Q, 3] of one module."""
+        """Return the work [Q, 3] of each sequence in one module."""
         head = inputs.head(module)
         if head is None:
             columns_ = np.ones(len(self)), self.tokens, self.length_sq
@@ -85,7 +84,7 @@ class Sizes:
 
 
 def sizes_of(packing: Packing) -> Sizes:
-    """The sizes of a packing's sequences."""
+    """Return the sizes of a packing's sequences."""
     return Sizes(
         packing.tokens,
         packing.length_sq,
@@ -94,7 +93,7 @@ def sizes_of(packing: Packing) -> Sizes:
 
 
 def sizes_of_sample(sample: SizeSample) -> Sizes:
-    """The sizes that a profile keeps."""
+    """Return the sizes that a profile stores."""
     return Sizes(
         np.array(sample.tokens, dtype=np.int64),
         np.array(sample.length_sq, dtype=np.int64),
@@ -110,8 +109,10 @@ def _areas(by_sequence: Sequence[Sequence[int]]) -> ItemAreas:
 
 
 def sampled_batch(sizes: Sizes, count: int, step: int) -> Sizes:
-    """A global batch drawn from `sizes`: shuffled, each sequence equally often, other ones with
-    every step."""
+    """Draw a global batch from `sizes`: shuffled, each sequence equally often.
+
+    The draw differs in every step.
+    """
     turns = -(-count // len(sizes))
     drawn = [
         np.argsort(mix(SAMPLED_BATCH, step, turn, np.arange(len(sizes))), kind="stable")

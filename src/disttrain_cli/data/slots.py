@@ -1,9 +1,8 @@
-"""What an ordering decides: for every slot of a step, which replica of which unit works on which
-items.
+"""The result of an ordering: the items of each replica of each unit in every slot of a step.
 
-Items of a slot are numbered in canonical order: sequences as the ordering lists them, those of a
-modality by (sequence, place in the sequence). Replicas refer to them by these numbers, so routes
-between units can be derived on every rank without a message.
+Items of a slot are numbered in canonical order: sequences as the ordering lists them, items of a
+modality by (sequence, index in the sequence). Replicas refer to them by these numbers, so every
+rank can derive the routes between units without communication.
 """
 
 from __future__ import annotations
@@ -26,33 +25,35 @@ Floats32 = NDArray[np.float32]
 
 
 def no_items() -> Ints:
-    """The numbers of no item."""
+    """Return the empty array of item numbers."""
     return np.zeros(0, dtype=np.int64)
 
 
 def replica_items(**numbers: Ints) -> ReplicaItems:
-    """The items that are given, none of all others."""
+    """Return the given items, and none of all other modalities."""
     return dict.fromkeys(("sequence", *KINDS), no_items()) | numbers
 
 
-#: The items of one replica of one unit in one slot: canonical numbers in the replica's own order.
-#: Sequences are empty for units without the LLM. Items of equal grid are adjacent: sorted by (grid
-#: rows, grid columns, number).
+#: Items of one replica of one unit in one slot: canonical numbers in the replica's order. Sequences
+#: are empty for units without the LLM. Items of equal grid are adjacent: sorted by (grid rows, grid
+#: columns, number).
 ReplicaItems = Mapping[Item, Ints]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a policy decides: positions of the sequences, and how units without the LLM share a
-    slot's items."""
+    """The decision of an ordering policy.
+
+    It has the positions of the sequences, and how units without the LLM divide a slot's items.
+    """
 
     positions: Ints  # [n slots, LLM replicas, M] in the batch; every sequence has one
-    carry: bool = False  # replicas are level over the slots of the step too, not only in each one
+    carry: bool = False  # replicas' loads are also balanced over the slots of a step
 
 
 @dataclass(frozen=True)
 class SlotItems:
-    """The items of one modality in a slot."""
+    """Items of one modality in a slot."""
 
     sequence: Ints  # [N] position in the slot's `sequences`
     grid: Ints  # [N, 2] rows, columns (`spec.heads.Head`)
@@ -67,7 +68,7 @@ class SlotItems:
 
 
 def slot_items(sequence: Ints | None = None, grid: Ints | None = None) -> SlotItems:
-    """Items of these sequences, all alike where there are no grids; without sequences none."""
+    """Return the items of these sequences, all alike without grids; none without sequences."""
     sequence = no_items() if sequence is None else sequence
     return SlotItems(
         sequence, np.ones((len(sequence), 2), dtype=np.int64) if grid is None else grid
@@ -86,14 +87,14 @@ class Slot:
     replicas: Mapping[str, list[ReplicaItems]]  # unit name → its replicas
 
     def rows(self, item: Item, column: str) -> Ints:
-        """Rows that each item contributes to a state tensor (`models.layer.TensorSpec.rows`)."""
+        """Return the rows that each item has in a state tensor (`models.layer.TensorSpec.rows`)."""
         if item == "sequence":
             return np.full(len(self.sequences), self.inputs.sequence_length, dtype=np.int64)
         head, area = self.inputs.of(item)[0], self.items[item].area
         return np.asarray(self.inputs.rows(item, column).of(head.size(area)))
 
     def work(self, module: str, items: ReplicaItems) -> Work:
-        """Work that these items bring to a module."""
+        """Return the work of these items in a module."""
         head = self.inputs.head(module)
         if head is None:
             numbers = items["sequence"]
@@ -106,14 +107,14 @@ class Slot:
 
 
 def columns(size: Ints) -> Floats:
-    """[N, 3] the columns of `Work` of items of these sizes."""
+    """Return the columns of `Work` [N, 3] of items of these sizes."""
     exact = size.astype(float)
     return np.stack([np.ones(len(size)), exact, exact**2], axis=1)
 
 
 @dataclass(frozen=True)
 class StepOrder:
-    """The whole global batch of one step."""
+    """The global batch of one step."""
 
     step: int
     slots: list[Slot]
@@ -123,12 +124,14 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class ItemArrays:
-    """Prepared items of one modality of one replica, in its own order; the fields of
-    `models.layer.Items`. Fields that were not asked for are None."""
+    """Prepared items of one modality of one replica, in its order; fields of `models.layer.Items`.
 
-    grids: Ints  # [N, 2]; always comes
-    #: of each encoder or generator that was asked for, by its number among those of the modality:
-    #: per run of equal grids [n, ...]
+    Fields that were not requested are None.
+    """
+
+    grids: Ints  # [N, 2]; always present
+    #: of each requested encoder or generator, by its number among those of the modality: an array
+    #: [n, ...] for each run of equal grids
     values: dict[int, list[NDArray[Any]]] = field(default_factory=dict)
     rows: Ints | None = None
     weights: Floats32 | None = None
@@ -139,11 +142,10 @@ class ItemArrays:
 
 @dataclass(frozen=True)
 class SlotBatch:
-    """Prepared inputs of one replica for one slot, as NumPy arrays; the fields of
-    `models.layer.Batch`.
+    """Prepared inputs of one replica for one slot, as NumPy arrays; fields of `models.layer.Batch`.
 
     Pixels are bytes, which the rank normalises (`ImageInput.affine`): a quarter of the memory and
-    of the way there. Fields that were not asked for are None.
+    of the transfer. Fields that were not requested are None.
     """
 
     items: dict[Item, ItemArrays]
@@ -155,7 +157,7 @@ class SlotBatch:
 
 
 def flat_arrays(batch: SlotBatch) -> dict[str, Any]:
-    """All arrays by name, as "token_ids", "image/rows", or "image/values/0", which is a list."""
+    """Return all arrays by name, such as "token_ids", "image/rows", or "image/values/0", a list."""
     named = {name: value for name, value in vars(batch).items() if name != "items"}
     for item, arrays in batch.items.items():
         named |= {
@@ -166,7 +168,7 @@ def flat_arrays(batch: SlotBatch) -> dict[str, Any]:
 
 
 def of_flat_arrays(named: Mapping[str, Any]) -> SlotBatch:
-    """The inverse of `flat_arrays`."""
+    """Return the inverse of `flat_arrays`."""
     whole: dict[str, Any] = {"items": {}}
     of_items: dict[Item, dict[str, Any]] = {}
     for name, value in named.items():

@@ -1,5 +1,4 @@
-"""The dataset in numbers: distributions over packed sequences, work that each brings, entropy of
-its tokens."""
+"""Statistics of the dataset: sizes of packed sequences, their work, entropy of the tokens."""
 
 from __future__ import annotations
 
@@ -28,16 +27,14 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 ENTROPY_SAMPLES = 20_000  # samples read at most, evenly spaced
-REPEATED = (
-    5  # times that a question with its answer is there on average, or an answer, to be counted
-)
-OPEN = 0.1  # nats of an answer that must be left to know
-NAMED = 3  # samples left out that the profile names
-SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
+REPEATED = 5  # mean occurrences of a question with its answer, or of an answer, to be counted
+OPEN = 0.1  # nats per answer that must remain to be learnt
+NAMED = 3  # skipped entries that the profile names
+SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile stores
 
 
 def describe_data(packing: Packing) -> DataProfile:
-    """Statistics of the data for the profile; `packing` is one epoch."""
+    """Return the statistics of the data for the profile; `packing` is one epoch."""
     index = packing.index
     return DataProfile(
         samples=len(index),
@@ -68,11 +65,11 @@ def describe_data(packing: Packing) -> DataProfile:
 
 
 def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
-    """Sizes of `count` sequences in packed order, or of all where there are fewer.
+    """Return the sizes of `count` sequences in packed order, or of all if there are fewer.
 
     They are spread evenly over the sequences sorted by patches read and, among similar ones, by
-    images to generate and then by items of other modalities: the means are the data's to a fraction
-    of what they would be of as many drawn by chance.
+    images to generate and then by items of other modalities: the error of their means is a fraction
+    of that of a random sample of the same size.
     """
     sizes, target = sizes_of(packing), packing.index.inputs.target
     count = min(count, len(sizes))
@@ -96,10 +93,10 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
 
 
 def _spread(keys: list[NDArray[np.int64]], groups: int) -> NDArray[np.int64]:
-    """Places sorted by the first key; of that many groups of similar ones each by the next key, and
-    so on.
+    """Return indices sorted by the first key, within groups of similar values by the next key, etc.
 
-    Up and down in turn, so that what one group's choice has too much another's has too little.
+    Groups are sorted in ascending and descending order in turn, so that the errors of one group's
+    choice and the next one's compensate.
     """
     similar = [np.arange(len(keys[0]))]
     for depth, key in enumerate(keys):
@@ -114,7 +111,7 @@ def _spread(keys: list[NDArray[np.int64]], groups: int) -> NDArray[np.int64]:
 
 
 def distribution(values: NDArray[np.int64]) -> Distribution:
-    """Mean, percentiles and maximum; zeros where there are no values."""
+    """Return mean, percentiles and maximum; zeros without values."""
     if not len(values):
         return Distribution(mean=0, p50=0, p95=0, p99=0, max=0)
     p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99)))
@@ -124,14 +121,12 @@ def distribution(values: NDArray[np.int64]) -> Distribution:
 
 
 def sequence_work(packing: Packing) -> dict[str, NDArray[np.float64]]:
-    """By module name, [Q, 3]: the columns of `Work` that each packed sequence brings to the
-    module."""
+    """Return, by module name, the work [Q, 3] of each packed sequence: columns of `Work`."""
     return sizes_of(packing).work(packing.index.inputs)
 
 
 def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
-    """By module name: mean work per sequence, and the largest of each of its amounts in one
-    sequence."""
+    """Return, by module name, the mean work per sequence and the largest of each of its columns."""
     return {
         module: (Work(*rows.mean(axis=0).tolist()), Work(*rows.max(axis=0).tolist()))
         for module, rows in sequence_work(packing).items()
@@ -139,22 +134,25 @@ def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
 
 
 def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
-    """The text loss of a model that has not learned the task, in nats per label token.
+    """Return the text loss of a model that has not learned the task, in nats per label token.
 
-    Of conversations about images it knows how often each answer is given to the question before it;
-    of others, and where hardly a question is asked `REPEATED` times, how often each answer is given
-    at all. Where answers differ, or nothing is left to know of them (`OPEN`), and of all other
-    texts, it knows how often each token is.
+    Such a model predicts by frequencies. For conversations about images, they are those of each
+    answer after its question; for other conversations, and if such pairs occur fewer than
+    `REPEATED` times on average, those of each answer. If answers repeat too rarely as well, or less
+    than `OPEN` nats per answer remain to be learnt, and for all other texts, they are those of each
+    token.
 
-    Over all samples, or evenly spaced ones where there are more than `ENTROPY_SAMPLES`; raises
-    DataError where a shard changed.
+    The samples are all, or evenly spaced ones if there are more than `ENTROPY_SAMPLES`.
+
+    Raises:
+        DataError: a shard changed.
     """
     tokenizer = read_tokenizer(run)
     reader = ShardReader(index, tokenizer)
-    tokens = Counter[int]()  # of labels that are no answers
+    tokens = Counter[int]()  # of labels outside of answers
     answered: dict[bytes, Counter[bytes]] = {}  # by question
-    ends = 0  # of samples that end with an answer: nothing is left to know of them
-    shown = False  # whether a conversation has more than texts
+    ends = 0  # EOS of samples that end with an answer: no loss remains for them
+    shown = False  # True if a conversation has more than texts
     spaced = np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)
     for sample in np.unique(spaced).tolist():
         segments = slice(*index.segment_start[sample : sample + 2])
@@ -197,6 +195,6 @@ def text_loss_to_beat(run: Run, index: Index) -> LossToBeat:
 
 
 def _nats(counts: Counter[Any]) -> float:
-    """Nats that it takes to tell all members of some kinds, by their frequency."""
+    """Return the nats that encode all members of some kinds, by their frequency."""
     values = np.array([*counts.values()], dtype=float)
     return float((values * np.log(values.sum() / values)).sum()) if len(values) else 0.0

@@ -1,4 +1,4 @@
-"""A file inside a shard as a stream, for libraries that want one."""
+"""A file inside a shard as a stream, for libraries that need one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from disttrain_cli.data.headers import Read
 
 
 class ReadStream(io.RawIOBase):
-    """A file of so many bytes that is only read where somebody looks."""
+    """A stream of `size` bytes that reads lazily."""
 
     def __init__(self, read: Read, size: int) -> None:
         self._read, self._size, self._at = read, size, 0

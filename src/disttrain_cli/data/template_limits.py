@@ -1,9 +1,9 @@
-"""A jinja2 sandbox in which no rendering is endless, whatever the template.
+"""A jinja2 sandbox that limits the work of every rendering.
 
-Every item of a loop, call, concatenation and operator is charged to a budget of work, long operands
-and results by their length, lists and dicts that a template builds by all that they hold; what
-would build a huge value in one operation is refused before it is built. The budget counts
-operations and not seconds, so that every rank and worker decides alike.
+Every item of a loop, call, concatenation and operator is charged to a work budget, long operands
+and results by their length, lists and dicts that a template builds by all their contents; an
+operation that would build a huge value is refused beforehand. The budget counts operations and not
+seconds, so that every rank and worker decides alike.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-#: Items of loops, or as much, in one rendering: about ten seconds; 1,000 turns are a thousandth.
+#: Items of loops, or equivalent work, in one rendering: about ten seconds; 1,000 turns take a
+#: thousandth of it.
 MOST_WORK = 10_000_000
-CALL = 16  # a call or filter takes as long as so many items
-ELEMENTS = 16  # characters or elements of a result that count as one
+CALL = 16  # a call or filter costs as much as this many items
+ELEMENTS = 16  # characters or elements of a result that cost as much as one item
 MOST_BITS = 1_024  # of a power or product
 MOST_WIDTH = 10_000  # of a field, an indentation, a batch
-#: Methods and filters that take such widths as arguments.
+#: Methods and filters with such widths as arguments.
 WIDE = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "indent", "batch")) | {
     "slice",
     "tojson",
@@ -36,14 +37,14 @@ WIDE = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "indent", "
 NESTS = (list, tuple, dict)
 NOTHING: dict[str, Any] = {}
 VIEWS = (type(NOTHING.keys()), type(NOTHING.values()), type(NOTHING.items()))
-#: Values that take as long as they are.
+#: Values that cost their length.
 LONG: tuple[type[Any], ...] = (str, bytes, range, *NESTS, *VIEWS)
-QUADRATIC = ("striptags", "urlize")  # filters that take the square of a text's length
-AT_ONCE = ("length", "count", "first", "last", "default", "d")  # however long the value is
-STRIPS = ("strip", "lstrip", "rstrip", "trim")  # of each character, among those of the argument
-PERCENT_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")  # a huge one, or one by argument
-HUGE = re.compile(r"\d{5,}|\{")  # the same in the part of a field behind its colon
-# Filters that no template can name.
+QUADRATIC = ("striptags", "urlize")  # filters whose time is quadratic in a text's length
+AT_ONCE = ("length", "count", "first", "last", "default", "d")  # take constant time
+STRIPS = ("strip", "lstrip", "rstrip", "trim")  # cost: every character times the argument's length
+PERCENT_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")  # a huge width, or one by argument
+HUGE = re.compile(r"\d{5,}|\{")  # the same in the part of a field after its colon
+# Names of filters that no template can write.
 ITEMS, CONCAT = "charged items", "charged concatenation"
 CONTENTS, LENGTH = "charged contents", "charged length"
 
@@ -80,14 +81,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def begin(self) -> None:
-        """Start the budget."""
+        """Reset the budget."""
         self._left = MOST_WORK
 
     def charge(self, result: Any = None, elements: int = 0, work: int = 1) -> Any:
-        """Charge work that has a result, or makes so many elements; returns the result.
+        """Charge work that has a result, or makes `elements` elements; return the result.
 
         Raises:
-            TooMuchWorkError: nothing is left.
+            TooMuchWorkError: the budget is used up.
         """
         if isinstance(result, LONG):
             elements += len(result)
@@ -131,7 +132,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def charged(self, name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter or test, charged."""
+        """Return the filter or test with its work charged."""
         passed = int(hasattr(apply, "jinja_pass_arg"))  # a context or environment comes first
 
         @functools.wraps(apply)
@@ -151,7 +152,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return charged
 
     def _check(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Charge or refuse arguments of a filter or method by which it makes a huge text."""
+        """Charge or refuse the arguments by which a filter or method makes a huge text."""
         if name in WIDE:
             widths = (abs(one) for one in (*args, *kwargs.values()) if isinstance(one, int))
             if (width := max(widths, default=0)) > MOST_WIDTH:
@@ -167,7 +168,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.charge(elements=str(value).count(old) * len(new))
 
     def _weighed(self, value: Any) -> Any:
-        """The value, charged with all that it holds: lists of lists may be short and endless."""
+        """Charge a value with all its contents, as nested lists may be endless; return it."""
         inside = [value] if isinstance(value, LONG) else []
         while inside:
             one = inside.pop()
@@ -179,7 +180,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _formatted(self, fields: int, values: Iterable[Any]) -> None:
-        """Charge a format, of which each field may write all values."""
+        """Charge a format, each field of which may write all values."""
         before = self._left
         self._weighed([*values])
         self.charge(work=fields * (before - self._left))
@@ -193,7 +194,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _joined(self, items: Iterable[Any], separator: Any) -> Iterator[Any]:
-        """Items of a join, each charged with its text and the separator."""
+        """Yield the items of a join, each charged with its text and the separator."""
         for item in items:
             self._weighed(item)
             self.charge(elements=len(str(separator)))
@@ -204,14 +205,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(Namespace):
-    """One whose text leaves out what it holds: namespaces may hold each other."""
+    """A namespace whose text leaves out its contents: namespaces may contain each other."""
 
     __repr__ = object.__repr__
 
 
 class _Charging(NodeTransformer):
-    """Puts loops, concatenations, comparisons, slices and built lists through the filters that
-    charge them."""
+    """Wraps loops, concatenations, comparisons, slices and built lists in charging filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -224,7 +224,7 @@ class _Charging(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        for operand in node.ops:  # takes no longer than the shorter one is
+        for operand in node.ops:  # takes time in proportion to the shorter operand
             if operand.op in ("in", "notin") or not _is_constant(node.expr):
                 operand.expr = _charged(operand.expr)
         return node
@@ -245,7 +245,7 @@ class _Charging(NodeTransformer):
 
 
 def _is_constant(node: nodes.Node) -> bool:
-    """True for a value that the template spells out: it is as long as the template's text."""
+    """Return True for a literal of the template: it is as long as the template's text."""
     if isinstance(node, nodes.Const | nodes.TemplateData):
         return True
     return isinstance(node, nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair) and all(
@@ -269,14 +269,14 @@ def _bits(number: Any) -> int:
 
 
 def _check_percent(form: str) -> None:
-    """Raise TooMuchWorkError where a format of `%` has a huge width, or one by argument."""
+    """Raise TooMuchWorkError if a `%` format has a huge width, or one by argument."""
     if PERCENT_WIDTH.search(form):
         raise TooMuchWorkError
 
 
 def _check_braces(form: str) -> None:
-    """Raise TooMuchWorkError where a format of fields has a huge width, or one by argument."""
-    with suppress(ValueError):  # formatting it raises the same
+    """Raise TooMuchWorkError if a brace format has a huge width, or one by argument."""
+    with suppress(ValueError):  # formatting raises the same error
         for _, _, width, _ in Formatter().parse(form):
             if width and HUGE.search(width):
                 raise TooMuchWorkError

@@ -1,5 +1,4 @@
-"""Text to token ids: a byte-level tokenizer that needs no file, or one of Hugging Face, from a
-folder or by name."""
+"""Tokenizers: a byte-level one that needs no file, or one of Hugging Face (folder or name)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from disttrain_cli.data.tokenizer_folder import FILE, READ, read_tokenizer_folde
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
-#: In place of an id that the model has no use for.
+#: In place of an id that the model does not use.
 NONE = -1
 CHOICES = (
     "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
@@ -25,36 +24,36 @@ CHOICES = (
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a tokenizer; safe to use from several threads."""
+    """Interface of tokenizers; implementations are safe to use from several threads."""
 
-    vocabulary: int  # ids are below it, special ones included
-    fingerprint: str  # changes when the same text may give other ids
+    vocabulary: int  # ids are below it, special tokens included
+    fingerprint: str  # changes if the same text may have other ids
     pad: int
     bos: int
     eos: int
-    image: int  # placeholder for one row of an image that is read
-    video: int  # the same of a video
-    context: int  # placeholder for one row that conditions an image to be generated
-    chat: Chat | None  # writes conversations, where the tokenizer says how
+    image: int  # placeholder for one row of an image to read
+    video: int  # placeholder for one row of a video
+    context: int  # placeholder for one row that conditions an image to generate
+    chat: Chat | None  # tokenizer of conversations, if it has a chat template
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without special ones."""
+        """Return the ids of `text` alone, without special tokens."""
 
     def count(self, texts: list[str]) -> list[int]:
-        """How many ids each text has: the length of what `encode` gives, found faster."""
+        """Return the number of ids of each text, as from `encode` but faster."""
 
     def starts(self, text: str) -> NDArray[np.int64]:
-        """The character of `text` at which each of its tokens begins."""
+        """Return the index of the character of `text` at which each of its tokens begins."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; special ones and those of no text are left out."""
+        """Return the text of ids, without special tokens and ids of no text."""
 
     def token(self, number: int) -> str | None:
-        """Name of an id; None where it stands for no text."""
+        """Return the name of an id; None if it represents no text."""
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, then the five special ids."""
+    """A tokenizer with one id per UTF-8 byte, followed by the five special ids."""
 
     fingerprint = "bytes"
     pad, bos, eos, image, context = range(256, 261)
@@ -82,13 +81,13 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A local Hugging Face tokenizer, as transformers reads its folder.
+    """A local Hugging Face tokenizer, as transformers loads its folder.
 
     Ids that a model needs and the tokenizer lacks follow its vocabulary: the placeholder of items
-    that the model reads, and the one that conditions images it draws. A tokenizer without BOS
-    begins a sample with EOS, as GPT-2's `<|endoftext|>` does both; one without EOS ends it with
-    what ends an answer of its chat template; padding, which nothing sees, is EOS where there is no
-    token for it.
+    that the model reads, and the one that conditions images to generate. Without a BOS token,
+    samples begin with EOS, as GPT-2's `<|endoftext|>` serves as both; without an EOS token, they
+    end with the token that ends an answer of the chat template; padding, which nothing attends to,
+    is EOS if there is no token for it.
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class FolderTokenizer:
     ) -> None:
         """
         Args:
-            image, video: ids of the model's own placeholders, if it has any; else, with a chat
-                template, they are the tokenizer's, where that has some.
-            processor: the folder is of a whole model, whose processor writes conversations.
+            image, video: ids of the model's placeholders, if it has any; else, with a chat
+                template, they are the tokenizer's, if it has any.
+            processor: the folder is of a whole model, whose processor renders conversations.
             reads, draws: the model has encoders, generators.
 
         Raises:
@@ -145,7 +144,7 @@ class FolderTokenizer:
         self.fingerprint = hashlib.sha256(f"{found.fingerprint} {ids}".encode()).hexdigest()[:16]
 
     def _reserved(self) -> int:
-        """An id behind the vocabulary."""
+        """Reserve an id after the vocabulary."""
         self.vocabulary += 1
         return self.vocabulary - 1
 
@@ -170,10 +169,10 @@ class FolderTokenizer:
 
 
 def read_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer that the run file names: 'bytes', a local folder, or a name on Hugging Face.
+    """Return the run's tokenizer: 'bytes', a local folder, or a name on Hugging Face.
 
     Raises:
-        SpecError: it is none of them, cannot be fetched, or cannot be read.
+        SpecError: it is none of them, cannot be downloaded, or cannot be read.
     """
     folder, model = tokenizer_folder(run), run.file.model
     if folder is None:
@@ -186,11 +185,12 @@ def read_tokenizer(run: Run) -> Tokenizer:
 
 
 def tokenizer_folder(run: Run) -> Path | None:
-    """The folder of the run's tokenizer, in Hugging Face's cache where it is a name there; None for
-    'bytes'.
+    """Return the folder of the run's tokenizer, in Hugging Face's cache for a name there.
+
+    None for 'bytes'.
 
     Raises:
-        SpecError: there is none of that name, or it cannot be fetched.
+        SpecError: there is none of that name, or it cannot be downloaded.
     """
     name = run.file.data.tokenizer
     if name == "bytes":
@@ -208,8 +208,9 @@ def tokenizer_folder(run: Run) -> Path | None:
 
 
 def doubtful_template(run: Run) -> list[str]:
-    """A sentence where a whole model's folder has no chat template, or where that ends answers with
-    no special token (LLaVA 1.5's): nothing then teaches a model to stop.
+    """Return a warning if a model's chat template is missing or ends answers with no special token.
+
+    Without such a token (LLaVA 1.5's template), nothing teaches a model to stop.
 
     Raises:
         SpecError: the tokenizer cannot be read.
@@ -229,10 +230,9 @@ def doubtful_template(run: Run) -> list[str]:
 
 
 def _fetched(name: str, folder: Path) -> Path:
-    """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not
-    there yet.
+    """Return the folder of Hugging Face's cache with a tokenizer's files; download them if needed.
 
-    Only the files that are read are fetched, and nothing in them is executed.
+    Only the files that are read are downloaded, and nothing in them is executed.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
@@ -243,7 +243,7 @@ def _fetched(name: str, folder: Path) -> Path:
         for local in (
             True,
             False,
-        ):  # what is there is taken: all ranks tokenize alike, without a network
+        ):  # cached files first: all ranks tokenize alike, without a network
             try:
                 path = Path(
                     snapshot_download(name, allow_patterns=list(READ), local_files_only=local)

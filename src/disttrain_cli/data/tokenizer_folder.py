@@ -1,9 +1,9 @@
-"""A tokenizer's folder as transformers reads it.
+"""A tokenizer's folder as transformers loads it.
 
 Which files declare tokens, which of them take precedence, which class rebuilds the tokenizer from
 its vocabulary, and where the chat template is, depends on the version of transformers. So
-transformers itself loads the folder, in a process of its own that imports no torch, and the result
-is cached by the content of the files: one such process per tokenizer and host.
+transformers itself loads the folder, in a separate process without torch, and the result is cached
+by the content of the files: one such process per tokenizer and host.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TokenizerFolder(NamedTuple):
     rules: Rules
     tokens: dict[str, str]  # text of each special token by its name: bos_token, image_token, …
     template: str | None
-    fingerprint: str  # of all but the template
+    fingerprint: str  # of everything but the template
 
 
 def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFolder:
@@ -59,7 +59,7 @@ def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFol
             the tokenizer's, else the tokenizer's over the processor's.
 
     Raises:
-        ValueError: transformers cannot load it; with its reason.
+        ValueError: transformers cannot load it; the message is its reason.
     """
     from tokenizers import Tokenizer as Rules
 
@@ -76,7 +76,7 @@ def read_tokenizer_folder(folder: Path, processor: bool = False) -> TokenizerFol
 
 
 def _cached(folder: Path, processor: bool) -> dict[str, Any]:
-    """Return what `load` found, from the cache if it is there and whole."""
+    """Return the result of `load`, from the cache if it is there and complete."""
     about = [VERSION, version("transformers"), version("tokenizers"), processor]
     key = hashlib.sha256(json.dumps(about).encode())
     for path in sorted(path for pattern in READ for path in folder.glob(pattern)):
@@ -84,7 +84,7 @@ def _cached(folder: Path, processor: bool) -> dict[str, Any]:
             key.update(hashlib.sha256(str(path.relative_to(folder)).encode()).digest())
             key.update(hashlib.sha256(path.read_bytes()).digest())
     name = f"disttrain/tokenizers/{key.hexdigest()[:32]}.json"
-    # without a home folder, or with one that is read-only, every reader starts the process
+    # without a home folder, or with a read-only one, every reader starts the process
     with suppress(OSError, RuntimeError, ValueError):
         cached = json.loads((_cache() / name).read_text(encoding="utf-8"))
         if isinstance(cached, dict) and cached.keys() == KEYS:
@@ -100,7 +100,7 @@ def _cache() -> Path:
 
 
 def _loaded(folder: Path, processor: bool) -> str:
-    """Return the JSON of `load`, run in a process of its own."""
+    """Return the JSON of `load`, run in a separate process."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, str(folder.resolve()), str(int(processor))],
         stdin=subprocess.DEVNULL,
@@ -142,12 +142,12 @@ def load(folder: Path, processor: bool) -> str:
 
 
 def _tokenizer_template(tokenizer: Any) -> str | None:
-    """Chat template of a tokenizer of transformers."""
+    """Return the chat template of a tokenizer of transformers."""
     return None if tokenizer.chat_template is None else str(tokenizer.get_chat_template())
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Chat template of the folder's processor."""
+    """Return the chat template of the folder's processor."""
     from transformers import ProcessorMixin
 
     given: Any = ProcessorMixin.get_processor_dict(folder, local_files_only=True)[0].get(
@@ -167,6 +167,6 @@ if __name__ == "__main__":
     try:
         with redirect_stdout(sys.stderr):
             loaded = load(Path(sys.argv[1]), sys.argv[2] == "1")
-    except Exception as error:  # the library's have no common base
+    except Exception as error:  # errors of transformers have no common base
         sys.exit(" ".join(str(error).split()) or type(error).__name__)
     print(loaded)

@@ -1,5 +1,4 @@
-"""Keys and columns of records that no reader knows: counted by name, over a bounded number of
-names."""
+"""Keys and columns of records that no reader reads: counts, for a bounded number of names."""
 
 from __future__ import annotations
 

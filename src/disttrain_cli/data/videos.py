@@ -1,18 +1,18 @@
-"""Video files: their sizes from headers, and chosen frames of them as pixels.
+"""Video files: sizes from headers, and chosen frames as pixels.
 
-MP4 and QuickTime, Matroska and WebM, and AVI, by the `av` package (FFmpeg's libraries); the content
-of a file tells what it is, never its name. Frames are numbered as they are shown, from 0. Decoding
-begins at the keyframe before a frame that is wanted, and of the frames between only those are
-decoded that others need. What is seen:
+MP4 and QuickTime, Matroska and WebM, and AVI are read by the `av` package (FFmpeg's libraries); the
+content of a file determines its format, never its name. Frames are numbered in display order, from
+0. Decoding begins at the keyframe before a requested frame; of the frames between, only those that
+others depend on are decoded. The model sees:
 
 - 8 bits of RGB, as `av` converts to them; the first video of a file that has several.
-- Upright: the display matrix of a file, which says how it was filmed, is applied as `ffmpeg` and
-  torchcodec (from 0.11 on) apply it.
+- Upright frames: the display matrix of a file, the camera's orientation, is applied as by `ffmpeg`
+  and torchcodec (from 0.11 on).
 
-Every function raises ValueError with the reason where the bytes are no whole video within the
-limits below, and DataError where the package is missing. A call holds the packets of the file once
-beside its bytes, what the decoder keeps (up to 17 frames, at 1.5 bytes per pixel), and one frame
-at 3 bytes per pixel.
+Every function raises ValueError with the reason if the bytes are no complete video within the
+limits below, and DataError if the package is missing. In addition to the file's bytes, a call holds
+its packets once, the decoder's frames (up to 17, at 1.5 bytes per pixel), and one frame at 3 bytes
+per pixel.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from disttrain_cli.spec.extras import install_command
 
 Bytes = NDArray[np.uint8]
 
-#: Others are refused before anything is decoded.
+#: Videos beyond these limits are refused before anything is decoded.
 MOST_PIXELS, MOST_FRAMES, MOST_FPS = 8192 * 4320, 2_000_000, 1_000
-#: FFmpeg's names of the forms that are read, by how their files begin: none of them opens others.
+#: FFmpeg's names of the supported formats, by the first bytes of their files: none of them opens
+#: other files.
 FORMS = {b"ftyp": "mov", b"\x1aE\xdf\xa3": "matroska", b"RIFF": "avi"}
-READ_BYTES = 1 << 16  # at once from a shard
-#: Degrees by which a turn may miss a quarter, as in ffmpeg.
+READ_BYTES = 1 << 16  # read at once from a shard
+#: Degrees by which a rotation may deviate from a quarter turn, as in ffmpeg.
 MOST_OFF = 1.0
 
 
@@ -53,11 +54,11 @@ class VideoHeader(NamedTuple):
     width_px: int
     height_px: int
     frames: int
-    fps: float  # their mean rate per second
+    fps: float  # mean frame rate per second
 
 
 def is_installed() -> bool:
-    """Whether videos can be read here."""
+    """Return True if videos can be read."""
     try:
         _av()
     except DataError:
@@ -66,17 +67,17 @@ def is_installed() -> bool:
 
 
 def check_installed() -> None:
-    """DataError where videos cannot be read here."""
+    """Raise DataError if videos cannot be read."""
     _av()
 
 
 def suffix_of(data: bytes) -> str:
-    """The usual suffix of a video file."""
+    """Return the usual suffix of a video file."""
     return {"mov": "mp4", "matroska": "mkv", "avi": "avi"}[_form(_of(data))]
 
 
 def is_video(data: bytes) -> bool:
-    """Whether a file begins as a video does."""
+    """Return True if a file begins as a video does."""
     try:
         return bool(_form(_of(data)))
     except ValueError:
@@ -84,19 +85,22 @@ def is_video(data: bytes) -> bool:
 
 
 def video_header(data: bytes) -> VideoHeader:
-    """`read_video_header` of a file in memory."""
+    """Return `read_video_header` of a file in memory."""
     return read_video_header(_of(data), len(data))
 
 
 def stored_header(data: bytes) -> VideoHeader:
-    """The same with width and height as they are stored, for which no frame is decoded."""
+    """Return the header with width and height as stored, for which no frame is decoded."""
     with _opened(_form(_of(data)), io.BytesIO(data)) as container:
         return _header(container)
 
 
 def read_video_header(read: Read, file_bytes: int) -> VideoHeader:
-    """Size of a video file of so many bytes, of which only headers (of Matroska, WebM and MP4 in
-    fragments those of all packets) and the first frame are read."""
+    """Return the size of a video file of `file_bytes` bytes.
+
+    Only headers (of Matroska, WebM and MP4 in fragments those of all packets) and the first frame
+    are read.
+    """
     form = _form(read)
     if form == "mov":
         _check_boxes(read, file_bytes)
@@ -111,10 +115,10 @@ def read_video_header(read: Read, file_bytes: int) -> VideoHeader:
 
 
 def decode_frames(data: bytes, numbers: Sequence[int]) -> Iterator[tuple[int, Bytes]]:
-    """(number, pixels [H, W, RGB]) of the frames of these numbers, upright, in their order.
+    """Yield (number, pixels [H, W, RGB]) of the frames of these numbers, upright, in order.
 
     Args:
-        numbers: ascending, none twice.
+        numbers: ascending, without duplicates.
     """
     with _opened(_form(_of(data)), io.BytesIO(data)) as container:
         stream = _stream(container)
@@ -141,10 +145,12 @@ def _first_frame(container: Any) -> Any:
 
 
 def _orientation(frame: Any) -> int:
-    """Return how a frame is stored, in EXIF's numbers; ValueError where no turn by quarters and no
-    mirroring make it upright.
+    """Return a frame's stored orientation in EXIF's numbers.
 
-    The matrix [a b u; c d v; x y w] brings the point (p, q) to (a p + c q + x, b p + d q + y).
+    The matrix [a b u; c d v; x y w] maps the point (p, q) to (a p + c q + x, b p + d q + y).
+
+    Raises:
+        ValueError: no quarter turns and no mirroring make the frame upright.
     """
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
@@ -160,7 +166,7 @@ def _orientation(frame: Any) -> int:
 
 
 def _stream(container: Any) -> Any:
-    """The video, to be decoded by one thread."""
+    """Return the video stream, set to be decoded by one thread."""
     stream = _video(container)
     stream.codec_context.thread_count = 1
     stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
@@ -168,14 +174,18 @@ def _stream(container: Any) -> Any:
 
 
 def _timed(container: Any) -> bool:
-    """Whether packets say when they are shown: those of an AVI say when they are decoded."""
+    """Return True if packets have display times; those of an AVI have decoding times."""
     return container.format.name != "avi" or not _video(container).codec_context.has_b_frames
 
 
 def _found(
     context: Any, packets: list[Any], numbers: Sequence[int], timed: bool
 ) -> Iterator[tuple[int, Any]]:
-    """(number, frame) of the frames of these numbers; `timed`: as `_timed` says."""
+    """Yield (number, frame) of the frames of these numbers.
+
+    Args:
+        timed: as returned by `_timed`.
+    """
     shown = sorted(packet.pts for packet in packets if packet.pts is not None)
     if not timed or len(set(shown)) < len(packets) or any(packet.is_discard for packet in packets):
         yield from _counted(context, packets, numbers)
@@ -195,8 +205,10 @@ def _found(
 def _passes(
     packets: list[Any], shown: list[int], numbers: Sequence[int]
 ) -> Iterator[tuple[int, int, dict[int, int]]]:
-    """(first, last packet to decode, numbers of the wanted frames by their time), a pass for each
-    keyframe that decoding begins at."""
+    """Yield (first, last packet to decode, numbers of the requested frames by their time).
+
+    There is a pass for each keyframe at which decoding begins.
+    """
     if numbers and numbers[-1] >= len(shown):
         raise ValueError(f"truncated: {len(shown)} frames, of which frame {numbers[-1]} is read")
     place = {packet.pts: at for at, packet in enumerate(packets)}
@@ -218,8 +230,10 @@ def _passes(
 
 
 def _decoded(context: Any, packets: list[Any], wanted: set[int]) -> Iterator[Any]:
-    """Frames of a run of packets that begins with a keyframe; of those that are not wanted only
-    those that others need."""
+    """Yield the frames of a run of packets that begins with a keyframe.
+
+    Frames that are not requested are decoded only if others depend on them.
+    """
     for packet in packets:
         context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
         yield from context.decode(packet)
@@ -228,7 +242,7 @@ def _decoded(context: Any, packets: list[Any], wanted: set[int]) -> Iterator[Any
 
 
 def _counted(context: Any, packets: list[Any], numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """The same where packets do not say when they are shown: every frame is decoded and counted."""
+    """Yield (number, frame) without display times: every frame is decoded and counted."""
     wanted = iter(numbers)
     number, last = next(wanted, None), -1
     for last, frame in enumerate(
@@ -260,8 +274,11 @@ def _header(container: Any) -> VideoHeader:
 
 
 def _frames(container: Any, stream: Any) -> int:
-    """Frames that are shown. A trimmed MP4 or QuickTime file has some before the cut that are there
-    for others alone; its index says which."""
+    """Return the number of frames that are shown.
+
+    A trimmed MP4 or QuickTime file has frames before the cut on which others depend; its index
+    marks them.
+    """
     if not stream.frames:
         return sum(bool(one.size) and not one.is_discard for one in container.demux(stream))
     if container.format.name == "avi":
@@ -270,7 +287,7 @@ def _frames(container: Any, stream: Any) -> int:
 
 
 def _video(container: Any) -> Any:
-    """The first stream of frames that is no picture of the cover."""
+    """Return the first video stream that is not a cover picture."""
     cover = _av().stream.Disposition.attached_pic
     stream = next((one for one in container.streams.video if not one.disposition & cover), None)
     if stream is None:
@@ -285,7 +302,7 @@ def _rate(stream: Any) -> float:
 
 
 def _form(read: Read) -> str:
-    """FFmpeg's name of a file's form."""
+    """Return FFmpeg's name of a file's format."""
     head = read(0, 12)
     named = {FORMS.get(head[:4]), FORMS.get(head[4:8])} - {None}
     form = next(iter(named), None)
@@ -298,7 +315,7 @@ def _form(read: Read) -> str:
 
 
 def _check_boxes(read: Read, file_bytes: int) -> None:
-    """ValueError where a box of an MP4 ends behind the end of the file (ISO 14496-12, 4.2)."""
+    """Raise ValueError if a box of an MP4 ends after the end of the file (ISO 14496-12, 4.2)."""
     at = 0
     while at + 8 <= file_bytes:
         size, kind = struct.unpack(">I4s", read(at, 8))
@@ -314,7 +331,7 @@ def _check_boxes(read: Read, file_bytes: int) -> None:
 
 @contextmanager
 def _opened(form: str, stream: Any) -> Iterator[Any]:
-    """FFmpeg on a stream; what it finds wrong as ValueError."""
+    """Open a stream with FFmpeg; its errors become ValueError."""
     av = _av()
     try:
         with av.open(stream, format=form, io_open=_refuse, metadata_errors="replace") as container:

@@ -1,6 +1,5 @@
-"""The order of one epoch: which samples are drawn, which sequence each lies in, and how the
-sequences follow each other.
+"""The order of one epoch: drawn samples, their packing into sequences, the sequences' order.
 
-`streams` draws samples of every source by its weight, `best_fit` packs them, and `making` keeps the
-order in files that all processes open.
+`streams` draws samples of every source by its weight, `best_fit` packs them, and `making` stores
+the order in files that all processes map.
 """

@@ -1,10 +1,9 @@
-"""Packing a block of millions of samples at once: best fit decreasing over how many samples have
-which length.
+"""Best-fit-decreasing packing of a block of millions of samples, by the histogram of lengths.
 
-Samples of one length are alike, and so are sequences that are filled alike. Where best fit takes
-samples one after the other, the longest first, all samples of a length are placed at once into runs
-of sequences: every step puts so many samples of a length into each sequence of a run. The result is
-the same, sample for sample.
+Samples of one length are interchangeable, and so are sequences with equal free room. Best fit takes
+samples one after the other, the longest first; here all samples of a length are placed at once into
+runs of sequences: every step puts the same number of samples of a length into each sequence of a
+run. The result is the same, sample for sample.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from disttrain_cli.data.slots import Ints
 
 
 def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:
-    """(start [Q + 1], samples) of the sequences of a block, in an order drawn by `key`."""
+    """Return (start [Q + 1], samples) of the sequences of a block, in an order drawn by `key`."""
     bins, places = fill(index.lengths[samples], index.inputs.sequence_length)
     order = np.argsort(mix(*key, np.arange(len(bins) - 1)), kind="stable")
     counts = np.diff(bins)[order]
@@ -28,17 +27,20 @@ def pack_block(index: Index, samples: Ints, *key: int) -> tuple[Ints, Ints]:
 
 
 class _Run(NamedTuple):
-    """Sequences that are filled alike; ordered by room, then by number."""
+    """Consecutive sequences with samples of the same lengths; ordered by room, then by number."""
 
-    room: int  # tokens free in each
+    room: int  # free tokens in each
     first: int
     sequences: int
     held: int  # samples in each
 
 
 def fill(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
-    """(start [Q + 1], places): the places of `lengths` by sequence, the longest first in each; the
-    sum of none exceeds `capacity`."""
+    """Pack lengths into sequences of at most `capacity` tokens, the longest first in each.
+
+    Returns:
+        (start [Q + 1], indices into `lengths` by sequence).
+    """
     by_length = _stable_order(capacity - np.asarray(lengths, dtype=np.int64))
     steps, sequences = _steps(np.bincount(lengths), capacity)
     first, count, held, each = np.array(steps, dtype=np.int64).T
@@ -52,8 +54,11 @@ def fill(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
 
 
 def _steps(histogram: Ints, capacity: int) -> tuple[list[tuple[int, int, int, int]], int]:
-    """(steps, number of sequences); a step is (first sequence, sequences, samples that each holds,
-    samples that each is given), and takes the longest samples that are left."""
+    """Return (steps, number of sequences).
+
+    A step is (first sequence, sequences, samples that each holds, samples added to each), and takes
+    the longest remaining samples.
+    """
     steps, runs, sequences = list[tuple[int, int, int, int]](), list[_Run](), 0
     lengths = np.flatnonzero(histogram)
     shortest = int(lengths[0])
@@ -79,8 +84,7 @@ def _steps(histogram: Ints, capacity: int) -> tuple[list[tuple[int, int, int, in
 
 
 def _stable_order(values: Ints) -> Ints:
-    """Places of `values` from the least on, equal ones as they were: NumPy sorts 16 bits in linear
-    time."""
+    """Return the indices that sort `values` stably; NumPy sorts 16 bits in linear time."""
     order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
     if values.max(initial=0) > 0xFFFF:
         order = order[np.argsort((values[order] >> 16).astype(np.uint16), kind="stable")]

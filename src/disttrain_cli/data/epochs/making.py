@@ -1,10 +1,9 @@
-"""The orders of all epochs of a phase, each made once: by the first process that asks, for all of
-them.
+"""Orders of all epochs of a phase, each computed once, by the first process that needs it.
 
-They lie in the run's folder as flat files (`data.columns`), `orders/WHAT-FOR/epoch-000000/`. Each
-says which number in the phase the first sequence of its epoch has, and of those
-before it: an epoch can be opened where earlier ones are gone. An order that is cut off or of
-something else is made anew. Of an index that has no folder, orders are kept in memory.
+They lie in the run's folder as flat files (`data.columns`), `orders/FINGERPRINT/epoch-000000/`.
+Each stores the number in the phase of its epoch's first sequence, and of those of all earlier
+epochs, so an epoch can be opened after earlier ones are removed. An order that is truncated or has
+other inputs is computed again. For an index without a folder, orders are kept in memory.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.progress import Progress
 
 NAME, EPOCHS = "epoch-{:06d}", "epoch-*"
-KEPT = 3  # epochs on disk: one that is made ahead, this one, and the one before it
+KEPT = 3  # epochs on disk: the next, which is computed ahead, this one, and the one before it
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The sequences [Q] of one epoch."""
+    """Sequences [Q] of one epoch."""
 
     #: numbers in the phase of the first sequence of every epoch up to this one, and of the next
     firsts: list[int]
@@ -45,7 +44,7 @@ class Epoch:
 
 
 class Epochs:
-    """The epochs of a phase of a mixture; any thread and process may ask."""
+    """Epochs of a phase of a mixture; safe for use by several threads and processes."""
 
     def __init__(
         self,
@@ -57,15 +56,15 @@ class Epochs:
     ) -> None:
         """
         Args:
-            start: what the phase begins with; asked for when an epoch is made.
-            keep: earlier epochs, which are removed else when one is made.
+            start: returns the initial state of the phase; called when an epoch is computed.
+            keep: True = earlier epochs stay on disk when another is computed.
         """
         self.mixture, self.phase = mixture, phase
         self._start, self._progress, self._keep = start, progress, keep
         self._made_for, self._folder = _made_for(mixture, phase), folder_of(mixture, phase)
 
     def firsts(self) -> list[int]:
-        """Numbers of first sequences, as `Epoch.firsts`, of the last epoch that is made."""
+        """Return numbers of first sequences, as `Epoch.firsts`, of the last epoch on disk."""
         if self._folder is not None:
             for folder in sorted(self._folder.glob(EPOCHS), reverse=True):
                 if (epoch := self._opened(folder)) is not None:
@@ -73,10 +72,10 @@ class Epochs:
         return [0]
 
     def epoch(self, number: int, firsts: list[int]) -> Epoch:
-        """An epoch, made where it is not there yet.
+        """Return an epoch, computed if it does not exist.
 
         Args:
-            firsts: of all epochs before it, and of itself.
+            firsts: `Epoch.firsts` of all epochs before it, and of itself.
 
         Raises:
             DataError: the weights of the sources draw no sample, or too many.
@@ -97,8 +96,10 @@ class Epochs:
         return there
 
     def leave(self, used: int) -> None:
-        """Remove all epochs on disk but that of sequence `used - 1`, with which the next phase
-        begins."""
+        """Remove all epochs on disk except that of sequence `used - 1`.
+
+        The next phase begins with that epoch's remaining samples.
+        """
         firsts = self.firsts()
         if self._folder is None or used > firsts[-1]:
             return
@@ -136,7 +137,7 @@ class Epochs:
         return Epoch(firsts, blocks, joined(pieces))
 
     def _pieces(self, number: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Columns of the sequences of one block after the other."""
+        """Yield the columns of the sequences of each block."""
         for block, blocks, start, samples in streams.order_blocks(
             self.mixture, self.phase, self._start(), number
         ):
@@ -145,12 +146,12 @@ class Epochs:
 
 
 def _made_for(mixture: Mixture, phase: int) -> dict[str, Any]:
-    """What an order is made of."""
+    """Return the inputs of an order."""
     index = mixture.index
-    phases = mixture.phases[: phase + 1]  # sources that come later change nothing
+    phases = mixture.phases[: phase + 1]  # sources of later phases change nothing
     own = index.of_sources[: max(len(one.weights) for one in phases)]
     if any(shard.held_out for shard in index.shards):
-        own = []  # `of_sources` says nothing of them, and their rows lie among those of sources
+        own = []  # `of_sources` leaves out held-out shards, whose rows lie between those of sources
     return {
         "index": own or index.fingerprint,
         "held out": index.held,
@@ -161,13 +162,13 @@ def _made_for(mixture: Mixture, phase: int) -> dict[str, Any]:
 
 
 def folder_of(mixture: Mixture, phase: int) -> Path | None:
-    """Where the orders of a phase lie, if anywhere."""
+    """Return the folder of a phase's orders; None if they are kept in memory."""
     root = mixture.index.orders
     return root and root / fingerprint(_made_for(mixture, phase))
 
 
 def remove_others(root: Path, needed: Sequence[Mixture]) -> None:
-    """Remove the orders in a folder that are of none of these mixtures, nor being made."""
+    """Remove the orders in a folder that none of these mixtures needs and no process computes."""
     kept = {folder_of(one, phase) for one in needed for phase in range(len(one.phases))}
     for folder in set(root.iterdir()) - kept if root.is_dir() else ():
         with suppress(OSError), (folder / "lock").open("a") as lock:

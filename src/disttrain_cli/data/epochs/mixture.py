@@ -1,5 +1,4 @@
-"""What the stream of sequences is made of: an index, a seed, and which sources are drawn how
-often, from which sequence on."""
+"""Inputs of the stream of sequences: an index, a seed, and the weights of the sources by phase."""
 
 from __future__ import annotations
 
@@ -16,13 +15,15 @@ class Phase(NamedTuple):
     """A part of the stream in which the sources have the same weights."""
 
     first: int  # number of its first sequence
-    weights: Sequence[float]  # by source; those behind the last are not drawn
+    weights: Sequence[float]  # by source; sources after the last weight are not drawn
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Phases follow each other; the first begins at sequence 0, and without any there is one, of
-    the index's own weights."""
+    """An index, a seed and consecutive phases.
+
+    The first phase begins at sequence 0; without phases there is one, with the index's weights.
+    """
 
     index: Index
     seed: int
@@ -36,12 +37,14 @@ class Mixture:
 
 
 def mixture_of(index: Index, seed: int, data: DataProfile, batch: int) -> Mixture:
-    """The mixture that a profile's run trains on, `batch` sequences a step; drawn sizes have no
-    phases."""
+    """Return the mixture that a profile's run trains on, with `batch` sequences per step.
+
+    Drawn sizes have no phases.
+    """
     phases = [(phase.step, phase.weights) for phase in data.phases] if index.of_sources else []
     return Mixture(index, seed, in_sequences(phases, batch))
 
 
 def in_sequences(phases: Phases, batch: int) -> tuple[Phase, ...]:
-    """Phases by step as phases by sequence."""
+    """Convert phases by step to phases by sequence."""
     return tuple(Phase(step * batch, weights) for step, weights in phases)

@@ -1,9 +1,9 @@
-"""Permutations drawn by a key, of which any part can be computed alone.
+"""Permutations drawn by a key, any part of which can be computed by itself.
 
-A Feistel network over pairs (left, right) that number a few more things than there are; places that
-it leads beyond the last thing are led on until they are inside (cycle walking: Black and Rogaway,
-Ciphers with arbitrary finite domains, 2002). The functions of its rounds are tables of hashes, as
-long as a half has values: some 10,000 for 100 million things.
+A Feistel network over pairs (left, right), whose domain is slightly larger than the number of
+elements; a result beyond the last element is permuted again until it is inside (cycle walking:
+Black and Rogaway, Ciphers with arbitrary finite domains, 2002). The round functions are tables of
+hashes, as long as a half has values: some 10,000 for 100 million elements.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from disttrain_cli.data.arrays import mix
 from disttrain_cli.data.slots import Ints
 
 ROUNDS = 8
-AT_ONCE = 1 << 16  # places, which the caches of a core hold
+AT_ONCE = 1 << 16  # indices at a time, which the caches of a core hold
 
 
 def permuted(first: int, last: int, count: int, *key: int) -> Ints:
-    """What lies at the places `first` to before `last` of a permutation of `count` things."""
+    """Return elements `first` to before `last` of a permutation of `count` elements."""
     if first >= last:
         return np.zeros(0, dtype=np.int64)
     lefts = isqrt(count - 1) + 1

@@ -1,5 +1,7 @@
-"""The endless stream of sequences of one phase: epoch 0, epoch 1, ... The only state is a cache;
-any thread may ask."""
+"""The endless stream of sequences of one phase: epoch 0, epoch 1, ...
+
+Its only state is a cache; it is thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,33 @@ from disttrain_cli.data.epochs.sizes import part_of
 from disttrain_cli.data.epochs.streams import Start, start_after
 from disttrain_cli.data.once import Once
 
-KEPT_EPOCHS = 2  # that stay open: a batch may lie on the end of one
-AHEAD_SAMPLES = 1 << 20  # of an epoch, from which on what follows is made before it begins
+KEPT_EPOCHS = 2  # epochs that stay open: a batch may span the end of one
+AHEAD_SAMPLES = 1 << 20  # of an epoch; from this size on, the next one is computed ahead
 
 
 class PhaseStream:
     """Sequences of a phase, numbered from 0.
 
     Args:
-        sequences: of the phase before another one begins; None = it is the last.
-        following: the phase that begins then.
+        sequences: number of the phase's sequences before the next one begins; None = it is the
+            last.
+        following: the next phase.
     """
 
     def __init__(
         self, epochs: Epochs, sequences: int | None = None, following: PhaseStream | None = None
     ) -> None:
         self._epochs, self._sequences, self._following = epochs, sequences, following
-        # numbers of the first sequences of the epochs that are known, and of the next one
+        # numbers of the first sequences of the known epochs, and of the next one
         self._firsts, self._lock = [0], threading.Lock()
         self._epoch = Once(self._known, KEPT_EPOCHS)
-        self._ahead = 0  # the last epoch that was begun before it was asked for
+        self._ahead = 0  # 1 + the last epoch that was computed ahead
 
     def parts(self, first: int, count: int) -> list[dict[str, NDArray[np.int64]]]:
-        """Columns (`data.epochs.sizes`) of sequences first .. first + count - 1, by epoch."""
+        """Return the columns of sequences first .. first + count - 1, by epoch.
+
+        The columns are those of `data.epochs.sizes`.
+        """
         parts, at = [], first
         while at < first + count:
             number = self.epoch_of(at)
@@ -51,15 +57,17 @@ class PhaseStream:
         return parts
 
     def range_of(self, epoch: int) -> tuple[int, int]:
-        """Numbers of the first sequence of an epoch, and of the one behind its last; its order is
-        made where it is not there."""
+        """Return the numbers of an epoch's first sequence and of the one after its last.
+
+        The epoch's order is computed if it does not exist.
+        """
         while len(self._firsts) < epoch + 2:
             self._epoch(len(self._firsts) - 1)
         self._epoch(epoch)
         return self._firsts[epoch], self._firsts[epoch + 1]
 
     def epoch_of(self, number: int) -> int:
-        """The epoch of a sequence; its order is made where it is not there."""
+        """Return the epoch of a sequence; its order is computed if it does not exist."""
         if self._firsts[-1] <= number:
             self._learn(self._epochs.firsts())
         while self._firsts[-1] <= number:
@@ -69,8 +77,12 @@ class PhaseStream:
         return epoch
 
     def after(self, start: Start, used: int) -> Start:
-        """What the next phase begins with if `used` sequences of this one, which began with
-        `start`, come before it."""
+        """Return the initial state of the next phase.
+
+        Args:
+            start: the initial state of this phase.
+            used: sequences of this phase before the next one.
+        """
         number = self.epoch_of(used - 1)
         epoch, (begin, end) = self._epoch(number), self.range_of(number)
         block = bisect_right(epoch.blocks, used - 1 - begin) - 1
@@ -80,12 +92,12 @@ class PhaseStream:
         return start_after(mixture, phase, start, number, block, left)
 
     def leave(self) -> None:
-        """Remove the orders that nobody needs any more when this phase is over."""
+        """Remove the orders that are not needed once this phase is over."""
         if self._sequences is not None:
             self._epochs.leave(self._sequences)
 
     def _look_ahead(self, number: int, begin: int, end: int, high: int) -> None:
-        """Have what follows an epoch made in the background, once half of it is used."""
+        """Start to compute the next epoch in the background once half of this one is used."""
         if self._sequences is None or end < self._sequences:
             if high > (begin + end) // 2:
                 self._begin(number + 1)
@@ -93,7 +105,7 @@ class PhaseStream:
             self._following._begin(0)
 
     def _begin(self, number: int) -> None:
-        """Have an epoch opened in the background; what fails is told to whoever asks for it."""
+        """Open an epoch in the background; an error is raised when the epoch is requested."""
         with self._lock:
             if number < self._ahead:
                 return
@@ -110,6 +122,6 @@ class PhaseStream:
         return epoch
 
     def _learn(self, firsts: list[int]) -> None:
-        with self._lock:  # else another thread may know more
+        with self._lock:  # another thread may have learnt more
             if len(firsts) > len(self._firsts):
                 self._firsts = firsts

@@ -1,14 +1,16 @@
-"""What an ordering needs of packed sequences, as columns: one value or row for each sequence, each
-of its samples, or each of its items, of all sequences one after the other.
+"""Packed sequences as columns: all the data that an ordering needs.
 
-| column | of | what |
+A column has one value or row for each sequence, each of its samples, or each of its items,
+concatenated over all sequences.
+
+| column | of | content |
 |---|---|---|
-| sample_start | [Q + 1] | where the samples of each sequence begin |
+| sample_start | [Q + 1] | offset of the samples of each sequence |
 | samples | [samples] | rows of the index |
 | tokens, label_tokens | [Q] | without padding |
 | length_sq | [Q] | Σ length² over the samples inside |
-| ITEM.start | [Q + 1] | where the items of each sequence begin, of every modality |
-| ITEM.segment | [items] | segments of the index, in order of place |
+| ITEM.start | [Q + 1] | offset of the items of each sequence, of every modality |
+| ITEM.segment | [items] | segments of the index, in the order of the sequences |
 | ITEM.grid | [items, 2] | rows, columns |
 """
 
@@ -25,11 +27,11 @@ from disttrain_cli.data.index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.spec.index import KINDS
 
-START = "start"  # ends the names of columns that tell where others begin
+START = "start"  # suffix of the names of columns of offsets
 
 
 def columns_of(index: Index, sample_start: Ints, samples: Ints) -> dict[str, NDArray[Any]]:
-    """The columns of sequences [Q] of these samples, each as narrow as the index allows."""
+    """Return the columns of sequences [Q] of these samples, each as narrow as the index allows."""
     sequences = len(sample_start) - 1
     lengths = index.lengths[samples].astype(np.int64)
 
@@ -63,7 +65,7 @@ def columns_of(index: Index, sample_start: Ints, samples: Ints) -> dict[str, NDA
 
 
 def part_of(columns: Columns, low: int, high: int) -> dict[str, NDArray[Any]]:
-    """The columns of sequences `low` to before `high`."""
+    """Return the columns of sequences `low` to before `high`."""
     part: dict[str, NDArray[Any]] = {
         name: columns[name][low:high] for name in ("tokens", "length_sq", "label_tokens")
     }
@@ -77,7 +79,7 @@ def part_of(columns: Columns, low: int, high: int) -> dict[str, NDArray[Any]]:
 
 
 def joined(parts: list[dict[str, NDArray[Any]]]) -> dict[str, Ints]:
-    """The columns of all these sequences, one after the other, in 64 bits."""
+    """Return the columns of all these sequences, concatenated, in 64 bits."""
     whole = {}
     for name in parts[0]:
         pieces = [part[name] for part in parts]

@@ -1,9 +1,10 @@
-"""Every source is an endless stream of its own samples, one permutation of them after the other. A
-phase draws from all streams by its weights, in blocks of millions that are packed by best fit
-(`best_fit`), and continues where the phase before it stopped.
+"""Streams of samples, from which the phases of a mixture draw.
 
-What a phase had drawn into sequences that nobody used comes first in the next one: whatever the
-phases, no sample of a stream is left out and none is drawn twice.
+Every source is an endless stream of its samples, one permutation of them after another. A phase
+draws from all streams by its weights, in blocks of millions that are packed by best fit
+(`best_fit`), and continues where the phase before it stopped. Samples that a phase had drawn into
+sequences that were not used come first in the next one: whatever the phases, no sample of a stream
+is left out and none is drawn twice.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
 
 BLOCK_SAMPLES = 1 << 22
-MOST_DRAWN = 200_000_000  # samples of an epoch, unless the index has a sixteenth of them
-SMALL = 1 << 12  # samples of a source, of which many permutations are sorted at once
-DRAW, ORDER = 1, 2  # purposes of `mix`, so that equal keys of different purposes hash apart
+MOST_DRAWN = 200_000_000  # samples of an epoch, or 16 times the index's samples if that is more
+SMALL = 1 << 12  # up to this many samples of a source, many permutations are sorted at once
+DRAW, ORDER = 1, 2  # purposes of `mix`, so that equal keys of different purposes hash differently
 
 
 class Start(NamedTuple):
-    """What a phase begins with, by source."""
+    """Initial state of a phase, by source."""
 
-    drawn: list[int]  # samples of its stream that were drawn before
-    pending: list[Ints]  # rows of those of them that lie in no sequence before the phase
+    drawn: list[int]  # samples drawn from its stream before the phase
+    pending: list[Ints]  # rows of drawn samples that no sequence before the phase contains
 
 
 def at_first(mixture: Mixture) -> Start:
-    """What the first phase begins with."""
+    """Return the initial state of the first phase."""
     sources = range(len(mixture.index.weights))
     return Start([0 for _ in sources], [np.zeros(0, np.int64) for _ in sources])
 
 
 def _eligible(index: Index, source: int) -> NDArray[np.bool_]:
-    """[N] samples of a source that sequences are made of."""
+    """Return a mask [N] of the samples of a source that are packed into sequences."""
     own, chosen = index.source == source, index.chosen
     return own if chosen is None else own & chosen
 
 
 def _rows_of(index: Index, source: int) -> NDArray[Any]:
-    """Rows of these samples, in the narrowest type."""
+    """Return the rows of these samples, in the narrowest type."""
     own = _eligible(index, source)
     kind = np.int32 if len(own) < 1 << 31 else np.int64
     return np.concatenate(
@@ -62,9 +63,9 @@ def _rows_of(index: Index, source: int) -> NDArray[Any]:
 
 
 class Draws:
-    """How many samples of each source a phase draws into which block of which epoch.
+    """Number of samples that a phase draws of each source into each block of each epoch.
 
-    An epoch draws every source as often as its weight says, on the average of epochs exactly.
+    An epoch draws every source as often as its weight states, exactly so in the mean over epochs.
     """
 
     def __init__(self, mixture: Mixture, phase: int) -> None:
@@ -77,10 +78,10 @@ class Draws:
         self._each += [Fraction(0)] * (len(self.counts) - len(self._each))
 
     def of_epoch(self, epoch: int) -> list[tuple[int, int]]:
-        """By source, how many samples the phase has drawn at the begin and the end of an epoch.
+        """Return, by source, the samples drawn by the phase at the start and end of an epoch.
 
         Raises:
-            DataError: of no source it draws a sample in every epoch, or it draws too many.
+            DataError: no source has a sample drawn in every epoch, or too many are drawn.
         """
         if max(self._each, default=Fraction(0)) < 1:
             raise DataError(
@@ -103,7 +104,7 @@ class Draws:
         return ends
 
     def of_blocks(self, epoch: int) -> list[list[tuple[int, int]]]:
-        """The same of every block of an epoch."""
+        """Return the numbers of `of_epoch` for every block of an epoch."""
         ends = self.of_epoch(epoch)
         blocks = -(-sum(end - begin for begin, end in ends) // BLOCK_SAMPLES)
         edges = [
@@ -116,8 +117,9 @@ class Draws:
 def order_blocks(
     mixture: Mixture, phase: int, start: Start, epoch: int
 ) -> Iterator[tuple[int, int, Ints, Ints]]:
-    """(number of a block, of how many; start [Q + 1], samples) of the sequences of an epoch of a
-    phase.
+    """Yield the blocks of an epoch of a phase.
+
+    A block is (its number, number of blocks, start [Q + 1], samples) of its sequences.
 
     Raises:
         DataError: the weights of the sources draw no sample, or too many.
@@ -141,7 +143,7 @@ def order_blocks(
 def _queued(
     drawn: int, pending: Ints, own: Ints, first: int, last: int, seed: int, source: int
 ) -> Ints:
-    """Rows that a phase draws from a source as its samples `first` to before `last`."""
+    """Return the rows that a phase draws from a source as its samples `first` to before `last`."""
     begin, end = (drawn + max(0, at - len(pending)) for at in (first, last))
     return np.concatenate(
         [pending[first:last].astype(own.dtype), own[_stream(begin, end, len(own), seed, source)]]
@@ -149,8 +151,11 @@ def _queued(
 
 
 def _stream(first: int, last: int, count: int, seed: int, source: int) -> Ints:
-    """The samples `first` to before `last` of the stream of a source of `count` samples, by their
-    number in the source."""
+    """Return the samples `first` to before `last` of a source's stream, by number in the source.
+
+    Args:
+        count: number of the source's samples.
+    """
     turns = np.arange(first // count, -(-last // count))
     if count <= SMALL:
         by = mix(seed, DRAW, source, turns[:, None], np.arange(count))
@@ -166,11 +171,11 @@ def _stream(first: int, last: int, count: int, seed: int, source: int) -> Ints:
 def start_after(
     mixture: Mixture, phase: int, start: Start, epoch: int, block: int, left: Ints
 ) -> Start:
-    """What the next phase begins with.
+    """Return the initial state of the next phase.
 
     Args:
         epoch, block: of the last sequence before it.
-        left: rows of the sequences of this block that follow.
+        left: rows of the samples in later sequences of this block.
     """
     after = Start([], [])
     sources = mixture.index.source[left]

@@ -1,2 +1,5 @@
-"""How the items of each modality get from files to arrays. A modality is a file here, a class of
-heads in `spec.heads`, and its layers in `models`."""
+"""Modalities: how the items of each become arrays.
+
+A modality is a file here, a specification class (`Head`) in `spec.heads`, and its layers in
+`models`.
+"""

@@ -1,4 +1,4 @@
-"""Audio clips that an encoder hears: log-mel features, padded with silence."""
+"""Audio clips for an encoder: log-mel features, padded with silence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disttrain_cli.spec.heads import AudioInput, Grid, Head
 
 
 class Audio:
-    """[mel bins, frames]"""
+    """Clips for an encoder as arrays [mel bins, frames]."""
 
     media = SOUND_FILES
 
@@ -34,6 +34,6 @@ class Audio:
         decode_clip(data, head.longest_ms)
 
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
-        """Without the decoding of its file."""
+        """Return a call without the decoding of a file."""
         assert isinstance(head, AudioInput)
         return partial(log_mel, noise(head.frames * HOP), head, self.blank(head, grid))

@@ -1,4 +1,4 @@
-"""Images that an encoder reads: RGB bytes, resized to whole patches."""
+"""Images for an encoder: RGB bytes, resized to whole patches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from disttrain_cli.spec.heads import Grid, Head, ImageInput
 
 
 class Images:
-    """[C, rows · patch, columns · patch], or twice as many channels, the image twice, where videos
-    are read; `ImageInput.affine` normalises them."""
+    """Images for an encoder as arrays [C, rows · patch, columns · patch].
+
+    If the model reads videos, there are twice as many channels, the image twice.
+    `ImageInput.affine` normalises them.
+    """
 
     media = IMAGE_FILES
 
@@ -60,7 +63,7 @@ class Images:
             decode_image(data, grid, head)
 
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
-        """Of a head that cuts, a picture as large as one tile."""
+        """Return a call that decodes an image, of a tile's size if the model cuts images."""
         assert isinstance(head, ImageInput)
         if head.cuts and head.video is None:
             picture, out = smooth_jpeg(max(grid) * head.patch_px), self.blank(head, grid)

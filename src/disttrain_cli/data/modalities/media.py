@@ -1,5 +1,4 @@
-"""Types of files that samples consist of beside texts: how they are recognised, and the two numbers
-of each that the index keeps."""
+"""Types of files in samples: how they are recognised, and the sizes of each in the index."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from disttrain_cli.data.videos import is_installed, read_video_header
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.video_processor import NHZ
 
-MOST_BYTES = 256 * 1024 * 1024  # a larger file is none
-HEAD_BYTES = 4096  # of an image that are read at once; most headers end before
+MOST_BYTES = 256 * 1024 * 1024  # a larger file is refused
+HEAD_BYTES = 4096  # of an image, read at once; most headers end before
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,14 @@ class Media:
     """A type of file.
 
     Attributes:
-        name: `type` of a segment in a sample's json; `item`: the modality that it is read as.
-        what: as messages name one.
+        name: `type` of a segment in a sample's json; `item`: the modality that reads it.
+        what: the name in messages.
         suffixes: of files in tars.
         columns: usual names of columns in tables.
-        read_sizes: (width and height in pixels, duration in ms and rate, or whatever the modality's
-            head makes of two numbers; of videos four, `spec.video_processor.Film`) of a file of so
-            many bytes; ValueError with the reason where it is none.
+        read_sizes: function of a reader and the file's size in bytes that returns (width and height
+            in pixels, duration in ms and rate, or any two numbers that the modality's `Head` reads;
+            for videos four, `spec.video_processor.Film`); ValueError with the reason if the file is
+            not of this type.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Media:
 
 
 def image_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
-    """Width and height in pixels; also where the end of the file is missing it is no image."""
+    """Return width and height in pixels; ValueError also if the end of the file is missing."""
     check_bytes(file_bytes, "image")
     head = read(0, HEAD_BYTES)
     if usual := usual_jpeg(head, read, file_bytes):
@@ -53,15 +53,18 @@ def image_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
 
 
 def sound_sizes(read: Read, file_bytes: int) -> tuple[int, int]:
-    """Duration in ms and samples per second."""
+    """Return the duration in ms and the samples per second."""
     check_bytes(file_bytes, "sound")
     header = read_clip_header(read, file_bytes)
     return header.duration_ms, header.rate_hz
 
 
 def video_sizes(read: Read, file_bytes: int) -> Numbers:
-    """Width and height in pixels, frames, and their rate. Where nothing can read videos, numbers of
-    none: a run that reads them has found that out before."""
+    """Return width and height in pixels, frames, and their rate.
+
+    If videos cannot be read, the numbers are placeholders: a run that reads videos has been refused
+    before.
+    """
     check_bytes(file_bytes, "video")
     if not is_installed():
         return (1, 1, 1, NHZ)
@@ -70,7 +73,7 @@ def video_sizes(read: Read, file_bytes: int) -> Numbers:
 
 
 def check_bytes(file_bytes: int, what: str) -> None:
-    """ValueError where a file is larger than any that is read."""
+    """Raise ValueError if a file exceeds the size limit."""
     if file_bytes > MOST_BYTES:
         raise ValueError(
             f"oversized {what} file: {file_bytes} bytes, at most {MOST_BYTES} are read"

@@ -1,4 +1,4 @@
-"""What a modality says of its items."""
+"""Interface of a modality's items."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from disttrain_cli.spec.heads import Grid, Head
 
 
 class Modality(Protocol):
-    """How items get from files to arrays; stateless, called by several threads."""
+    """Conversion of items from files to arrays; stateless, called by several threads."""
 
-    media: Media  # the type of files that they come in
+    media: Media  # the type of their files
 
     def blank(self, head: Head, grid: Grid) -> NDArray[Any]:
-        """What a module reads of an item that cannot be decoded; its shape and type are those of
-        every item of this grid."""
+        """Return a module's input for an item that cannot be decoded.
+
+        Its shape and type are those of every item of this grid.
+        """
 
     def decode(self, data: bytes, head: Head, grid: Grid, out: NDArray[Any]) -> None:
-        """Write what a module reads of an item into `out`, once nothing can fail any more.
+        """Write a module's input for an item to `out`, once nothing can fail any more.
 
         Raises:
-            ValueError: the bytes are not what the item was indexed as, and why.
+            ValueError: the bytes are not as the item was indexed; the message has the reason.
         """
 
     def check(self, data: bytes, head: Head, grid: Grid) -> None:
-        """The same for its errors alone."""
+        """Decode an item only to raise its errors."""
 
     def example(self, head: Head, grid: Grid) -> Callable[[], object] | None:
-        """A call that takes about as long as preparing an item of this grid, to measure by where
-        only sizes are known; None = nothing has to be decoded."""
+        """Return a call that takes about as long as preparing an item of this grid.
+
+        It is measured if only sizes are known; None = nothing has to be decoded.
+        """
 
 
 class InParts(Modality, Protocol):
-    """A modality some of whose heads cut files into parts (`Head.cuts`)."""
+    """A modality whose specification may cut files into parts (`Head.cuts`)."""
 
     def decode_parts(
         self,
@@ -46,8 +50,10 @@ class InParts(Modality, Protocol):
         parts: int,
         outs: Sequence[tuple[int, NDArray[Any]]],
     ) -> None:
-        """Write what a module reads of some of the `parts` of a file into `outs`, each beside the
-        number of its part, once nothing can fail any more.
+        """Write a module's input for some of the `parts` of a file to `outs`.
+
+        `outs` has pairs of a part's number and its array; arrays are written once nothing can fail
+        any more.
 
         Raises:
             ValueError: as `decode`.

@@ -1,4 +1,4 @@
-"""All modalities, those of other packages too, and the types of files that their items come in."""
+"""Registry of all modalities, those of other packages included, and of their types of files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ MODALITIES: dict[str, Modality] = with_plugins(
     "disttrain.modalities", {"image": Images(), "audio": Audio(), "target": Targets()}
 )
 
-#: By name, in the order in which a sample's files are looked for. Videos are read as images.
+#: By name, in the order in which a sample's files are searched. Videos are read as images.
 MEDIA: dict[str, Media] = {modality.media.name: modality.media for modality in MODALITIES.values()}
 MEDIA[VIDEO_FILES.name] = VIDEO_FILES

@@ -1,4 +1,4 @@
-"""Images that a generator learns to draw: RGB bytes of their middle, or latents."""
+"""Images for a generator to learn: RGB bytes, centre-cropped, or latents."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from disttrain_cli.data.examples import smooth_jpeg
 from disttrain_cli.data.modalities.media import IMAGE_FILES
 from disttrain_cli.spec.heads import Grid, Head, TargetInput
 
-#: Of what the data bring, by `TargetInput.cached_latents`.
+#: Types of the arrays, by `TargetInput.cached_latents`.
 DTYPES = {False: "u1", "fp32": "<f4", "bf16": "<u2"}
 
 
 class Targets:
-    """[C, H, W]; `TargetInput.affine` normalises bytes. Of latents the files are those of
-    `data.latents`; bf16, which NumPy does not know, as 16 bits."""
+    """Images for a generator as arrays [C, H, W]; `TargetInput.affine` normalises bytes.
+
+    With latents, the files are those of `data.latents`; bf16, which NumPy does not support, is
+    stored as 16-bit integers.
+    """
 
     media = IMAGE_FILES
 

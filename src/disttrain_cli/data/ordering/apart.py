@@ -1,9 +1,8 @@
-"""Orders for a unit that holds all modules: nothing joins its replicas before the gradients are
-reduced.
+"""Orders for a unit with all modules, whose replicas synchronise only at the gradient reduction.
 
-So every replica has an order of its own, and a step takes as long as the slowest of them. A search
-over orders makes the slowest replica faster; where it finds nothing more, that replica exchanges a
-microbatch with one of the fastest, as long as the step's busiest stage stays level.
+So every replica has a separate order, and a step takes as long as the slowest replica. A search
+over orders makes the slowest replica faster; when it finds no improvement, that replica exchanges a
+microbatch with one of the fastest, as long as the step's busiest stage stays balanced.
 """
 
 from __future__ import annotations
@@ -18,17 +17,19 @@ from disttrain_cli.data.slots import Ints
 from disttrain_cli.simulation.makespan import iterations_s, of_replica, orders_s
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
-EVALUATIONS = 120_000  # of one replica's step, about, at most; fewer of many slots
-PARTNERS = 2  # the fastest replicas, with which an exchange is tried
-PAIRS = 1024  # of microbatches that are tried with each partner, at most
-LEAST_GAIN = 1e-4  # of a step, for an exchange
-# times the mean of the busiest stage, that no replica's work on a stage may pass by an exchange
+EVALUATIONS = 120_000  # simulations of one replica's step, about, at most; fewer with many slots
+PARTNERS = 2  # number of fastest replicas with which an exchange is tried
+PAIRS = 1024  # of microbatches tried with each partner, at most
+LEAST_GAIN = 1e-4  # of a step's time, for an exchange
+# limit of a replica's work on a stage after an exchange, relative to the mean of the busiest stage
 LEVEL = 1.005
 
 
 def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
-    """Places [n, DP, M] with every replica's microbatches in the order that suits it, and some
-    exchanged."""
+    """Return positions [n, DP, M] with each replica's microbatches in the best order found.
+
+    Some microbatches are exchanged between replicas.
+    """
     slots, replicas, _ = positions.shape
     base = of_replica(pipeline, 0)
     # [R, n, parts, S]
@@ -40,9 +41,9 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
             for of_one, order in zip(times, orders, strict=True)
         ]
     )
-    # where each came from
+    # origin of each microbatch: replica and slot
     who, which = np.divmod(np.arange(replicas * slots).reshape(replicas, slots), slots)
-    settled = np.zeros(replicas, dtype=bool)  # whether a search over orders found nothing more
+    settled = np.zeros(replicas, dtype=bool)  # True if a search over orders found no improvement
     left, pairs = affordable(EVALUATIONS, slots), affordable(PAIRS, slots)
     while left > 0:
         slowest = int(times_s.argmax())
@@ -72,7 +73,7 @@ def order_apart(pipeline: Pipeline, positions: Ints) -> Ints:
 
 
 def _start(base: Pipeline, times: Floats) -> Ints:
-    """The better of the order given and the paper's."""
+    """Return the faster of the existing order and the paper's."""
     costs = np.rint(1e9 * times.sum(axis=1)).astype(np.int64)
     starts = np.stack([np.arange(len(times)), interval_order(costs)])
     return starts[int(orders_s(_with(base, times), starts).argmin())]
@@ -81,8 +82,11 @@ def _start(base: Pipeline, times: Floats) -> Ints:
 def _exchange(
     base: Pipeline, times: Floats, orders: Ints, times_s: Floats, slowest: int, pairs: int
 ) -> tuple[int, int, int] | None:
-    """(microbatch of the slowest replica, partner, its microbatch) after which both are fastest;
-    None: no gain."""
+    """Return the exchange after which the slower of both replicas is fastest; None: no gain.
+
+    Returns:
+        (microbatch of the slowest replica, partner, the partner's microbatch).
+    """
     slots, loads = orders.shape[1], times.sum(axis=(1, 2))  # [R, S]
     most = max(LEVEL * float(loads.mean(axis=0).max()), float(loads.max()))
     best: tuple[float, int, int, int] | None = None
@@ -106,22 +110,24 @@ def _exchange(
 
 
 def _replaced_s(base: Pipeline, times: Floats, order: Ints, away: Ints, others: Floats) -> Floats:
-    """[K] times of a replica's order [n] with microbatch away[k] replaced by one that takes
-    others[k] [parts, S]."""
+    """Return the times [K] of a replica's order [n] with one microbatch replaced.
+
+    Microbatch away[k] is replaced by one with the durations others[k] [parts, S].
+    """
     cases = np.repeat(times[None], len(away), axis=0)  # [K, n, parts, S]
     cases[np.arange(len(away)), away] = others
     return _times_s(base, cases[:, order])
 
 
 def _times_s(base: Pipeline, times: Floats) -> Floats:
-    """[K] times of one replica whose microbatches take times [..., n, parts, S]."""
+    """Return the times [K] of one replica whose microbatches have durations [..., n, parts, S]."""
     # [n, S, parts, 1, K]
     cases = times.reshape(-1, *times.shape[-3:]).transpose(1, 3, 2, 0)[:, :, :, None]
     return iterations_s(base, *(cases[:, :, part] for part in range(cases.shape[2])))
 
 
 def _with(base: Pipeline, times: Floats) -> Pipeline:
-    """One replica's pipeline with its own times [n, parts, S]."""
+    """Return one replica's pipeline with the durations [n, parts, S]."""
     names = ("forward_s", "backward_s", "weight_s")
     parts = np.moveaxis(times[..., None], 1, 0)  # [parts, n, S, 1]
     return dataclasses.replace(base, **dict(zip(names, parts, strict=False)))

@@ -1,12 +1,12 @@
-"""Which sequences and items every replica gets in every slot of a step: pure functions.
+"""Assignment of sequences and items to replicas in every slot of a step: pure functions.
 
-Policy `none` keeps the packed order. Policy `paper` levels the sequences of the global batch over
-the LLM's replicas (each still gets n * M), levels each replica's microbatches, puts the k-th
+Policy `none` keeps the packed order. Policy `paper` balances the sequences of the global batch over
+the LLM's replicas (each still has n * M), balances each replica's microbatches, puts the k-th
 largest of every replica into one slot, and orders the slots by the interval rule. Under every
-policy encoders and generators on their own units are levelled image by image within a slot.
+policy, encoders and generators on separate units are balanced image by image within a slot.
 
-`assign` gives the sequences their places from sizes alone, in training and in the planner's
-simulation; `order_step` adds the items of every replica, `loads.replica_loads` their amounts.
+`assign` computes the positions of the sequences from sizes alone, in training and in the planner's
+simulation; `order_step` adds the items of every replica, `loads.replica_loads` their work.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ Costs = Mapping[str, Ints]
 
 
 def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
-    """Costs where nothing was measured: tokens, and sizes of items (patches read, positions heard,
-    latent pixels generated)."""
+    """Return costs without measurements: tokens, and sizes of items.
+
+    An item's size is its patches read, audio positions or latent pixels generated.
+    """
     costs = {inputs.llm: sizes.tokens}
     for head in inputs.heads:
         areas = sizes.items[head.item]
@@ -48,11 +50,13 @@ def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
 
 
 def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
-    """Places of the sequences under the policies `none` and `paper`; `llm` names the LLM among the
-    modules.
+    """Return the positions of the sequences under the policies `none` and `paper`.
 
-    Every sequence of the global batch has one place. Modules without costs count nothing; the
+    Every sequence of the global batch has one position. Modules without costs are ignored; the
     policy `none` needs no costs.
+
+    Args:
+        llm: name of the LLM among the modules.
     """
     unit, n, m = layout.unit_of(llm), layout.microbatches, layout.microbatch_size
     assert unit.dp * n * m == layout.global_batch_size
@@ -63,9 +67,17 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
     return Assignment(positions[slot_order(layout, llm, costs, positions)])
 
 
+<<<<<<< HEAD
 def levelled_slots(size: Ints, n: int, m: int, *, dp: int) -> Ints:
     """[n, DP, M] positions of sequences of these costs: every replica gets its share, and the k-th
     largest microbatch of each lies in slot k."""
+=======
+def levelled_slots(size: Ints, dp: int, n: int, m: int) -> Ints:
+    """Return positions [n, DP, M] of sequences of these costs.
+
+    Every replica has an equal share, and the k-th largest microbatch of each lies in slot k.
+    """
+>>>>>>> prose-data
     replicas = np.stack(level(size, dp, n * m))
     microbatches = replicas[..., None]  # [DP, n, M]
     if m > 1:
@@ -77,15 +89,15 @@ def levelled_slots(size: Ints, n: int, m: int, *, dp: int) -> Ints:
 
 
 def slot_order(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Ints:
-    """[n] the order of slots of these sequences by the interval rule."""
+    """Return the order [n] of slots of these sequences by the interval rule."""
     return interval_order(_stage_costs(layout, llm, costs, positions))
 
 
 def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
     """Order one global batch: the sequences step · BS … (step + 1) · BS - 1 of the stream.
 
-    Depends on nothing but its arguments. The set of sequences never changes, and every item is
-    given to exactly one replica of each unit that works on it.
+    The result depends only on the arguments. The set of sequences never changes, and every item is
+    assigned to exactly one replica of each unit that processes it.
     """
     assert len(batch) == layout.global_batch_size
     owners = _owners(batch, layout, assignment)
@@ -103,9 +115,9 @@ def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment
 def _owners(
     batch: Packing, layout: Layout, assignment: Assignment
 ) -> dict[tuple[str, Item], list[Ints]]:
-    """By unit and item, for every slot: the replica of each of its items, in canonical order.
+    """Return, by unit and item, the replica of each item of every slot, in canonical order.
 
-    Only of units that work on them.
+    Only units that process such items are included.
     """
     inputs, positions, carry = batch.index.inputs, assignment.positions, assignment.carry
     slots, dp, m = positions.shape
@@ -122,7 +134,7 @@ def _owners(
                 ]
             elif item not in map(inputs.item, unit.modules):
                 continue
-            elif alike[item]:  # neighbours stay together, for fewer transfers
+            elif alike[item]:  # adjacent items stay together, for fewer transfers
                 shares = item_shares(of_slot, unit.dp, carry)
                 owners[unit.name, item] = [
                     np.repeat(np.arange(unit.dp), replica_of) for replica_of in shares
@@ -135,10 +147,10 @@ def _owners(
 
 
 def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Ints:
-    """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share.
+    """Return the cost [slots, stages] of each slot on each pipeline stage: its slowest replica's.
 
-    Encoders on units of their own stand side by side, and so do generators: of their stages as far
-    from the LLM the slowest counts.
+    Encoders on separate units run in parallel, and so do generators: of their stages at the same
+    distance from the LLM, the slowest counts.
     """
     meet = layout.index_of(llm)
     beside, behind = (
@@ -150,7 +162,7 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
         of_replicas = unit_costs(unit.modules, costs)[positions].sum(
             axis=2
         )  # [slots, LLM replicas]
-        # A unit without the LLM levels the slot's items over its own replicas.
+        # A unit without the LLM balances the slot's items over its replicas.
         levelled = -(-of_replicas.sum(axis=1) // unit.dp)
         of_slot = (of_replicas.max(axis=1) if llm in unit.modules else levelled) // unit.pp
         if index == meet:
@@ -164,7 +176,10 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, positions: Ints) -> Int
 
 
 def unit_costs(modules: Sequence[str], costs: Costs) -> Ints:
-    """Cost of each sequence in a unit of these modules; those without costs count nothing."""
+    """Return the cost of each sequence in a unit of these modules.
+
+    Modules without costs are ignored.
+    """
     some = next(iter(costs.values()))
     return sum(
         (costs[module] for module in modules if module in costs),
@@ -175,8 +190,12 @@ def unit_costs(modules: Sequence[str], costs: Costs) -> Ints:
 def _slot(
     batch: Packing, layout: Layout, members: Ints, owners: Mapping[tuple[str, Item], Ints]
 ) -> Slot:
-    """One slot from the places of its sequences [LLM replicas, M] and, by unit and item, the
-    replica of every item."""
+    """Build one slot from its sequences and the replica of every item.
+
+    Args:
+        members: [LLM replicas, M] positions of the sequences.
+        owners: by unit and item, the replica of every item.
+    """
     inputs, chosen = batch.index.inputs, members.reshape(-1)
     items = {item: _chosen(of_unit, chosen) for item, of_unit in batch.items.items()}
     replicas: dict[str, list[ReplicaItems]] = {}
@@ -210,7 +229,7 @@ def _slot(
 
 
 def _chosen(members: Members, sequences: Ints) -> SlotItems:
-    """The items of the chosen sequences."""
+    """Return the items of the chosen sequences."""
     counts = members.counts[sequences]
     return SlotItems(
         np.repeat(np.arange(len(sequences)), counts),
@@ -218,8 +237,13 @@ def _chosen(members: Members, sequences: Ints) -> SlotItems:
     )
 
 
+<<<<<<< HEAD
 def by_owner(owner: Ints, grid: Ints, *, dp: int) -> list[Ints]:
     """Item numbers of each replica: equal grids (rows, columns) adjacent, and then ascending."""
+=======
+def by_owner(owner: Ints, dp: int, grid: Ints) -> list[Ints]:
+    """Return the item numbers of each replica, sorted by grid (rows, columns) and then number."""
+>>>>>>> prose-data
     return np.split(
         np.lexsort((grid[:, 1], grid[:, 0], owner)),
         np.cumsum(np.bincount(owner, minlength=dp))[:-1],

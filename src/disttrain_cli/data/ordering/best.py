@@ -1,14 +1,13 @@
-"""The policy `best`: several orders of a global batch are made, each is simulated, and the fastest
-is taken.
+"""The policy `best`: simulate several orders of a global batch and take the fastest.
 
 Among them are the packed order and the paper's, so that no step is slower than under those policies
-in the simulator. The others level sequences in every unit's cost at once (`fitting`), give the
+in the simulator. The others balance sequences in every unit's cost at once (`fitting`), give the
 slots the work that suits the pipeline (`shaping`), and search over the order of the slots
-(`sequencing`). Where one unit holds all modules, each of its replicas has an order of its own
-(`apart`). Costs are the profile's.
+(`sequencing`). If one unit has all modules, each of its replicas has a separate order (`apart`).
+Costs are the profile's.
 
-Every machine finds the same: times are sums and maxima of the same numbers, ties go to the first,
-and searches end after a fixed number of evaluations.
+The result is deterministic on all machines: times are sums and maxima of the same numbers, ties go
+to the first, and searches end after a fixed number of evaluations.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
-# slots of all stages for which slots are shaped and searched: of more slots, the first and last are
-# too few to matter, and more stages would take minutes
+# Slots times stages up to which slots are shaped and searched: with more slots, the first and last
+# are too few to matter, and with more stages the search would take minutes.
 MOST_PASSES = 1 << 15
-MOST_WORK = 1.5  # times the mean that slots whose activations are kept at once may hold
-ROOM = 0.95  # of a device's memory that heavier slots may fill
+MOST_WORK = 1.5  # limit of the mean weight of slots whose activations are kept at once
+ROOM = 0.95  # of a device's memory, up to which heavier slots may fill it
 
 
 class Best:
-    """The policy for one profile and layout; what does not depend on the batch is found once."""
+    """The policy for one profile and layout; batch-independent results are computed once."""
 
     def __init__(
         self, profile: Profile, layout: Layout, gpus_per_node: int, memory_gib: float
@@ -57,7 +56,7 @@ class Best:
         self._llm = layout.unit_of(profile.inputs.llm)
 
     def order(self, sizes: Sizes) -> Assignment:
-        """The fastest assignment of a global batch that is found."""
+        """Return the fastest assignment of a global batch among those tried."""
         tried = list(self.orders(sizes))
         loads_of = partial(replica_loads, sizes, self._inputs, self._layout)
         times_ns = [
@@ -67,7 +66,7 @@ class Best:
         return tried[times_ns.index(min(times_ns))]
 
     def orders(self, sizes: Sizes) -> Iterator[Assignment]:
-        """All assignments that are tried."""
+        """Yield all assignments to try."""
         counts, costs = count_costs(sizes, self._inputs), self.costs(sizes)
         stages = sum(unit.pp for unit in self._layout.units)
         many = self._layout.microbatches * stages > MOST_PASSES
@@ -90,7 +89,10 @@ class Best:
         yield self._searched(sizes, Assignment(self._filled(costs), carry=True))
 
     def costs(self, sizes: Sizes) -> dict[str, Ints]:
-        """[Q] by module: ns that each sequence adds to all its stages, forward and backward."""
+        """Return, by module, the time in ns [Q] of each sequence over all stages.
+
+        It is the forward and backward time.
+        """
         work = sizes.work(self._inputs)
         costs: dict[str, Ints] = {}
         for of_stage, cost in ((one, cost) for one in self._stages for cost in one.costs):
@@ -102,7 +104,7 @@ class Best:
         return costs
 
     def pipeline(self, sizes: Sizes, assignment: Assignment) -> Pipeline:
-        """The step as the simulator takes it."""
+        """Return the simulator's pipeline of a step."""
         return self._pipeline(replica_loads(sizes, self._inputs, self._layout, assignment))
 
     def _pipeline(self, loads: dict[str, Floats]) -> Pipeline:
@@ -112,8 +114,10 @@ class Best:
         return pipelines_of(self._profile, self._layout, self._stages, loads, self._gpus_per_node)
 
     def _levelled(self, costs: dict[str, Ints]) -> Ints:
-        """Places of one unit's sequences: replicas level in every module's cost, microbatches by
-        the sum."""
+        """Return the positions of one unit's sequences.
+
+        Replicas are balanced in every module's cost, microbatches in the sum of the costs.
+        """
         layout, total = self._layout, _total(costs, self._llm)
         columns = [of_module for of_module in costs.values() if np.ptp(of_module)] or [total]
         replicas = fit(
@@ -131,8 +135,7 @@ class Best:
 
     @cached_property
     def _alone(self) -> list[UnitPlan]:
-        """Units without the LLM that sequences bring different amounts of work: whose slots need
-        not be alike."""
+        """Units without the LLM to which sequences bring unequal work, so that slots may differ."""
         costs = self.costs(sizes_of_sample(self._profile.data.sample))
         return [
             unit
@@ -142,8 +145,7 @@ class Best:
 
     @cached_property
     def _weights(self) -> Ints:
-        """[n, units of `_alone`] what each slot should hold of their work, in millionths of the
-        mean slot's."""
+        """[n, units of `_alone`] target work of each slot, in millionths of the mean slot's."""
         layout, n = self._layout, self._layout.microbatches
         sizes = sizes_of_sample(self._profile.data.sample)
         costs, work = self.costs(sizes), sizes.work(self._inputs)
@@ -194,8 +196,10 @@ class Best:
         return np.rint(1e6 * shape(pipeline, units)).astype(np.int64)
 
     def _filled(self, costs: dict[str, Ints]) -> Ints:
-        """Places whose slots hold the wanted work; the LLM's replicas are level in every slot, and
-        over the step."""
+        """Return positions with the target work in every slot.
+
+        The LLM's replicas are balanced in every slot, and over the step.
+        """
         total, m = _total(costs, self._llm), self._layout.microbatch_size
         columns, wanted = [_total(costs, unit) for unit in self._alone], self._weights
         if np.ptp(total) or not columns:
@@ -212,8 +216,10 @@ class Best:
         return positions
 
     def _searched(self, sizes: Sizes, assignment: Assignment) -> Assignment:
-        """The slots in the order that a search finds, each as slow on a stage as on its slowest
-        replica."""
+        """Return the slots in the order that a search finds.
+
+        A slot's duration on a stage is that of the slowest replica.
+        """
         pipeline = self.pipeline(sizes, assignment)
         pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])
         costs_ns = np.rint(1e9 * pipeline.computing_s[..., 0]).astype(np.int64)
@@ -222,5 +228,5 @@ class Best:
 
 
 def _total(costs: dict[str, Ints], unit: UnitPlan) -> Ints:
-    """[Q] what each sequence adds to a unit."""
+    """Return the cost [Q] of each sequence in a unit."""
     return np.sum([costs[module] for module in unit.modules], axis=0, dtype=np.int64)

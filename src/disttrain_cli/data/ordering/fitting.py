@@ -1,10 +1,9 @@
-"""Sequences into bins (the replicas of a unit, the slots of a step) so that several loads fit their
-targets at once.
+"""Distribution of sequences to bins (replicas of a unit, slots of a step) by several loads at once.
 
-Image-heavy and text-heavy sequences load different units, so one number per sequence cannot level
-them all. A first deal by the sum of the loads, longest first with equal counts as the paper levels;
-then exchanges of two sequences of different bins while they bring the loads nearer to the targets.
-Integers throughout: the same on every machine.
+Image-heavy and text-heavy sequences load different units, so one number per sequence cannot balance
+all of them. Sequences are first dealt by the sum of their loads, longest first with equal counts,
+as in the paper; then two sequences of different bins are exchanged while that brings the loads
+closer to the targets. All numbers are integers, so the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import numpy as np
 
 from disttrain_cli.data.slots import Ints
 
-UNIT = 2**16  # a load's mean per sequence, as integers
+UNIT = 2**16  # a load's mean per sequence, as an integer
 EXCHANGES_PER_BIN = 6  # at most, on average
-# exchanges weighed in all, beyond the first: what 2,048 sequences take at most
+# limit of candidate exchanges in all, after the first round: the most that 2,048 sequences need
 MOST_WEIGHED = 6 * 2048**2
-TOLERANCE = 0.0005  # of a bin's mean load: nearer is near enough
+TOLERANCE = 0.0005  # of a bin's mean load: a closer bin is not improved
 
 
 def fit(costs: Ints, targets: Ints) -> Ints:
-    """[bins, N / bins] positions of the sequences of every bin, ascending.
+    """Return positions [bins, N / bins] of the sequences of every bin, ascending.
 
     Args:
         costs: [N, U] integer loads of every sequence.
-        targets: [bins, U] the loads wanted in every bin, in any unit: their sums are scaled to
-            those of `costs`.
+        targets: [bins, U] target loads of every bin, in any unit: their sums are scaled to those of
+            `costs`.
     """
     bins = len(targets)
     count, scaled = len(costs) // bins, _scaled(costs, len(costs))
@@ -38,8 +37,8 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     near = (TOLERANCE * UNIT * count) ** 2
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
-    columns, distance = scaled.T.copy(), (over**2).sum(axis=1)  # 0 where no exchange helps
-    # floats hold such integers, and their products are fast
+    columns, distance = scaled.T.copy(), (over**2).sum(axis=1)  # 0 if no exchange helps
+    # floats represent such integers exactly, and their products are fast
     largest, farthest = int(scaled.max()), int((over.astype(float) ** 2).sum() ** 0.5) + 1
     small = 8 * scaled.shape[1] * largest * (largest + farthest) < 2**53
     exact = np.float64 if small else np.int64
@@ -72,14 +71,16 @@ def fit(costs: Ints, targets: Ints) -> Ints:
 
 
 def _scaled(amounts: Ints, sequences: int) -> Ints:
-    """Columns in units of which the mean sequence has `UNIT`."""
+    """Scale each column so that its mean per sequence is `UNIT`."""
     total = np.maximum(1, amounts.sum(axis=0, dtype=np.int64))
     return (amounts.astype(np.float64) * (UNIT * sequences) / total).astype(np.int64)
 
 
 def _dealt(costs: Ints, goal: Ints, count: int) -> Ints:
-    """[bins, count] largest first, each to the bin that still wants the most (ties: the lower
-    number)."""
+    """Deal sequences [bins, count], largest first, each to the bin farthest below its target.
+
+    Ties go to the lower number.
+    """
     bins = len(goal)
     heap = [(-want, number) for number, want in enumerate(goal.tolist())]
     heapq.heapify(heap)

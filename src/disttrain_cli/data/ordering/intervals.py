@@ -1,10 +1,10 @@
 """Order of the microbatches in a 1F1B pipeline (the inter-microbatch reordering of the paper).
 
-Between two backwards, the first stage waits an interval that a forward can fill. The smallest
-microbatch goes first (short warm-up), the p - 1 smallest of the rest are kept for the end (short
-cool-down), and every other place gets the microbatch whose forward fits its interval best.
-Intervals come from a 1F1B schedule that is extended by one microbatch at a time, so that l
-microbatches over p stages take O(l * (l + p)).
+Between two backwards, the first stage waits for an interval that a forward can fill. The smallest
+microbatch goes first (short warm-up), the p - 1 smallest of the rest go last (short cool-down), and
+every other position gets the microbatch whose forward fits its interval best. Intervals come from a
+1F1B schedule that is extended by one microbatch at a time, so that l microbatches over p stages
+take O(l * (l + p)).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 
 from disttrain_cli.data.slots import Ints
 
-TAKEN = 2**62  # farther from every interval than a time
+TAKEN = 2**62  # larger than the distance of any time to any interval
 
 
 def interval_order(costs: Ints) -> Ints:
-    """Positions of the microbatches in the order to run them.
+    """Return positions of the microbatches in execution order.
 
     `costs` [l, p]: integer time (forward and backward together) of each microbatch on each stage; a
-    third of it is taken for the forward.
+    third of it is assumed for the forward.
     """
     total, stages = costs.sum(axis=1), costs.shape[1]
     forward = costs // 3
     ascending = np.argsort(total, kind="stable").tolist()
     rear = ascending[1:stages]
     left = np.array(ascending[1 + len(rear) :], dtype=np.int64)
-    forward_left = forward[left, 0]  # TAKEN where the microbatch has its place
+    forward_left = forward[left, 0]  # TAKEN for microbatches already placed
     order = [ascending[0]]
     clock = _Clock(stages)
     clock.run(forward[order[0]], costs[order[0]] - forward[order[0]])
@@ -49,7 +49,7 @@ def interval_order(costs: Ints) -> Ints:
 
 
 class _Clock:
-    """When each stage of a 1F1B pipeline is done with what it was given so far."""
+    """End times of the stages of a 1F1B pipeline after the microbatches so far."""
 
     def __init__(self, stages: int) -> None:
         self._free = [0] * stages
@@ -58,15 +58,14 @@ class _Clock:
         self._backward: list[list[int]] = []
 
     def interval(self) -> int:
-        """Time the first stage would wait for its next backward if it ran no forward."""
+        """Return the first stage's wait for its next backward if it ran no forward."""
         if len(self._free) == 1:
             return 0
         arrival = self._returned[1]
         return 0 if arrival is None else max(0, arrival - self._free[0])
 
     def run(self, forward: Ints, backward: Ints) -> None:
-        """Add a microbatch: its forward on every stage, then the backward that 1F1B puts after
-        it."""
+        """Add a microbatch: its forward on every stage, then the backward that follows in 1F1B."""
         number, last = len(self._backward), len(self._free) - 1
         self._backward.append([int(time) for time in backward])
         arrived = 0

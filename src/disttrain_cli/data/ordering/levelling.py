@@ -1,5 +1,7 @@
-"""Levelling over replicas, longest processing time first: the intra-microbatch reordering of the
-paper."""
+"""Load balancing over replicas, longest processing time first.
+
+It is the intra-microbatch reordering of the paper.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ import numpy as np
 
 from disttrain_cli.data.slots import Ints, ReplicaItems, Slot
 
-NARROW = 64  # replicas, up to which the least loaded one of every slot is looked for at once
+NARROW = 64  # up to this many replicas, the least loaded one is searched in all slots at once
 
 
 def level(costs: Ints, replicas: int, count: int | None = None) -> list[Ints]:
-    """Positions of `costs` for each replica, in the order they were given out (largest first).
+    """Return positions of `costs` for each replica, in the order of assignment (largest first).
 
-    The largest item left goes to the replica with the least load (ties: the lower number); with
-    `count`, only to replicas that have fewer than that many items. Without `count` no load exceeds
-    (Σ costs) / replicas + (1 - 1 / replicas) · max cost (Graham 1969). O(N log N).
+    The largest remaining item goes to the replica with the least load (ties: the lower number);
+    with `count`, only to replicas that have fewer than that many items. Without `count` no load
+    exceeds (Σ costs) / replicas + (1 - 1 / replicas) · max cost (Graham 1969). O(N log N).
     """
     positions, owner = _give_out(costs, replicas, count)
     grouped = positions[np.argsort(owner, kind="stable")]
@@ -25,7 +27,7 @@ def level(costs: Ints, replicas: int, count: int | None = None) -> list[Ints]:
 
 
 def owners(costs: Ints, replicas: int) -> Ints:
-    """[N] the replica that `level` gives each item to."""
+    """Return the replica [N] to which `level` assigns each item."""
     positions, owner = _give_out(costs, replicas, None)
     of_item = np.empty_like(owner)
     of_item[positions] = owner
@@ -33,7 +35,7 @@ def owners(costs: Ints, replicas: int) -> Ints:
 
 
 def dealt(slot: Slot, module: str, items: ReplicaItems, ranks: int) -> list[ReplicaItems]:
-    """A replica's items dealt out over so many TP ranks (`UnitPlan.module_tp`), by rank."""
+    """Divide a replica's items over `ranks` TP ranks (`UnitPlan.module_tp`), by rank."""
     if ranks == 1:
         return [items]
     head = slot.inputs.head(module)
@@ -44,11 +46,13 @@ def dealt(slot: Slot, module: str, items: ReplicaItems, ranks: int) -> list[Repl
 
 
 def deal(shares: Ints) -> Ints:
-    """[n, replicas] the replica that gets each share of a slot, from the amounts of the shares [n,
-    replicas].
+    """Return the replica [n, replicas] that gets each share of a slot.
 
-    Slot by slot, the largest share goes to the replica that has had the least so far (ties: the
-    lower number), so that images which cannot be cut do not load the same replicas again and again.
+    Slot by slot, the largest share goes to the replica with the least so far (ties: the lower
+    number), so that indivisible images do not load the same replicas again and again.
+
+    Args:
+        shares: [n, replicas] sizes of the shares.
     """
     taker = np.empty_like(shares)
     so_far = np.zeros_like(shares[0])
@@ -59,12 +63,12 @@ def deal(shares: Ints) -> Ints:
 
 
 def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Ints:
-    """[images] the replica that works on each image, levelled inside every slot.
+    """Return the replica [images] that processes each image, balanced inside every slot.
 
     Args:
         patches: of the images, slot after slot.
         counts: [n] images of every slot.
-        carry: level the slots' shares over the step too (`deal`).
+        carry: balance the slots' shares over the step, too (`deal`).
     """
     if replicas <= NARROW and counts.max(initial=0) < len(counts):
         owner = _side_by_side(patches, counts, replicas)
@@ -79,8 +83,10 @@ def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Int
 
 
 def _side_by_side(patches: Ints, counts: Ints, replicas: int) -> Ints:
-    """`owners` of every slot's images, those of all slots given out at once: many slots of few
-    images take a hundredth of the time."""
+    """Return `owners` of every slot's images, computed for all slots at once.
+
+    For many slots of few images, this takes a hundredth of the time.
+    """
     slot = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((-patches, slot))
     place = np.arange(len(patches)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -94,8 +100,10 @@ def _side_by_side(patches: Ints, counts: Ints, replicas: int) -> Ints:
 
 
 def item_shares(counts: Ints, replicas: int, carry: bool) -> Ints:
-    """[n, replicas] how many of a slot's equal items every replica gets; with `carry`, what is left
-    over goes round."""
+    """Return the number [n, replicas] of a slot's equal items for every replica.
+
+    With `carry`, replicas get the remainders in turn.
+    """
     shares = even_shares(counts, replicas)
     if carry:
         np.put_along_axis(shares, deal(shares), shares.copy(), axis=1)
@@ -103,19 +111,21 @@ def item_shares(counts: Ints, replicas: int, carry: bool) -> Ints:
 
 
 def even_shares(count: Ints | int, replicas: int) -> Ints:
-    """[..., replicas] how many of `count` equal items each replica gets: the first ones take what
-    is left over."""
+    """Return the number [..., replicas] of `count` equal items for each replica.
+
+    The first replicas get the remainder.
+    """
     return (np.asarray(count, dtype=np.int64)[..., None] + np.arange(replicas)[::-1]) // replicas
 
 
 def _give_out(costs: Ints, replicas: int, count: int | None) -> tuple[Ints, Ints]:
-    """Positions in the order they are given out, and the replica that gets each."""
+    """Return positions in the order of assignment, and the replica of each."""
     assert count is None or count * replicas == len(costs)
     positions = np.argsort(-costs, kind="stable")
-    heap = list(range(replicas))  # load · replicas + replica: one number orders by both
+    heap = list(range(replicas))  # load · replicas + replica: one number sorts by both
     adds = (costs[positions] * replicas).tolist()
     if count is None:
-        if len(adds) >= replicas and adds[replicas - 1] > 0:  # the first ones go round
+        if len(adds) >= replicas and adds[replicas - 1] > 0:  # the first go to one replica each
             heap = [load + cost for load, cost in zip(heap, adds[:replicas], strict=True)]
             heapq.heapify(heap)
             taken = list(range(replicas))

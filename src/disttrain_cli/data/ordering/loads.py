@@ -1,7 +1,7 @@
-"""Work of every replica in every slot of a step, from sizes and places alone: what the planner's
-simulation runs.
+"""Work of every replica in every slot of a step, for the planner's simulation.
 
-The same amounts as `Slot.work` gives for the slots of `order_step`, without building them.
+It is computed from sizes and positions alone, equal to `Slot.work` for the slots of `order_step`,
+without building them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Floats = NDArray[np.float64]
 def replica_loads(
     sizes: Sizes, inputs: ModelInputs, layout: Layout, assignment: Assignment
 ) -> dict[str, Floats]:
-    """By module name, [n slots, DP of its unit, 3]: items, tokens, Σ length² of every replica
-    (columns of `Work`); of a module whose items are dealt out over a TP group [n slots, DP · TP, 3]
-    of every rank, replica by replica.
+    """Return the work of every replica, by module name: [n slots, DP of its unit, 3].
 
-    Modules in the LLM's unit work on the replica's own sequences; others get the slot's items
-    levelled one by one, or evenly where all are alike.
+    The columns are those of `Work`: items, tokens, Σ length². For a module whose items are divided
+    over a TP group, the work is that of every rank, replica by replica: [n slots, DP · TP, 3].
+    Modules in the LLM's unit process the sequences of their replica; others get the slot's items
+    balanced one by one, or evenly if all are alike.
     """
     return {
         module: module_loads(
@@ -54,8 +54,12 @@ def module_loads(
     *,
     dp: int | None,
 ) -> Floats:
-    """[n slots, DP, 3] of one module on `dp` replicas of its own; None: in the LLM's unit, of which
-    so many ranks of each replica share the module's items (`levelling.dealt`)."""
+    """Return the work [n slots, DP, 3] of one module.
+
+    Args:
+        dp: replicas of the module's unit; None: it is in the LLM's unit.
+        ranks: ranks of each replica over which the module's items are divided (`levelling.dealt`).
+    """
     positions, carry = assignment.positions, assignment.carry
     if ranks > 1:
         head, (slots, replicas, m) = inputs.head(module), positions.shape
@@ -72,7 +76,7 @@ def module_loads(
 
 
 def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:
-    """The same from the order of a step."""
+    """Return the work of every replica, as `replica_loads`, from the order of a step."""
     return {
         module: loads
         for unit in layout.units
@@ -85,8 +89,10 @@ def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:
 def unit_loads(
     order: StepOrder, unit: UnitPlan, replicas: Iterable[int], modules: Iterable[str]
 ) -> dict[str, Floats]:
-    """[n slots, replicas, 3] of some modules of a unit, on some of its replicas; of every rank
-    where items are dealt out over a TP group."""
+    """Return the work [n slots, replicas, 3] of some modules of a unit, on some of its replicas.
+
+    It is that of every rank if items are divided over a TP group.
+    """
     replicas = list(replicas)
     return {
         module: np.array(
@@ -106,13 +112,13 @@ def unit_loads(
 
 
 def _even(head: Head, items: ItemAreas, positions: Ints, replicas: int, carry: bool) -> Floats:
-    """[n, DP, 3] work of every replica on ranks of its own; all items are alike."""
+    """Return the work [n, DP, 3] of every replica of a separate unit; all items are alike."""
     shares = item_shares(items.counts[positions].sum(axis=(1, 2)), replicas, carry)
     return np.asarray(shares[..., None] * np.array(head.work(1)))
 
 
 def _levelled(head: Head, items: ItemAreas, positions: Ints, replicas: int, carry: bool) -> Floats:
-    """[n, DP, 3] work of every replica on ranks of its own, levelled item by item."""
+    """Return the work [n, DP, 3] of every replica of a separate unit, balanced item by item."""
     slots = len(positions)
     counts = items.counts[positions].sum(axis=(1, 2))
     size = head.size(items.take(positions.reshape(-1)).area)

@@ -1,7 +1,6 @@
-"""The orders of a run's steps: functions of the index, the layout, the profile, the seed and the
-step.
+"""Orders of a run's steps: functions of the index, the layout, the profile, the seed and the step.
 
-The same on every rank and preprocessing worker.
+They are the same on every rank and preprocessing worker.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import RunFile
 
-# steps: the next one, this one, and those before it, whose last slots may still be in preparation
+# steps: the next one, this one, and earlier ones whose last slots may still be in preparation
 KEPT = 4
 
 StepWork = tuple[StepOrder, Packing]
 
 
 class Policy:
-    """How global batches are ordered, one after the other, for a layout.
+    """An ordering policy for the global batches of a layout.
 
     Args:
         name: `none`, `paper` or `best`.
-        profile: the policy `best` needs it.
-        memory_gib: of one device, that may be used; None = what the profile says.
+        profile: required by the policy `best`.
+        memory_gib: usable memory of one device; None = the profile's.
     """
 
     def __init__(
@@ -55,19 +54,19 @@ class Policy:
             )
 
     def __call__(self, sizes: Sizes) -> Assignment:
-        """What happens to a global batch of these sizes."""
+        """Return the assignment of a global batch of these sizes."""
         if self._best is not None:
             return self._best.order(sizes)
         return assign(count_costs(sizes, self._inputs), self._layout, self._inputs.llm, self._name)
 
 
 class Orders:
-    """Orders step by step; the last few are remembered. Any thread may ask.
+    """Orders step by step; the last few are cached; thread-safe.
 
     Args:
-        profile: the policy `best` needs it.
-        known: assignments of steps, found before for the very same arguments.
-        progress: told when an epoch's order is made or waited for.
+        profile: required by the policy `best`.
+        known: assignments of steps, computed before for the same arguments.
+        progress: reports when an epoch's order is computed or waited for.
     """
 
     def __init__(
@@ -96,10 +95,10 @@ class Orders:
             progress,
         )
         self._known = known or {}
-        #: What every replica of every unit does in a step, and the global batch, in the order of
-        #: the stream.
+        #: Work of every replica of every unit in a step, and the global batch, in the order of the
+        #: stream.
         self.of = Once(self._order, KEPT)
-        #: What the policy decides for a step.
+        #: The policy's assignment of a step.
         self.assignment = Once(self._assign, KEPT)
 
     def _order(self, step: int) -> StepWork:

@@ -1,9 +1,8 @@
-"""Order of the slots of a pipeline: the simulator tries all of them where they are few, else a
-search drives it.
+"""Order of the slots of a pipeline: an exhaustive or local search by the simulator.
 
-The search exchanges two slots, or shifts one to another place, while the simulated step gets
-shorter; from where nothing helps any more it starts again elsewhere, until its evaluations are used
-up.
+If there are few slots, all orders are simulated. The local search exchanges two slots, or moves one
+to another position, while the simulated step gets shorter; from a local optimum it restarts
+elsewhere, until its evaluations are used up.
 """
 
 from __future__ import annotations
@@ -20,24 +19,26 @@ from disttrain_cli.simulation.makespan import orders_s
 from disttrain_cli.simulation.timeline import Pipeline
 
 EVALUATIONS = 5_040  # all orders of up to 7 slots
-MOVES_PER_ROUND = 600  # evaluated at most; the next round takes up the others
-MANY = 256  # slots from which on fewer evaluations are made, so that a search takes no longer
-LEAST_GAIN = 1e-6  # of a step
-RESTART = 5  # purpose of `mix`, beside those of packing and sizes
+MOVES_PER_ROUND = 600  # evaluated at most; the next round evaluates others
+MANY = 256  # slots from which on there are fewer evaluations, so that a search takes no longer
+LEAST_GAIN = 1e-6  # of a step's time
+RESTART = 5  # purpose of `mix`, distinct from those of packing and sizes
 
 
 def affordable(evaluations: int, slots: int) -> int:
-    """How many evaluations of a step of so many slots take the time of these of `MANY` slots; at
-    least one."""
+    """Return the evaluations of `slots` slots that take the time of `evaluations` of `MANY`.
+
+    It is at least one.
+    """
     return max(1, evaluations * MANY // max(slots, MANY))
 
 
 def search_order(
     pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = EVALUATIONS
 ) -> tuple[Ints, float]:
-    """The best order found and its time in s; never worse than any of `starts`.
+    """Return the best order found and its time in s; never worse than any of `starts`.
 
-    Evaluates all orders, or about `evaluations`, fewer where there are many slots; ties go to the
+    Evaluates all orders, or about `evaluations`, fewer if there are many slots; ties go to the
     first.
     """
     slots = len(pipeline.forward_s)
@@ -60,8 +61,10 @@ def search_order(
 
 
 def _descent(pipeline: Pipeline, order: Ints) -> Iterator[tuple[Ints, float, int]]:
-    """Round by round the best order so far, its time and the evaluations; ends when no move
-    shortens the step."""
+    """Yield (best order so far, its time, evaluations) for each round.
+
+    The rounds end when no move shortens the step.
+    """
     best_s = float(orders_s(pipeline, order[None])[0])
     slots = len(order)
     turns = -(-3 * slots**2 // (2 * affordable(MOVES_PER_ROUND, slots)))
@@ -83,8 +86,7 @@ def _fastest(pipeline: Pipeline, orders: Ints) -> tuple[Ints, float]:
 
 
 def _moves(slots: int, turn: int, turns: int) -> Ints:
-    """[moves, slots] exchanges of two places, and shifts of one to another that are none; those of
-    one turn."""
+    """Return the moves [moves, slots] of one turn: exchanges of two slots, other shifts of one."""
     kind, pair = np.divmod(np.arange(turn, 2 * slots**2, turns), slots**2)
     first, second = np.divmod(pair, slots)
     shifts = kind == 1

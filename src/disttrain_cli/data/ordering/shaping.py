@@ -1,14 +1,13 @@
-"""How much of each unit's work every slot of a step should hold: a search that the pipeline
-simulator drives.
+"""Weights of the slots: a simulator-driven search for each unit's work in every slot of a step.
 
-Encoders and generators on ranks of their own need not get equal work in every slot: the LLM starts
-sooner behind a first slot of few images, and ends sooner before a last one. The slots between are
-even, and may be a little heavier than the mean where the unit has time to spare and room for their
+Encoders and generators on separate ranks need not get equal work in every slot: the LLM starts
+sooner after a first slot of few images, and ends sooner before a last one. The slots between are
+equal, and may be slightly heavier than the mean if the unit has idle time and memory for their
 activations.
 
-The search knows one rank per stage, which takes the unit's mean time for a slot, times the slot's
-weight, and of many slots the first and last. Weights of these move in steps of falling size; the
-better the simulated step, the better the weights.
+The search models one rank per stage, whose time for a slot is the unit's mean time times the slot's
+weight, and of many slots only the first and last. Weights of these change in steps of decreasing
+size; a change is accepted if it shortens the simulated step.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 MOVES = (0.4, 0.2, 0.1, 0.05)  # of a slot's mean work, one after the other
 ROUNDS = 24  # of each size, at most; each evaluates every move once
-# slots of the rounds of a size: pipelines of many slots have less to gain from their ends
+# slots times rounds of a size: the ends of pipelines with many slots matter less
 SLOT_ROUNDS = 2400
-# slots that are simulated, at most; of longer steps those between the first and last are even
+# slots that are simulated at most; in longer steps those between the first and last are equal
 SLOTS_PER_STAGE, LEAST_SLOTS = 4, 64
-ENDS = 8  # first and last slots whose weights move one by one, besides one for every two stages
-NEAR = 2  # places between which work moves directly; farther it moves by way of all slots
-LEAST_GAIN = 1e-5  # of a step
-NUMBERS = 1 << 23  # durations of steps that are in memory at once, about
+ENDS = 8  # first and last slots whose weights change one by one, plus one for every two stages
+NEAR = 2  # largest distance of slots between which work moves directly, not by way of all
+LEAST_GAIN = 1e-5  # of a step's time
+NUMBERS = 1 << 23  # durations of steps in memory at once, about
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """A unit whose slots need not be alike."""
+    """A unit whose slots may differ in work."""
 
     stages: slice
-    base_s: Floats  # [parts, stages] of any work, on the mean replica
-    work_s: Floats  # [parts, stages] and of the mean slot's work
-    # [n] least sum of weights that any 1, 2, ... n slots can have: those of the lightest sequences
+    base_s: Floats  # [parts, stages] independent of the work, on the mean replica
+    work_s: Floats  # [parts, stages] proportional to the work, of the mean slot
+    # [n] least sum of weights of any 1, 2, ... n slots: that of the lightest sequences
     lightest: Floats
     window: int  # consecutive slots whose activations are kept at once
-    most: float  # mean weight of a window at most
+    most: float  # mean weight of a window, at most
 
 
 def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
-    """[n, units] weights of the slots, of mean 1.
+    """Return the weights [n, units] of the slots, of mean 1.
 
     Args:
-        pipeline: one rank per stage; its durations are those of even slots.
+        pipeline: one rank per stage; its durations are those of equal slots.
     """
     every = len(pipeline.forward_s)
     slots = min(every, max(LEAST_SLOTS, SLOTS_PER_STAGE * len(pipeline.replicas)))
@@ -79,7 +78,7 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
 
 
 def _first_slots(pipeline: Pipeline, slots: int) -> Pipeline:
-    """The pipeline with so many slots."""
+    """Return the pipeline with its first `slots` slots."""
     return dataclasses.replace(
         pipeline,
         forward_s=pipeline.forward_s[:slots],
@@ -89,8 +88,10 @@ def _first_slots(pipeline: Pipeline, slots: int) -> Pipeline:
 
 
 def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) -> Floats:
-    """[K, n, units] the weights with a unit's work moved: between two of the free slots, or a free
-    one and all."""
+    """Return the weights [K, n, units] after moves of a unit's work.
+
+    A move is between two of the free slots, or a free one and all.
+    """
     slots = len(weights)
     source, target = (positions.reshape(-1) for positions in np.meshgrid(free, free, indexing="ij"))
     apart = (source != target) & (abs(source - target) <= NEAR)
@@ -108,7 +109,7 @@ def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) 
 
 
 def _possible(weights: Floats, unit: Shaped) -> NDArray[np.bool_]:
-    """[K] whether there are sequences for such weights [K, n], and room for what they keep."""
+    """Return a mask [K] of the weights [K, n] for which sequences and memory suffice."""
     lightest = unit.lightest[: weights.shape[1]]
     light = (np.cumsum(np.sort(weights, axis=1), axis=1) >= lightest - 1e-9).all(axis=1)
     total = np.cumsum(np.pad(weights, ((0, 0), (1, 0))), axis=1)
@@ -118,14 +119,14 @@ def _possible(weights: Floats, unit: Shaped) -> NDArray[np.bool_]:
 
 
 def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
-    """[K] simulated times of the steps with these weights [K, n, units]."""
+    """Return the simulated times [K] of the steps with these weights [K, n, units]."""
     size = max(1, NUMBERS // pipeline.forward_s.size)
     parts = [weights[begin : begin + size] for begin in range(0, len(weights), size)]
     return np.concatenate([_some_s(pipeline, units, part) for part in parts])
 
 
 def _some_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
-    """The same of as many steps as are in memory at once."""
+    """Return the times of as many steps as fit into memory at once."""
     durations = [np.empty((*times_s.shape, len(weights))) for times_s in pipeline.parts_s]
     for part, times_s in zip(durations, pipeline.parts_s, strict=True):
         part[:] = times_s[..., None]

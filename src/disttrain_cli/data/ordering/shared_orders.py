@@ -1,5 +1,4 @@
-"""Orders found in the background, each step on a thread of its own: a long one keeps no other
-waiting."""
+"""Orders computed in the background, one thread per step, so that slow ones do not block others."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ from disttrain_cli.data.ordering.orders import Orders, StepWork
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.spec.plan import Layout
 
-# threads, made when needed: as many as requests under way, of which gRPC holds fewer
+# threads, started when needed: as many as pending requests, of which gRPC holds fewer
 AT_ONCE = 1024
 
 
 class SharedOrders:
-    """`Orders` that are begun before they are needed; any thread may ask."""
+    """`Orders` that can be computed ahead; thread-safe."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._begun = -1  # the step that was begun last
+        self._begun = -1  # the step that was started last
         self._threads = ThreadPoolExecutor(AT_ONCE, "order")
 
     @property
@@ -31,18 +30,17 @@ class SharedOrders:
         return self._orders.index
 
     def begin(self, step: int) -> None:
-        """Have a step computed."""
+        """Start to compute a step in the background."""
         if step != self._begun:
             self._begun = step
             self._threads.submit(self._orders.of, step)
 
     def of(self, step: int) -> StepWork:
-        """What every replica of every unit does in a step, and the global batch, in the order of
-        the stream."""
+        """Return the work of every replica in a step, and the global batch in stream order."""
         return self._orders.of(step)
 
     def assignment(self, step: int) -> Future[Assignment]:
-        """What the policy decides for a step."""
+        """Return the policy's assignment of a step."""
         return self._threads.submit(self._orders.assignment, step)
 
     def close(self) -> None:

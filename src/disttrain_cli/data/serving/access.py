@@ -1,5 +1,4 @@
-"""Who may ask a worker, and how: TLS and a token, which only a worker that loopback alone can reach
-does without."""
+"""Access to a worker: TLS and a token, required unless only loopback can reach it."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ HEADER = "authorization"
 
 
 class Access(NamedTuple):
-    """What a rank brings to its workers."""
+    """A rank's credentials for its workers."""
 
-    authority: bytes | None  # PEM; None: those that the system trusts
+    authority: bytes | None  # PEM; None: the system's trusted certificates
     token: str | None
 
 
 def access_of(run: Run) -> Access:
-    """The certificate and the token that the run file names.
+    """Read the certificate and the token that the run file names.
 
     Raises:
         SpecError: a file cannot be read, the token is empty, or an address beyond loopback is not
@@ -50,7 +49,7 @@ def access_of(run: Run) -> Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return True if only this machine can reach a host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(path: Path) -> str:
-    """The secret in a file, without the line's end."""
+    """Return the secret in a file, without the line's end."""
     token = read_secret(path, "preprocess.token_file").strip()
     if not re.fullmatch(rb"[!-~]+", token):
         raise SpecError(
@@ -70,7 +69,7 @@ def read_token(path: Path) -> str:
 
 
 def read_secret(path: Path, name: str) -> bytes:
-    """The content of a file that the user named."""
+    """Return the content of a file that the user named."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -80,7 +79,7 @@ def read_secret(path: Path, name: str) -> bytes:
 
 
 def exposed(secrets: Mapping[str, Path | None]) -> list[str]:
-    """A sentence for each secret file, by the name of its field, that other users can read."""
+    """Return a warning for each secret file, by its field's name, that other users can read."""
     return [
         f"{name}: other users can read {path}; hide it: chmod 600 {shlex.quote(str(path))}"
         for name, path in secrets.items()
@@ -89,7 +88,7 @@ def exposed(secrets: Mapping[str, Path | None]) -> list[str]:
 
 
 def _parts(address: str, name: str) -> tuple[str, str]:
-    """Scheme and host of an address."""
+    """Return the scheme and host of an address."""
     try:
         return worker_host(address)
     except ValueError as error:

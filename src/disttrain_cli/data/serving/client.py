@@ -1,8 +1,9 @@
-"""All workers of a run, as a source of prepared slots: requests go round those that answer.
+"""All workers of a run, as a source of prepared slots.
 
-A worker that goes away is left out until it answers again; its requests go to others. One that
-would prepare other bytes, or refuses the token, is put aside with a warning. Without any worker a
-request waits, for `preprocess.wait_s`.
+Requests are distributed over the available workers. An unreachable worker is left out until it
+answers again; its requests go to others. A worker that would prepare other bytes, or refuses the
+token, is left out with a warning. Without any worker a request waits, for at most
+`preprocess.wait_s`.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run, RunFile
 
-RETRY_S = 1.0  # between two greetings of a worker that does not answer, or does not fit
+RETRY_S = 1.0  # between two handshakes with a worker that is left out
 SAY_EVERY_S = 5.0
-SLOW_S = 10.0  # without an answer from a worker that lives, before it is named
+SLOW_S = 10.0  # without an answer from a live worker, before its name is reported
 GREETINGS_AT_ONCE = 8
 NOT_YET = "not asked yet"
 
 
 class UnansweredError(RankFailedError):
-    """A worker lives, and has no answer for so long that training cannot go on."""
+    """A worker is alive, but has not answered for so long that training cannot continue."""
 
 
 class Workers:
-    """A `loader.Source`. `say` hears of workers put aside, and while no worker answers."""
+    """A `loader.Source`; `say` reports workers left out, and waits for workers."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Workers:
         self._all = [
             Connection(address, access, identity) for address in run.file.preprocess.addresses
         ]
-        # and why
+        # left-out workers, and the reason
         self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(self._all, NOT_YET)
         self._changed = threading.Condition()
         self._said_s, self._warned, self._closed = 0.0, set[str](), threading.Event()
@@ -61,7 +62,7 @@ class Workers:
         self._greeter.start()
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abandon pending requests."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -70,7 +71,7 @@ class Workers:
         self._greeter.join()
 
     def prepare(self, request: Request) -> Prepared:
-        """A slot, from whichever worker; raises as `_ask`."""
+        """Prepare a slot by any worker; raises as `_ask`."""
         number = (
             request.step * self._slots
             + request.slot
@@ -83,7 +84,10 @@ class Workers:
         )
 
     def assignment(self, step: int) -> Assignment:
-        """What the policy decides for a step, from one worker for all ranks; raises as `_ask`."""
+        """Return the policy's assignment of a step; raises as `_ask`.
+
+        One worker computes it for all ranks.
+        """
         return self._ask(
             step,
             f"the order of step {step}",
@@ -93,17 +97,17 @@ class Workers:
     def _ask(
         self, number: int, what: str, ask: Callable[[Connection, Callable[[], None]], Answer]
     ) -> Answer:
-        """An answer from worker `number` of those that answer, or from another one.
+        """Return an answer from one of the available workers, chosen by `number`.
 
         Raises:
             DataError: no worker can read a shard.
             MismatchError, DisttrainError: all workers refuse this run, or would prepare other
                 bytes.
-            RankFailedError: none answered for `preprocess.wait_s`, one lives and prepares this for
-                as long, or all fail at it.
+            RankFailedError: no worker answered for `preprocess.wait_s`, a live one prepared this
+                request for as long, or all fail at it.
         """
         unread: dict[Connection, DisttrainError] = {}
-        # since when; a slot at which every worker ends is lost for good
+        # time of the first loss; a slot at which every worker ends fails after `wait_s`
         lost_s: float | None = None
         while True:
             connection = self._pick(number, unread, lost_s)
@@ -120,8 +124,10 @@ class Workers:
                 self._leave_out(connection, error)
 
     def _patience(self, connection: Connection, what: str) -> Callable[[], None]:
-        """To be called while a worker lives and has no answer: says so, and ends the wait after
-        `wait_s`."""
+        """Return a callback to call while a worker is alive without an answer.
+
+        It reports the wait, and ends it after `wait_s`.
+        """
         began_s = time.monotonic()
 
         def beat() -> None:
@@ -144,7 +150,7 @@ class Workers:
     def _pick(
         self, number: int, unread: dict[Connection, DisttrainError], lost_s: float | None
     ) -> Connection:
-        """A worker that answers; waits where there is none."""
+        """Return an available worker; waits for one if there is none."""
         began_s = lost_s or time.monotonic()
         with self._changed:
             while not self._closed.is_set():
@@ -203,7 +209,7 @@ class Workers:
             self._say(f"warning: {warning}", 0, 0)
 
     def _keep_greeting(self) -> None:
-        """Greet those that are left out, again and again."""
+        """Repeat the handshake with left-out workers until the end."""
         with ThreadPoolExecutor(GREETINGS_AT_ONCE, "greet") as threads:
             while not self._closed.is_set():
                 list(threads.map(self._greet, list(self._out)))
@@ -223,8 +229,7 @@ class Workers:
 
 
 class PulledOrders(Orders):
-    """Orders whose assignments a worker finds: the search of the policy `best` has no place in a
-    training process."""
+    """Orders whose assignments a worker computes, to keep the search of `best` out of training."""
 
     def __init__(
         self, run: RunFile, layout: Layout, index: Index, profile: Profile | None, workers: Workers
@@ -244,12 +249,14 @@ def check_workers(
     steps: int,
     say: Progress = silent,
 ) -> None:
-    """Greet all workers once; those that do not fit or answer are named to `say`. `steps` are those
-    of the training.
+    """Check all workers by one handshake; `say` reports those that do not fit or answer.
+
+    Args:
+        steps: steps of the training.
 
     Raises:
-        SpecError: `preprocess` cannot be used as it stands.
-        MismatchError, DisttrainError: all of them refuse this run, or would prepare other bytes.
+        SpecError: `preprocess` is not usable as it is.
+        MismatchError, DisttrainError: all workers refuse this run, or would prepare other bytes.
     """
     wait_s, hang_s = run.file.preprocess.wait_s, run.file.train.longest_hang_s
     if wait_s >= hang_s:
@@ -290,7 +297,7 @@ def check_workers(
 
 
 def all_refused(errors: list[DisttrainError]) -> DisttrainError:
-    """One error for all workers."""
+    """Combine the errors of all workers into one."""
     first = errors[0]
     if len(errors) == 1:
         return first

@@ -1,7 +1,7 @@
-"""A rank's line to one worker: the greeting, a slot, and what each failure means.
+"""A rank's connection to one worker: handshake (`greet`), requests, and failures.
 
-gRPC's keepalive notices a peer that is gone without a word within `KEEPALIVE_S` + `SILENCE_S`; a
-worker sends something every second of a call, so its pings are welcome.
+gRPC's keepalive detects a silently lost peer within `KEEPALIVE_S` + `SILENCE_S`; a worker sends
+something every second of a call, so its pings are accepted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ OPTIONS = [
     (
         "grpc.use_local_subchannel_pool",
         1,
-    ),  # a line made anew tries at once, whatever an earlier one met
+    ),  # a new connection tries at once, whatever an earlier one met
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-#: What gRPC says before it comes to the point.
+#: Beginnings of gRPC's messages, before the cause.
 PREAMBLE = re.compile(
     r"Flight returned \w+ error, with message: |failed to connect to all addresses; last error: "
     r"|UNKNOWN: ipv[46]:\S+: "
 )
-#: What gRPC says of a certificate that does not fit.
+#: gRPC's messages about a certificate that does not fit.
 CERTIFICATE = re.compile(
     r"certificate|ssl|tls handshake|hostname verification|peer name", re.IGNORECASE
 )
@@ -55,7 +55,7 @@ class UnreachableError(Exception):
 
 
 class Connection:
-    """A worker by its address; any thread may fetch."""
+    """Connection to a worker at an address; several threads may fetch."""
 
     def __init__(self, address: str, access: Access, identity: Identity) -> None:
         self.address = address
@@ -67,12 +67,12 @@ class Connection:
         )
 
     def greet(self) -> None:
-        """Make a new line, and compare what both sides must share.
+        """Open a new connection and compare the identities of both sides.
 
         Raises:
-            UnreachableError: nobody answers.
+            UnreachableError: no worker answers.
             MismatchError: it would prepare other bytes.
-            DisttrainError: it refuses the token, or its certificate is not the one expected.
+            DisttrainError: it refuses the token, or its certificate is not the expected one.
         """
         roots = self._access.authority if self.address.startswith(TLS) else None
         options = flight.FlightCallOptions(timeout=GREETING_S, headers=self._headers)
@@ -88,12 +88,14 @@ class Connection:
         self._client = client
 
     def fetch(self, request: Request, beat: Callable[[], None]) -> Prepared:
-        """A slot; `beat` is called while the worker shows that it lives and has no answer yet.
-        Raises as `_get`."""
+        """Fetch a slot; `beat` is called while the worker is alive without an answer.
+
+        Raises as `_get`.
+        """
         return self._get(request, wire.read_slot, beat)
 
     def assignment(self, step: int, beat: Callable[[], None]) -> Assignment:
-        """What the policy decides for a step; `beat` as in `fetch`. Raises as `_get`."""
+        """Fetch the policy's assignment of a step; `beat` as in `fetch`. Raises as `_get`."""
         return self._get(step, wire.read_assignment, beat)
 
     def _get(
@@ -102,13 +104,13 @@ class Connection:
         read: Callable[[Iterator[Any]], Answer],
         beat: Callable[[], None],
     ) -> Answer:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
-            UnreachableError: the worker went away.
+            UnreachableError: the worker is gone.
             DataError: it cannot read a shard.
             RankFailedError: it failed at this slot, or `beat` raised it.
-            DisttrainError: as `greet`, where another worker took its place.
+            DisttrainError: as `greet`, if another worker replaced it.
         """
         client, reader = self._client, None
         if client is None:
@@ -120,7 +122,7 @@ class Connection:
             return read(wire.beating(reader, beat))
         except (pa.ArrowException, OSError, EOFError) as error:
             raise self._meant(error) from None
-        except RankFailedError:  # `beat` had enough
+        except RankFailedError:  # raised by `beat`
             if reader is not None:
                 reader.cancel()
             raise
@@ -128,13 +130,13 @@ class Connection:
             self._calls.discard(reader)
 
     def close(self) -> None:
-        """Give up the calls under way."""
+        """Cancel pending calls."""
         self._client = None
         for reader in list(self._calls):
             reader.cancel()
 
     def _meant(self, error: Exception) -> Exception:
-        """What an error of Flight means."""
+        """Translate an error of Flight."""
         said = PREAMBLE.sub(
             "", str(error).partition(". gRPC client debug context")[0].partition(". Detail:")[0]
         )

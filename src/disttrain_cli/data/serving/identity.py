@@ -1,5 +1,7 @@
-"""What a worker and a rank must share for either to prepare the same bytes; compared before
-anything is sent."""
+"""Properties that a worker and a rank must share to prepare the same bytes.
+
+They are compared before any request.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
 
 PROTOCOL = 3
-IDENTITY_ACTION = "identity"  # by which a worker tells its own
+IDENTITY_ACTION = "identity"  # requests the worker's identity
 DECODERS = ("opencv-python-headless", "simplejpeg")
 
-#: What each side is, by name: versions and fingerprints.
+#: Versions and fingerprints by name.
 Identity = dict[str, str]
 
 
 def identity_of(run: Run, layout: Layout, index: Index, profile: Profile | None) -> Identity:
-    """Everything that the bytes of a slot depend on, besides the request.
+    """Return everything that the bytes of a slot depend on, besides the request.
 
     Raises:
         DataError, MismatchError: latents are not prepared, or not for this run
@@ -37,16 +39,15 @@ def identity_of(run: Run, layout: Layout, index: Index, profile: Profile | None)
         "model inputs": index.inputs.fingerprint(),
         "plan": fingerprint(layout),
         "profile": fingerprint(profile),
-        "cluster": run.file.cluster_fingerprint(),  # the ordering knows its memory and nodes
+        "cluster": run.file.cluster_fingerprint(),  # the ordering depends on its memory and nodes
         "ordering": f"{train.ordering}, seed {train.seed}",
         "latents": fingerprint({name: one.model_dump() for name, one in latents.items()}),
-        "train.steps": str(train.total_steps),  # beyond which a worker answers nothing
+        "train.steps": str(train.total_steps),  # a worker answers no later steps
     }
 
 
 def check_same(address: str, theirs: Identity, ours: Identity) -> None:
-    """MismatchError where a worker would prepare other bytes; both sides of what differs are
-    named."""
+    """Raise MismatchError if a worker would prepare other bytes; it names both sides' values."""
     names = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
     if names:
         lines = [

@@ -1,5 +1,4 @@
-"""The life of one worker process: `supervisor` starts it with its task as JSON, and reads one line
-of JSON from it.
+"""One worker process: `supervisor` starts it with its task as JSON and reads one line of JSON.
 
 The line is {"port": …} once it serves, or {"error": …}. The process ends when its standard input
 does: a worker without its supervisor would hold the port of the next one.
@@ -33,7 +32,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Task(NamedTuple):
-    """What a worker process serves, and where; port 0 is any free one."""
+    """Run and address of a worker process; port 0 is any free one."""
 
     run: Sequence[str]  # arguments of `read_run`
     plan: str
@@ -43,11 +42,14 @@ class Task(NamedTuple):
     tls_key: str | None = None
 
     def listens(self) -> str:
-        """Where it binds."""
+        """Return the address that it binds."""
         return self._url(self.host, self.port)
 
     def address(self, port: int) -> str:
-        """How ranks name the worker: by this machine's name where it listens on every interface."""
+        """Return the worker's address for ranks.
+
+        The host is this machine's name if the worker listens on every interface.
+        """
         return self._url(socket.getfqdn() if self.host in EVERYWHERE else self.host, port)
 
     def _url(self, host: str, port: int) -> str:
@@ -55,7 +57,7 @@ class Task(NamedTuple):
 
 
 def main(task: Task) -> None:
-    """Serve until standard input ends; what goes wrong before is told on standard output."""
+    """Serve until standard input ends; an error before that is written to standard output."""
     try:
         worker = open_worker(task)
     except DisttrainError as error:
@@ -63,11 +65,11 @@ def main(task: Task) -> None:
         sys.exit(error.exit_code)
     _tell({"port": worker.port})
     sys.stdin.read()
-    os._exit(0)  # calls under way are the ranks' to repeat
+    os._exit(0)  # ranks repeat the pending calls
 
 
 def open_worker(task: Task) -> Worker:
-    """A worker that serves already.
+    """Return a worker that is already serving.
 
     Raises:
         DisttrainError: an artefact does not fit, or the port cannot be used.

@@ -1,4 +1,4 @@
-"""Worker processes of one machine: started, restarted when they end, and ended together."""
+"""Worker processes of one machine: started, restarted when they end, and stopped together."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = (
     0.5,
     15.0,
 )  # before a restart; doubled when a worker ends soon again
-HEALTHY_S = 60.0  # after so long an end is a first one again
+HEALTHY_S = 60.0  # after this time, the pause before a restart is the first one again
 GRACE_S = 5.0
 
 
 @dataclass
 class Process:
-    """A worker process and its place; the port is known from its first start on."""
+    """A worker process and its state; the port is known after its first start."""
 
     task: Task
     popen: subprocess.Popen[str]
     port: int = 0
     pause_s: float = FIRST_PAUSE_S
     started_s: float = field(default_factory=time.monotonic)
-    due_s: float | None = None  # when to start it again; None: it runs
+    due_s: float | None = None  # time of the next start; None: it runs
 
 
 def check_open(
     host: str, token_file: str | None, tls_cert: str | None, tls_key: str | None
 ) -> None:
-    """UsageError where a worker would serve beyond this machine without TLS and a token."""
+    """Raise UsageError if a worker would serve beyond this machine without TLS and a token."""
     if (tls_cert is None) != (tls_key is None):
         raise UsageError(
             "--tls-cert and --tls-key belong together",
@@ -68,10 +68,10 @@ def check_open(
 def serve(
     tasks: list[Task], ready: Callable[[list[str], list[int]], None], note: Callable[[str], None]
 ) -> None:
-    """Run a worker process for each task until SIGTERM or SIGINT; the main thread must call.
+    """Run a worker process for each task until SIGTERM or SIGINT; call it in the main thread.
 
-    `ready` is called once with the addresses and process ids, when all of them serve; `note` hears
-    of restarts.
+    `ready` is called once with the addresses and process ids, when all of them serve; `note`
+    reports restarts.
 
     Raises:
         DisttrainError: a worker cannot start.
@@ -104,8 +104,8 @@ def serve(
 
 
 def _start(task: Task) -> subprocess.Popen[str]:
-    # A session of its own: Ctrl-C reaches the supervisor alone, which ends them. What gRPC would
-    # log, errors tell.
+    # A separate session: Ctrl-C reaches only the supervisor, which ends the workers. gRPC's log is
+    # off, as errors contain its messages.
     return subprocess.Popen(
         [sys.executable, "-m", "disttrain_cli.data.serving.process", json.dumps(task._asdict())],
         stdin=subprocess.PIPE,
@@ -117,7 +117,7 @@ def _start(task: Task) -> subprocess.Popen[str]:
 
 
 def _port(process: Process) -> int:
-    """Where a worker serves, as soon as it does."""
+    """Return the port of a worker once it serves."""
     assert process.popen.stdout is not None
     line = process.popen.stdout.readline()
     if not line:
@@ -133,7 +133,7 @@ def _port(process: Process) -> int:
 
 
 def _keep(process: Process, note: Callable[[str], None]) -> None:
-    """Notice an end, and start again when it is time."""
+    """Detect the end of a process, and restart it when due."""
     now_s, address = time.monotonic(), process.task.address(process.port)
     if process.due_s is None:
         if (code := process.popen.poll()) is None:
@@ -156,7 +156,7 @@ def _keep(process: Process, note: Callable[[str], None]) -> None:
 
 
 def _ending(process: Process, code: int) -> str:
-    """How a process ended; its error, where it told one."""
+    """Describe the end of a process, by its error if it wrote one."""
     told = (process.popen.stdout.read() if process.popen.stdout else "").strip().splitlines()
     try:
         error = json.loads(told[-1])["error"]

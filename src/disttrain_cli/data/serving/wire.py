@@ -1,9 +1,9 @@
-"""What travels: JSON requests, and answers of Arrow record batches that are the tensors' own bytes.
+"""Wire format: JSON requests, and answers of Arrow record batches with the tensors' raw bytes.
 
-The schema is one column of bytes. The first batch with metadata has no rows and says which tensors
-follow, their types and shapes, and whatever else the answer holds; then every tensor comes in
-pieces of at most `PIECE_BYTES`. Batches without rows or metadata only show that the worker lives. A
-tensor of one piece is read where gRPC put it, without a copy.
+The schema is one column of bytes. The first batch with metadata has no rows and states the names,
+types and shapes of the tensors, and the other contents of the answer; then every tensor follows in
+pieces of at most `PIECE_BYTES`. Batches without rows or metadata only show that the worker is
+alive. A tensor of one piece is read from gRPC's buffer, without a copy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Message = Any  # a record batch, or one with its metadata
 
 
 def request_bytes(request: Request | int, identity: str) -> bytes:
-    """A request for a slot, or for the assignment of a step, with the fingerprint of what both
-    sides must share."""
+    """Encode a request for a slot, or a step's assignment, with an identity's fingerprint."""
     asked = (
         {"step": request}
         if isinstance(request, int)
@@ -41,7 +40,7 @@ def request_bytes(request: Request | int, identity: str) -> bytes:
 
 
 def read_request(data: bytes) -> tuple[Request | int, str]:
-    """The request and the fingerprint in it; raises ValueError."""
+    """Return the request and the fingerprint in it; ValueError if it is malformed."""
     if len(data) > REQUEST_BYTES:
         raise ValueError(f"{len(data)} bytes, a request has at most {REQUEST_BYTES}")
     try:
@@ -64,7 +63,7 @@ def read_request(data: bytes) -> tuple[Request | int, str]:
 
 
 def beating(chunks: Iterable[Any], beat: Callable[[], None]) -> Iterator[Any]:
-    """The chunks of a stream; `beat` is called at those that only show that the worker lives."""
+    """Yield the chunks of a stream; `beat` is called at those that only show a live worker."""
     for chunk in chunks:
         if chunk.app_metadata is None and not chunk.data.num_rows:
             beat()
@@ -72,7 +71,7 @@ def beating(chunks: Iterable[Any], beat: Callable[[], None]) -> Iterator[Any]:
 
 
 def slot_messages(prepared: Prepared) -> Iterator[Message]:
-    """What a worker sends for a slot."""
+    """Yield a worker's messages for a slot."""
     return _messages(
         flat_arrays(prepared.batch),
         {"broken": [[broken.segment, *broken.what] for broken in prepared.broken]},
@@ -80,8 +79,11 @@ def slot_messages(prepared: Prepared) -> Iterator[Message]:
 
 
 def read_slot(chunks: Iterator[Any]) -> Prepared:
-    """The slot in the chunks of a Flight stream; its arrays are read-only. EOFError where it ends
-    too early."""
+    """Return the slot in the chunks of a Flight stream; its arrays are read-only.
+
+    Raises:
+        EOFError: the stream ends too early.
+    """
     fields, about = _read_messages(chunks)
     return Prepared(
         of_flat_arrays(fields),
@@ -90,14 +92,14 @@ def read_slot(chunks: Iterator[Any]) -> Prepared:
 
 
 def assignment_messages(assignment: Assignment) -> Iterator[Message]:
-    """What a worker sends for the assignment of a step."""
+    """Yield a worker's messages for the assignment of a step."""
     return _messages({"positions": assignment.positions}, {"carry": assignment.carry})
 
 
 def read_assignment(chunks: Iterator[Any]) -> Assignment:
-    """The assignment in the chunks of a Flight stream. EOFError where it ends too early."""
+    """Return the assignment in the chunks of a Flight stream; EOFError if it ends too early."""
     fields, about = _read_messages(chunks)
-    # aligned, for whoever computes with it
+    # a copy is aligned, for computation
     return Assignment(fields["positions"].copy(), bool(about["carry"]))
 
 
@@ -115,7 +117,7 @@ def _messages(fields: dict[str, Any], about: dict[str, Any]) -> Iterator[Message
 
 
 def _read_messages(chunks: Iterator[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors by name, and the header."""
+    """Return the tensors by name, and the header."""
     header = next((chunk.app_metadata for chunk in chunks if chunk.app_metadata is not None), None)
     if header is None:
         raise EOFError("the worker's answer has no header")
@@ -130,7 +132,7 @@ def _read_messages(chunks: Iterator[Any]) -> tuple[dict[str, Any], dict[str, Any
 
     fields = {name: read(described) for name, described in about["tensors"].items()}
     for _ in chunks:
-        pass  # to the end, where an error of the worker would show
+        pass  # to the end, which raises an error of the worker
     return fields, about
 
 

@@ -1,9 +1,9 @@
 """One preprocessing worker: answers requests of any replica, a bounded number at a time.
 
-A bounded number of slots is in preparation or on its way at any moment (`permits`), whoever asks
-and however slowly it reads: that many slots, and one piece of each that gRPC holds, bound a
-worker's memory. Others wait; while they do, an empty batch every second shows them that the worker
-lives, and shows the worker whether they do.
+The number of slots in preparation or transfer is bounded (`permits`), for any number and speed of
+clients: those slots, and one piece of each that gRPC holds, bound a worker's memory. Other requests
+wait; an empty batch every second shows their clients that the worker is alive, and shows the worker
+whether they are.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BEAT_S = 1.0
 
 
 class Worker(flight.FlightServerBase):
-    """Serves from when it is made: of a job, so many steps, those that ranks prefetch beyond its
-    last included.
+    """Server of a job's slots; it serves from its construction on.
 
-    `tls` is a certificate and its key (PEM); without `token` anyone may ask.
+    `steps` is the number of the job's steps, with those that ranks prefetch beyond the last. `tls`
+    is a certificate and its key (PEM); without `token` any client is served.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Worker(flight.FlightServerBase):
         )
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
-        """`identity`: what a rank must share with this worker, as JSON."""
+        """Answer the action `identity`: what a rank must share with this worker, as JSON."""
         if action.type != IDENTITY_ACTION:
             raise flight.FlightServerError(f"there is no action {action.type}")
         return [json.dumps(self._identity).encode()]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        """The answer to a request (`wire`)."""
+        """Answer a request (`wire`)."""
         try:
             request, identity = wire.read_request(ticket.ticket)
         except ValueError as error:
@@ -104,7 +104,7 @@ class Worker(flight.FlightServerBase):
             raise _told(
                 "data", {"what": error.what, "why": error.why, "next_step": error.next_step}
             ) from None
-        finally:  # also when the one who asked went away
+        finally:  # also when the client is gone
             if work is not None:
                 work.cancel()
             self._permits.leave(permit)
@@ -126,7 +126,7 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
 
 
 def _told(kind: str, about: dict[str, str]) -> flight.FlightServerError:
-    """An error that `connection` turns into one of ours."""
+    """Return an error that `connection` translates to one of this package."""
     return flight.FlightServerError(
         kind, extra_info=json.dumps({"kind": kind} | {"about": about}).encode()
     )

@@ -1,10 +1,9 @@
-"""Sources of data: find the shards of one, read a shard from end to end, open it to read samples
-again in any order.
+"""Sources of data: list a source's shards, read a shard in order, or open it for random access.
 
-A form is a file: `tars`, `llava` (conversations), `tables` (Parquet and Arrow, with `columns` and
-`rows`). What they give is in `samples`, where they read from in `files`, which files are shards in
-`listing`. Names inside data are never a path outside it nor reach a shell; nothing is extracted or
-unpickled.
+A file here reads a format: `tars`, `llava` (conversations), `tables` (Parquet and Arrow, with
+`columns` and `rows`). `samples` has their results, `files` their input, and `listing` decides which
+files are shards. Names inside data never become a path outside it nor reach a shell; nothing is
+extracted or unpickled.
 """
 
 from __future__ import annotations
@@ -56,18 +55,19 @@ __all__ = [
     "shown",
 ]
 
-POINTER, POINTER_BYTES = b"version https://git-lfs", 1024  # of Git LFS: its beginning and most size
+POINTER, POINTER_BYTES = b"version https://git-lfs", 1024  # of Git LFS: beginning, largest size
 
 
 def read_shard(
     shard: Shard, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """Samples of a shard in order, and what is left out; messages name the shard `label`.
+    """Read the samples of a shard in order, and the skipped ones; messages name the shard `label`.
 
-    `chat` writes conversations; None = as where the tokenizer has no chat template.
+    Args:
+        chat: renders conversations; None = the tokenizer has no chat template.
 
     Raises:
-        DataError: a URL cannot be read, or the columns of a table do not tell images and texts.
+        DataError: a URL cannot be read, or the columns of a table do not identify images and texts.
     """
     if (damage := _no_shard(shard, label)) is not None:
         return iter([damage])
@@ -76,7 +76,7 @@ def read_shard(
 
 
 def _no_shard(shard: Shard, label: str) -> Skipped | None:
-    """Return what is wrong with a file of which no reader could read anything."""
+    """Return the fault of a file of which no reader could read anything; None if there is none."""
     try:
         file = open_file(shard.path)
     except OSError as error:
@@ -89,8 +89,11 @@ def _no_shard(shard: Shard, label: str) -> Skipped | None:
 
 
 def open_shard(shard: Shard, cache: RowGroups, chat: ChatForm | None = None) -> OpenShard:
-    """A shard to read samples again, its conversations written by `chat`; raises OSError, DataError
-    or pyarrow's errors where it cannot be read."""
+    """Open a shard for random access to its samples, with conversations rendered by `chat`.
+
+    Raises:
+        OSError, DataError, pyarrow's errors: it cannot be read.
+    """
     if shard.form == "parquet":
         return ParquetShard(shard, cache, chat)
     kinds: dict[str, Callable[[Shard, ChatForm | None], OpenShard]] = {

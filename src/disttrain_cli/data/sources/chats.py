@@ -1,16 +1,16 @@
-"""What a record says: turns of a conversation, a document, or a caption, with the images it names.
+"""Contents of a record: turns of a conversation, a document, or a caption, and the images it names.
 
-Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role,
-content}` (OpenAI, chat templates), whose content may be a list of parts (`content_parts`).
-`<image>` in a text marks where one of the record's images stands. Videos are named and marked as
-images are, with `video` in the place of `image`. Which keys leave a turn untrained, and for which a
-record is refused, is in `refusals`. A chat template writes turns (`data.chat`); where the tokenizer
-has none, they are `USER: … ASSISTANT: …EOS` behind what the system says, and only what stands
-behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section
-4.2). The last EOS is the sample's own.
+Turns are in `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role, content}`
+(OpenAI, chat templates), whose content may be a list of parts (`content_parts`). `<image>` in a
+text marks the position of one of the record's images. Videos are named and marked as images are,
+with `video` instead of `image`. Keys that leave a turn untrained, and keys for which a record is
+refused, are in `refusals`. A chat template renders turns (`data.chat`); if the tokenizer has none,
+they are `USER: … ASSISTANT: …EOS` after the system message, and only the text after `ASSISTANT:`,
+with EOS, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last EOS is the
+sample's.
 
-Without turns all of `text` is trained: a document, or, as `caption` too, that of the record's
-images.
+Without turns all of `text` is trained: a document, or the caption of the record's images, whose key
+may also be `caption`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ from disttrain_cli.spec.image_processor import PixelBudget
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 MARK = "<image>"
-#: Of a video, in a record's texts, and once they are read: no text means it otherwise.
+#: Mark of a video in a record's texts, and its replacement after reading, which no text contains
+#: otherwise.
 WRITTEN_FILM, FILM = "<video>", chr(0x10FFFD)
 MARKS = re.compile(f"{MARK}|{FILM}")
-#: Marks in a text without turns, beside images or videos.
+#: Marks of images and videos in a text without turns.
 WRITTEN_MARKS = re.compile(f"{MARK}|{WRITTEN_FILM}")
-#: A file named inside a text, as Qwen-VL's first form does.
+#: A file named inside a text, as in Qwen-VL's first format.
 TAGGED = re.compile(
     r"<img>[^<>]+</img>|<(image|video|audio)>[^<>]+\.[A-Za-z0-9]{2,4}</\1>", re.IGNORECASE
 )
@@ -72,19 +73,19 @@ MARK_OF = {"image": MARK, "video": FILM}
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
 ROLES = {"human": "user", "gpt": "assistant"}  # names of LLaVA and ShareGPT
 SIDES = {role: role for role in ("system", "user", "assistant")} | ROLES
-BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # what a turn is written behind
+BEFORE = {"system": "", "user": USER, "assistant": ASSISTANT}  # text before a turn
 # keys of a turn that are read without a template
 WORDS = {"from", "role", "value", "content"}
 SAID = {*WORDS, *OF_TURNS}
 IMAGES = ("image", "images", "file_name")  # the last one of Hugging Face's imagefolder
 VIDEOS = ("video", "videos")
-KEYS = ("id", "__key__", "__url__")  # which sample it is
-#: Keys that are read of a record with turns.
+KEYS = ("id", "__key__", "__url__")  # identify the sample
+#: Keys of a record with turns that are read.
 OF_RECORD = {*TURNS, "system", *IMAGES, *VIDEOS, *KEYS, *TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS}
 
 
 def no_numbers(names: Sequence[str]) -> Sequence[Numbers]:
-    """Of images that nobody measures."""
+    """Return placeholders for the sizes of images that are not measured."""
     return [(0, 0)] * len(names)
 
 
@@ -94,12 +95,17 @@ def conversation(
     beside: Sequence[str] = (),
     measure: Measure = no_numbers,
 ) -> list[Part]:
-    """Texts, images and videos (by name) of a record, in order; index and loader both read it by
-    this function.
+    """Return the texts, images and videos (by name) of a record, in order.
 
-    `chat` writes its turns, if it has any; `beside`: images and videos that lie beside it, which
-    are meant where it names none; `measure`: says their numbers, which it may need. Raises
-    ValueError with the reason.
+    Index and loader both read records by this function.
+
+    Args:
+        chat: renders the turns, if there are any.
+        beside: images and videos stored next to the record, used if it names none.
+        measure: returns the sizes of files, which `chat` may need.
+
+    Raises:
+        ValueError: the record is not valid; the message has the reason.
     """
     turns, names = _said(record, beside)
     if not turns:
@@ -118,8 +124,9 @@ def conversation(
 
 
 def with_files(text: str, names: Sequence[str]) -> list[Part]:
-    """Return the parts of a document or caption: its images and videos each at its mark, or all
-    before a text without marks.
+    """Return the parts of a document or caption, its images and videos at their marks.
+
+    In a text without marks, all files precede it.
 
     Raises:
         ValueError: the numbers of marks and files differ.
@@ -142,14 +149,14 @@ def with_files(text: str, names: Sequence[str]) -> list[Part]:
 
 
 def text_pieces(text: str) -> list[str]:
-    """Return the texts of `with_files`, of a text that has files."""
+    """Return the texts of `with_files` from a text that has files."""
     return [piece for piece in WRITTEN_MARKS.split(text) if piece]
 
 
 def _written(
     turns: list[Turn], names: list[str], chat: ChatForm | None, measure: Measure
 ) -> list[Part]:
-    """Turns with these images and videos as `chat` writes them, or without a template."""
+    """Return turns with these images and videos, rendered by `chat` or without a template."""
     if chat is not None:
         return chat.parts(turns, names, measure)
     form, said = _plain((turn.role, turn.said, turn.trained) for turn in turns)
@@ -163,12 +170,14 @@ def _written(
 
 
 def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] | None:
-    """(form and texts as of `Compact`, names of images, `unread_keys`) of a conversation that says
-    no more than most do, written without a template; None where it has to be looked at closer, or
-    is wrong.
+    """Return the common form of a conversation, rendered without a template.
 
-    It says the same as `conversation` in less than half the time: each turn has a side and a text,
-    the record the images.
+    It equals the result of `conversation` in less than half the time, for records whose turns have
+    only a side and a text, and that list their images.
+
+    Returns:
+        (form and texts as of `Compact`, names of images, `unread_keys`); None if the record needs
+        the closer look of `conversation`, or is not valid.
     """
     if not isinstance(record, dict):
         return None
@@ -211,8 +220,10 @@ def compact(record: Any) -> tuple[bytes, list[str], list[str], tuple[str, ...]] 
 
 @lru_cache(maxsize=4096)
 def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
-    """Return the keys of a record that `compact` does not read, with how messages name them; None
-    where they may change what it means."""
+    """Return the keys of a record that `compact` does not read, with their names in messages.
+
+    None if they may change the record's meaning.
+    """
     if not is_plain(keys) or any(name in keys for name in VIDEOS):
         return None
     others = sorted({*keys} - OF_RECORD)
@@ -222,8 +233,10 @@ def _others(keys: tuple[str, ...]) -> list[tuple[str, str]] | None:
 
 
 def unread_keys(record: Mapping[str, Any], chat: ChatForm | None = None) -> tuple[str, ...]:
-    """Return the keys of a valid record, of its turns and of their parts that nothing reads, as
-    messages name them."""
+    """Return the names, for messages, of keys of a valid record that are not read.
+
+    Keys of its turns and of their parts are included.
+    """
     field = next((name for name in TURNS if record.get(name) is not None), None)
     if field is None:
         caption = record.get("text") is None
@@ -241,10 +254,13 @@ def unread_keys(record: Mapping[str, Any], chat: ChatForm | None = None) -> tupl
 
 
 def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
-    """(form, texts) as of `Compact` of turns (side, text, whether it is trained) where the
-    tokenizer does not say how they are written."""
+    """Return (form, texts) as of `Compact` of turns rendered without a chat template.
+
+    Args:
+        turns: (side, text, True if it is trained) of each.
+    """
     form, texts = bytearray(), list[str]()
-    before, answers = "", True  # `before`: a text that is not trained and not in `texts` yet
+    before, answers = "", True  # `before`: an untrained text that is not in `texts` yet
     for role, said, trained in turns:
         if answers and form and not form[-1] & KIND:
             form[-1] |= ENDED
@@ -272,8 +288,7 @@ def _plain(turns: Iterable[tuple[str, str, bool]]) -> tuple[bytes, list[str]]:
 def texts_of(
     record: Any, chat: ChatForm | None = None, files: Sequence[Numbers] = ()
 ) -> list[str | tuple[int, ...]]:
-    """Texts of a record whose images and videos are known to be there, with these numbers, in
-    order."""
+    """Return the texts of a record, in order, whose images and videos exist with these sizes."""
     marks = sum(turn.said.count(MARK) for turn in _turns(record))
     beside = [VideoName() if len(numbers) > 2 and numbers[2] else "" for numbers in files]
     turns, names = _said(record, beside or [""] * marks, used=False)
@@ -282,18 +297,27 @@ def texts_of(
 
 
 def has_turns(record: Any) -> bool:
-    """Whether a record is a conversation."""
+    """Return True if a record is a conversation."""
     return isinstance(record, dict) and any(record.get(name) is not None for name in TURNS)
 
 
 def file_names(record: Any, beside: Sequence[str] = ()) -> list[str]:
-    """Names of a record's images and videos as they are marked, or where it has no turns the
-    images first; ValueError where it has no such form, or other numbers of marks."""
+    """Return the names of a record's images and videos in the order of their marks.
+
+    In a record without turns, images come first.
+
+    Raises:
+        ValueError: the record is not valid, or the numbers of marks and files differ.
+    """
     return _said(record, beside)[1]
 
 
 def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[Turn], list[str]]:
-    """(the turns of a record, `file_names`); `used`: every file must be one of a part."""
+    """Return (the turns of a record, `file_names`).
+
+    Args:
+        used: True = every file must be that of a part.
+    """
     if not isinstance(record, dict):
         raise ValueError("a record must be a mapping")
     turns = _turns(record)
@@ -323,8 +347,11 @@ def _said(record: Any, beside: Sequence[str], used: bool = True) -> tuple[list[T
 def _files(
     media: str, listed: list[str], parts: list[PartFile], beside: list[str], used: bool
 ) -> list[str]:
-    """Return the names of a record's files of one type: those it lists, those its parts have, or
-    those beside it; where its parts have an index, in the order of these."""
+    """Return the names of a record's files of one type.
+
+    They are those that the record lists, those of its parts, or those stored next to it; if its
+    parts have an index, in the order of these.
+    """
     parts = [part for part in parts if part.media == media]
     named = [part.name for part in parts if part.name]
     if listed and named and listed != named:
@@ -343,7 +370,7 @@ def _files(
 
 
 def _with_budgets(turns: list[Turn], images: list[str]) -> list[str]:
-    """The names of images, one for each mark, with the sizes that parts of the turns state."""
+    """Return the names of images, one for each mark, with the pixel budgets of the turns' parts."""
     if not any(turn.budgets for turn in turns):
         return images
     budgets = (turn.budgets.get(at) for turn in turns for at in range(turn.said.count(MARK)))
@@ -351,18 +378,18 @@ def _with_budgets(turns: list[Turn], images: list[str]) -> list[str]:
 
 
 def _marks(text: str) -> list[str]:
-    """Marks of a text in order; found without an expression where there is none."""
+    """Return the marks of a text in order; texts without marks are not searched by the pattern."""
     return MARKS.findall(text) if MARK in text or FILM in text else []
 
 
 def _unread_parts(record: dict[str, Any]) -> str:
-    """Return what messages add where parts have other keys, which may name their files."""
+    """Return an addition to messages if parts have unread keys, which may name their files."""
     names = [name for name in unread_keys(record) if name.startswith("part")]
     return f"; left unread: {', '.join(names)}" if names else ""
 
 
 def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
-    """Names in one of these fields, or in all of them."""
+    """Return the names in these fields, which must agree."""
     found: list[str] = []
     for field in fields:
         if not (given := record.get(field)):
@@ -378,7 +405,7 @@ def _listed(record: dict[str, Any], fields: Sequence[str]) -> list[str]:
 
 
 def _path(name: Any) -> Any:
-    """Return the path of a file given as `{path}` or `{bytes: null, path}`, others as they are."""
+    """Return the path in `{path}` or `{bytes: null, path}`; other values unchanged."""
     given = (
         {key: value for key, value in name.items() if value is not None}
         if isinstance(name, dict)
@@ -392,8 +419,10 @@ def _only(media: str, names: Iterable[str]) -> list[str]:
 
 
 def _marked(turns: list[Turn], names: Sequence[str]) -> list[Turn]:
-    """Turns of a record with these files: what a text says of videos is a mark only where there
-    are any."""
+    """Return the turns of a record with these files.
+
+    The text of a video's mark is a mark only if there are videos.
+    """
     if not _only("video", names):
         return turns
     return [
@@ -403,8 +432,11 @@ def _marked(turns: list[Turn], names: Sequence[str]) -> list[Turn]:
 
 
 def _turns(record: dict[str, Any]) -> list[Turn]:
-    """The turns of a record, none where it has a text instead; ValueError where they have no such
-    form."""
+    """Return the turns of a record, none if it has a text instead.
+
+    Raises:
+        ValueError: the turns are not valid.
+    """
     fields = [name for name in TURNS if record.get(name) is not None]
     if not fields:
         return []
@@ -469,7 +501,7 @@ def _turn(turn: Any, where: str) -> Turn:
 
 
 def _budgets(parts: list[str | PartFile]) -> dict[int, PixelBudget]:
-    """Return the budgets that image parts of a turn state, by the number of their mark in it."""
+    """Return the pixel budgets of a turn's image parts, by the index of their mark in it."""
     budgets, marks = dict[int, PixelBudget](), 0
     for part in parts:
         if isinstance(part, str):
@@ -482,8 +514,11 @@ def _budgets(parts: list[str | PartFile]) -> dict[int, PixelBudget]:
 
 
 def document_text(record: Mapping[str, Any], caption: bool) -> str:
-    """Return the text of a record without turns, with `caption` that of its files too; ValueError
-    where it has none."""
+    """Return the text of a record without turns, with `caption` also that of its files.
+
+    Raises:
+        ValueError: it has no text.
+    """
     field = "caption" if caption and record.get("text") is None else "text"
     if record.get(field) is None and field not in record:
         form = prompted(record)

@@ -1,13 +1,14 @@
-"""Columns of a Parquet or Arrow file that hold images, sounds, turns and texts (`rows` reads them).
+"""Columns of a Parquet or Arrow file with images, sounds, turns and texts (`rows` reads them).
 
-Three forms. Interleaved (OBELICS): lists `images` and `texts` of equal length, at each position
-exactly one of the two is not null. Pairs: a column of texts, alone or with one of images (binary,
-or Hugging Face's struct {bytes, path}), of sounds (the same, by its name), or both. Records: all
-others, with a column of turns, lists of images, or columns that may change what a text means; a row
-is read as the same record of a JSON (`chats`).
+There are three layouts. Interleaved (OBELICS): lists `images` and `texts` of equal length, at each
+position exactly one of the two is not null. Pairs: a column of texts, alone or with one of images
+(binary, or Hugging Face's struct {bytes, path}), of sounds (the same, by its name), or both.
+Records: all others, with a column of turns, lists of images, or columns that may change the meaning
+of a text; a row is read as the same record of a JSON (`chats`).
 
-A column of turns or texts has a usual name, or is the one that `data.sources[].text` names; none is
-taken for texts because it is the only one of strings. Turns beat texts, `text` beats `caption`.
+A column of turns or texts has a common name, or is the one that `data.sources[].text` names; a
+column is not taken for texts just because it is the only one of strings. Turns take precedence over
+texts, `text` over `caption`.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MEDIA_NAMES = tuple(name for media in MEDIA.values() for name in media.columns)
-#: Usual names of texts where there is none of `TEXTS`; beside sounds those of what is spoken too.
+#: Common names of text columns if there is none of `TEXTS`; next to sounds also those of
+#: transcripts.
 OTHER_TEXTS = ("txt",)
 SPOKEN_TEXTS = ("transcription", "transcript", "sentence", "normalized_text")
 LISTS = ("images", "texts")
-#: Usual names of columns of files, by type, and of lists of them.
+#: Common names of columns of files, by type, and of lists of them.
 OF_MEDIA = {name: (*media.columns, f"{name}s") for name, media in MEDIA.items()}
 # names a column of URLs
 ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)
-#: Kinds of columns: what their types may hold.
+#: Kinds of columns, by the values that their types allow.
 FILE, TEXT, TURN_LIST, PAIRS, OTHER = "image", "text", "turns", "pairs of turns", "other"
-NULL = "null"  # of a type without values, as a shard has it where a column is null in every row
+NULL = "null"  # of a type without values, in a shard whose column is null in every row
 FILES, STRINGS, NULLS = f"list of {FILE}", f"list of {TEXT}", f"list of {NULL}"
-#: Names of texts and turns that are read without a file.
+#: Names of columns of texts and turns that are read without a file.
 ALONE = (*TURNS, TEXTS[0], *OTHER_TEXTS)
-#: Keys that are read of a record with turns, beside these and what stands in columns of files.
+#: Keys of a record with turns that are read, besides turns and file columns.
 OF_TALKS = {*OF_RECORD} - {*TURNS, *KEYS, "file_name"}
 NAME_IT = "name the column that holds them in the run file: data.sources[].text"
 
@@ -58,32 +60,32 @@ class Columns(NamedTuple):
     """Names of the columns that are read."""
 
     files: dict[str, str]  # by type of file (`data.modalities.registry.MEDIA`)
-    texts: tuple[str, ...] = ()  # of which the first that is not null is read; none of records
+    texts: tuple[str, ...] = ()  # the first one that is not null is read; none in records
     interleaved: bool = False
-    record: Mapping[str, str] = {}  # by key of a record (`chats`) the column of its value
-    unread: tuple[str, ...] = ()  # all others, as messages name them
-    captions: tuple[str, ...] = ()  # those of `texts` that say nothing without their file
+    record: Mapping[str, str] = {}  # by key of a record (`chats`), the column of its value
+    unread: tuple[str, ...] = ()  # all others, as named in messages
+    captions: tuple[str, ...] = ()  # those of `texts` that need their file to have a meaning
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """All columns that are read."""
         return [*self.files.values(), *self.of_texts]
 
     @property
     def of_texts(self) -> list[str]:
-        """Those without files."""
+        """Columns that are read, without files."""
         return [*self.texts, *self.record.values()]
 
 
 class Schema(NamedTuple):
-    """Columns of a file as they are looked through."""
+    """A file's columns during the search."""
 
     label: str
     form: pa.Schema
     kinds: dict[str, str]
 
     def named(self, *names: str) -> list[str]:
-        """Columns of these names, in their order; capital letters do not matter.
+        """Return the columns of these names, in their order; case-insensitive.
 
         Raises:
             DataError: several columns have one of the names.
@@ -97,25 +99,25 @@ class Schema(NamedTuple):
         return found
 
     def refused(self, why: str, next_step: str) -> DataError:
-        """Return the error that these columns cannot be read, with all of them."""
+        """Return the error that these columns cannot be read; it lists all of them."""
         columns = ", ".join(f"{field.name} ({field.type})" for field in list(self.form)[:40])
         return DataError(
             f"Cannot tell images and texts in {self.label}", f"{why}\ncolumns: {columns}", next_step
         )
 
     def several(self, columns: Iterable[str], what: str, next_step: str) -> DataError:
-        """Return the error that several columns may be meant."""
+        """Return the error that several columns are candidates."""
         return self.refused(f"several columns may hold {what}: {', '.join(columns)}", next_step)
 
 
 def find_columns(form: pa.Schema, label: str, text: str = "") -> Columns:
-    """Return the columns that hold the samples.
+    """Return the columns of the samples.
 
     Args:
         text: the column of texts or turns that the run file names, if it does.
 
     Raises:
-        DataError: there are none, or several that might be meant; all columns are named.
+        DataError: there are none, or several candidates; the message names all columns.
     """
     kinds = {field.name: kind_of(field.type) for field in form}
     schema = Schema(label, form, _without_nulls(kinds, text))
@@ -125,9 +127,11 @@ def find_columns(form: pa.Schema, label: str, text: str = "") -> Columns:
 
 
 def _without_nulls(kinds: Mapping[str, str], text: str) -> dict[str, str]:
-    """Return the kinds of columns without those that are null in every row, but where these are the
-    texts, or the files of the texts: then each row is left out. Lists of nulls are of the kind that
-    their name says."""
+    """Return the kinds of columns without those that are null in every row.
+
+    Null columns of the texts, or of the texts' files, are kept: then each row is skipped. Lists of
+    nulls have the kind that their name indicates.
+    """
     named = {name: _by_name(name, text) for name in kinds}
     found = {
         name: (named[name] if kind == NULLS else kind)
@@ -146,7 +150,7 @@ def _without_nulls(kinds: Mapping[str, str], text: str) -> dict[str, str]:
 
 
 def _by_name(name: str, text: str) -> str:
-    """Return the kind of a column of lists of nulls."""
+    """Return the kind of a column of lists of nulls, by its name."""
     if name == text or name.lower() in TURNS:
         return TURN_LIST
     if name == LISTS[1]:
@@ -159,7 +163,7 @@ def _find(schema: Schema, text: str) -> Columns:
     if turns := _turns(schema, text):
         files = _files(schema, turns.values())
         if audio := files.pop("audio", ""):
-            turns["audio"] = audio  # whose rows are refused
+            turns["audio"] = audio  # its rows are refused
         known = {*files.values(), *turns.values()}
         return Columns(files, record=turns | _others(schema, known, named=bool(text), talks=True))
     if not text and all(name in kinds for name in LISTS) and kinds[LISTS[1]] == STRINGS:
@@ -174,7 +178,7 @@ def _find(schema: Schema, text: str) -> Columns:
 
 
 def _of_texts(schema: Schema, text: str) -> Columns:
-    """Return the columns where texts are no turns, but for single ones."""
+    """Return the columns of a table whose texts are no turns, except for single ones."""
     files = _files(schema, {text})
     named = [name for name in schema.kinds if name.lower().endswith("file_name")]
     if named and not files and PurePosixPath(schema.label).stem == "metadata":
@@ -204,8 +208,10 @@ def _of_texts(schema: Schema, text: str) -> Columns:
 
 
 def _turns(schema: Schema, text: str) -> dict[str, str]:
-    """Return the columns of turns by key of a record, with those of texts that are read where turns
-    are null; nothing if there are no turns."""
+    """Return the columns of turns by key of a record; nothing if there are no turns.
+
+    Columns of texts that are read if turns are null are included.
+    """
     if not text:
         usual = [name for name in schema.named(*TURNS) if schema.kinds[name] not in (FILES, OTHER)]
         turns = {name.lower(): name for name in usual}
@@ -227,7 +233,7 @@ def _turns(schema: Schema, text: str) -> dict[str, str]:
 
 
 def _files(schema: Schema, taken: Collection[str]) -> dict[str, str]:
-    """Return the columns of images, sounds and videos, by type; `taken` columns are others.
+    """Return the columns of images, sounds and videos, by type, without `taken` columns.
 
     Raises:
         DataError: there are several of a type.
@@ -237,7 +243,7 @@ def _files(schema: Schema, taken: Collection[str]) -> dict[str, str]:
     files = dict[str, str]()
     for media, usual in reversed(OF_MEDIA.items()):
         found = [name for name in holds if name.lower() in usual]
-        if media == "image":  # images are what has no name of another type
+        if media == "image":  # files without a name of another type are images
             found = found or holds
         if len(found) > 1:
             advice = f"Keep one of them, or name one {' or '.join(usual[:3])}."
@@ -249,7 +255,7 @@ def _files(schema: Schema, taken: Collection[str]) -> dict[str, str]:
 
 
 def _texts(schema: Schema, files: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns of texts with usual names, of which the first that is not null is read."""
+    """Return the columns of texts with common names; the first one that is not null is read."""
     spoken = SPOKEN_TEXTS if "audio" in files else ()
     texts = schema.named(*TEXTS) or schema.named(*OTHER_TEXTS, *spoken)
     if wrong := [name for name in texts if not _is_text(schema, name)]:
@@ -267,7 +273,7 @@ def _texts(schema: Schema, files: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _nameless(schema: Schema, files: Mapping[str, str]) -> DataError:
-    """Return the error that no column has a usual name of texts."""
+    """Return the error that no column has a common name of texts."""
     usual = ", ".join((*TURNS, *TEXTS, *OTHER_TEXTS, *(SPOKEN_TEXTS if "audio" in files else ())))
     found = [name for name, kind in schema.kinds.items() if kind in (TEXT, TURN_LIST, PAIRS)]
     return schema.refused(
@@ -283,11 +289,11 @@ def _nameless(schema: Schema, files: Mapping[str, str]) -> DataError:
 
 
 def _others(schema: Schema, known: Collection[str], named: bool, talks: bool) -> dict[str, str]:
-    """Return the columns, but for those that are `known`, that change what a row means, by key of a
-    record.
+    """Return the columns that change a row's meaning, by key of a record, without those `known`.
 
     Args:
-        named: True if the run file names the texts: then others are none, nor their alternatives.
+        named: True if the run file names the texts: then other texts, and their alternatives, are
+            ignored.
         talks: True if the texts may be turns.
     """
     keys = {name.lower(): name for name in schema.kinds if name not in known}
@@ -303,7 +309,7 @@ def _others(schema: Schema, known: Collection[str], named: bool, talks: bool) ->
 
 
 def _is_text(schema: Schema, name: str) -> bool:
-    """Return True if a column holds texts: strings, or bytes where its name is one of texts."""
+    """Return True if a column holds texts: strings, or bytes under a common name of texts."""
     named = name.lower() in (*TEXTS, *OTHER_TEXTS, *SPOKEN_TEXTS)
     kind = schema.kinds[name]
     return kind == TEXT or (named and kind == FILE and not _is_struct(schema, name))
@@ -316,7 +322,7 @@ def _is_struct(schema: Schema, name: str) -> bool:
 
 
 def is_list(type_: pa.DataType) -> bool:
-    """Return True for every type of lists."""
+    """Return True for every list type."""
     import pyarrow.types as types
 
     of = (types.is_list, types.is_large_list, types.is_fixed_size_list)
@@ -324,7 +330,7 @@ def is_list(type_: pa.DataType) -> bool:
 
 
 def kind_of(type_: pa.DataType) -> str:
-    """Return what columns of a type may hold, by their names."""
+    """Return the kind of columns of a type."""
     import pyarrow as pa
     import pyarrow.types as types
 
@@ -353,10 +359,10 @@ def kind_of(type_: pa.DataType) -> str:
 
 
 def _pictures_elsewhere(kinds: Mapping[str, str]) -> list[str]:
-    """Columns that seem to say where images or sounds are: of files, or of URLs beside captions or
-    sizes.
+    """Return columns that seem to name images or sounds elsewhere.
 
-    A `url` beside a `text` alone is where a page of a text corpus was found.
+    They are columns of files, or of URLs next to captions or sizes. A `url` next to a `text` alone
+    is the address of a page in a text corpus.
     """
     media = [
         name

@@ -1,10 +1,9 @@
-"""Parts of what a turn says, where that is a list: texts, and images and videos, each with what it
-names its file by.
+"""Content parts of a turn: texts, and images and videos, each with the name of its file.
 
-Known are the forms of transformers (`image`, `url`, `path` or `base64` of a part), OpenAI
+Supported are the formats of transformers (`image`, `url`, `path` or `base64` of a part), OpenAI
 (`image_url`), Anthropic (`source`), qwen-vl-utils (parts without a `type`) and of datasets whose
-parts have the `index` of one of the record's images. A key that is null is not there: tables give
-every part the keys of all.
+parts have the `index` of one of the record's images. A null key counts as absent: tables give every
+part the keys of all.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from disttrain_cli.data.sources.pixel_budgets import KEYS as BUDGET_KEYS
 from disttrain_cli.data.sources.pixel_budgets import budget_of
 from disttrain_cli.data.sources.samples import DATA, PartFile, clean, holds
 
-#: Types of parts by the type of the file they stand for.
+#: Types of parts by the type of their file.
 MEDIA_OF = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 TYPES = ("text", *MEDIA_OF)
-#: Keys that name a part's file, beside that of its type.
+#: Keys that name a part's file, besides that of its type.
 NAMES = ("url", "path", "base64", "source")
 #: Keys of a part that are read.
 READ = frozenset(("type", "index", *TYPES, *NAMES)) | BUDGET_KEYS
-#: Keys of a video that choose its frames or their size (qwen-vl-utils).
+#: Keys of a video that select its frames or their size (qwen-vl-utils).
 OF_FRAMES = (
     *("fps", "sample_fps", "raw_fps", "nframes", "num_frames", "min_frames", "max_frames"),
     *("video_start", "video_end", "start", "end", "total_pixels", "min_pixels", "max_pixels"),
@@ -35,7 +34,7 @@ def read_part(part: Any, where: str) -> str | PartFile:
     """Return the text of a part, or its file.
 
     Raises:
-        ValueError: it is none, or has a meaning that is not read.
+        ValueError: it is not valid, or has a meaning that is not supported.
     """
     if isinstance(part, str):
         return clean(part)
@@ -63,7 +62,7 @@ def read_part(part: Any, where: str) -> str | PartFile:
 
 
 def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:
-    """Return what a part of an image or video names its file by."""
+    """Return the file named by an image or video part."""
     keys = [key for key in (media, f"{media}_url", *NAMES) if holds(part.get(key))]
     names = {_name(part[key], key, where) for key in keys}
     if len(names) > 1:
@@ -78,7 +77,7 @@ def _file(part: Mapping[str, Any], media: str, where: str) -> PartFile:
 
 
 def _name(value: Any, key: str, where: str) -> str:
-    """Return the name of a file that stands at a key of a part, or the data URI that holds it."""
+    """Return the name of a file at a key of a part, or the data URI that contains it."""
     if key == "base64" and isinstance(value, str):
         return value if value.startswith(DATA) else f"{DATA};base64,{value}"
     if isinstance(value, dict):

@@ -11,7 +11,7 @@ from disttrain_cli.spec.yaml_text import load_yaml
 
 README, HEAD_BYTES = "README.md", 1024 * 1024
 HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)\n---[ \t]*\r?(\n|$)", re.DOTALL)
-DEFAULT = "default"  # name of the config that is loaded where none is named
+DEFAULT = "default"  # name of the config that is loaded if none is named
 GLOB = re.compile(r"(\*\*/)|(\*\*)|(\*)|(\?)|(\[[^]/]+\])")
 GLOBS = ("(?:.*/)?", ".*", "[^/]*", "[^/]")
 
@@ -20,8 +20,10 @@ Splits = dict[str, list[str]]
 
 
 def declared_splits(path: str, files: Sequence[str]) -> dict[str, Splits]:
-    """Return the splits of each config that the README.md of a folder declares for its files; of
-    the default config alone where there is one."""
+    """Return the splits of each config that a folder's README.md declares for its files.
+
+    Only the default config is returned, if there is one.
+    """
     if README not in files:
         return {}
     configs = _configs(path)
@@ -66,7 +68,7 @@ def _patterns(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """Return what a glob matches, as fsspec reads it."""
+    """Return the regular expression of a glob, as fsspec interprets it."""
     made, at = "", 0
     for glob in GLOB.finditer(pattern):
         made += re.escape(pattern[at : glob.start()])

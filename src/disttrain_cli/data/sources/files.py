@@ -1,5 +1,4 @@
-"""Files on this machine and behind a URL that fsspec opens, read alike: once from end to end, then
-by ranges."""
+"""Local and remote files (URLs of fsspec) with one interface: sequential and range reads."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from typing import Any, BinaryIO, Protocol
 from disttrain_cli.data.sources.samples import is_held, printable, shown_name
 from disttrain_cli.errors import DataError
 
-READ_AHEAD_BYTES = 8 * 1024 * 1024  # of a URL that is read from end to end
-PIECES, PIECE_BYTES = 64, 4096  # of a file by which it is known again
+READ_AHEAD_BYTES = 8 * 1024 * 1024  # of a URL that is read sequentially
+PIECES, PIECE_BYTES = 64, 4096  # pieces of a file that identify its content
 ATTEMPTS = 3  # to read a range of a URL
 PAUSE_S = 0.5  # before the second attempt; twice as long before the third
 
-READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait
+READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe would block
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*(::|://)")
-#: By which of them a file system tells a version of a file, the best first.
+#: Keys by which file systems report a file's version, the best first.
 VERSIONS = (
     "ETag",
     "etag",
@@ -40,16 +39,19 @@ VERSIONS = (
 
 
 class File(Protocol):
-    """An open file; ranges may be read by several threads."""
+    """An open file; several threads may read ranges."""
 
     size: int
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes at `offset`, fewer at the end of the file; raises OSError, or DataError for a
-        URL."""
+        """Return bytes at `offset`, fewer at the end of the file.
+
+        Raises:
+            OSError: the file cannot be read; DataError for a URL.
+        """
 
     def stream(self) -> BinaryIO:
-        """The file as an object to read from its beginning; seeking back is slow."""
+        """Open the file as a stream from its beginning; seeking back is slow."""
 
 
 class HeldFile:
@@ -66,7 +68,7 @@ class HeldFile:
 
 
 class LocalFile:
-    """A file of this machine; it is closed when nobody holds it any more."""
+    """A local file; it is closed when the last reference to it is gone."""
 
     def __init__(self, path: str, flags: int = 0) -> None:
         self._path, self._descriptor = path, -1
@@ -111,7 +113,7 @@ class RemoteFile:
                     raise _unreachable(self._url, error) from None
                 time.sleep(PAUSE_S * attempt)
             else:
-                # its beginning would pass for damage
+                # the beginning of the file would look like damage
                 if offset and len(data) > max(0, min(size, self.size - offset)):
                     raise DataError(
                         f"The server of {shown_url(self._url)} answers requests for a part with the"
@@ -128,8 +130,10 @@ class RemoteFile:
 
 
 class _Stream(io.RawIOBase):
-    """A file behind a URL, read ahead; what goes wrong on the way is a DataError, so that it passes
-    for no damage."""
+    """A file behind a URL, read ahead.
+
+    Network errors become DataError, so that they are not taken for damage.
+    """
 
     def __init__(self, url: str, system: Any, path: str) -> None:
         self._url = url
@@ -167,26 +171,25 @@ class _Stream(io.RawIOBase):
 
 
 def is_url(path: str) -> bool:
-    """Whether a path of the run file is opened by fsspec."""
+    """Return True if fsspec opens a path of the run file."""
     return URL.match(path) is not None
 
 
 def open_file(path: str) -> File:
-    """A local file or one behind a URL.
+    """Open a local file or one behind a URL.
 
     Raises:
         OSError: the local file cannot be opened.
-        DataError: the URL cannot be reached, or fsspec lacks what opens it.
+        DataError: the URL cannot be reached, or fsspec lacks a package for it.
     """
     return RemoteFile(path) if is_url(path) else LocalFile(path)
 
 
 def state_of(path: str) -> list[Any]:
-    """[size, time or version] of a file, by which a change is noticed; raises DataError where it is
-    gone."""
+    """Return [size, time or version] of a file, which reveal a change; DataError if it is gone."""
     if not is_url(path):
         try:
-            # a link that leads nowhere is a shard that cannot be read
+            # a dangling link is a shard that cannot be read
             status = os.stat(path) if os.path.exists(path) else os.lstat(path)
         except OSError as error:
             raise DataError(
@@ -207,9 +210,10 @@ def state_of(path: str) -> list[Any]:
 
 
 def content_of(path: str) -> str:
-    """A digest of the bytes of a local file, of a large one of `PIECES` pieces spread over it; ""
-    of what is no file that can be read, or a URL. By it a file is known again that was copied, and
-    has another time."""
+    """Return a digest of the bytes of a local file, of a large one from `PIECES` pieces of it.
+
+    It identifies a copied file that has another time; "" for an unreadable file or a URL.
+    """
     if is_url(path):
         return ""
     try:
@@ -224,8 +228,7 @@ def content_of(path: str) -> str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it; raises DataError where there is none of
-    that name."""
+    """Return fsspec's file system of a URL, and the path in it; DataError if there is none."""
     from fsspec.core import url_to_fs
 
     try:
@@ -239,10 +242,11 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def list_files(folder: str) -> Iterator[str]:
-    """Names of all files below a folder, relative to it, without hidden ones; nothing where there
-    is no folder. A link to a folder is not followed: its name ends with a slash. Hidden are names
+    """Yield the names of all files below a folder, relative to it; none if there is no folder.
+
+    A link to a folder is not followed: its name ends with a slash. Hidden files are left out: names
     that begin with a dot (`._x` of macOS), and folders that begin with two underscores
-    (`__MACOSX`), as for the `datasets` library.
+    (`__MACOSX`), as in the `datasets` library.
 
     Raises:
         DataError: the URL cannot be listed.
@@ -270,7 +274,7 @@ def list_files(folder: str) -> Iterator[str]:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file; raises DataError where the URL cannot be reached."""
+    """Return True if there is a file; DataError if the URL cannot be reached."""
     if not is_url(path):
         return os.path.isfile(path)
     system, inside = file_system(path)
@@ -294,22 +298,22 @@ def is_folder(path: str) -> bool:
 
 
 def without_query(path: str) -> str:
-    """Return a URL without what follows its path; names of files may have question marks."""
+    """Return a URL without its query; names of local files may have question marks."""
     return path.partition("?")[0] if is_url(path) else path
 
 
 def join(folder: str, name: str) -> str:
-    """The path or URL of a file below a folder."""
+    """Return the path or URL of a file below a folder."""
     return f"{folder.rstrip('/')}/{name}"
 
 
 def shown_url(url: str) -> str:
-    """A URL without the secrets that it may hold: no user, no signature."""
+    """Return a URL without secrets: no user, no signature."""
     return printable(re.sub(r"//[^/@]*@", "//", url.partition("?")[0]))
 
 
 def missing_file(name: str, where: str) -> ValueError:
-    """Return the error that a file named by a record is not there, `where` says in which words."""
+    """Return the error that a file named by a record is missing; `where` ends its message."""
     if is_url(name):
         return ValueError(f"{shown_url(name)} is a web address: download it, and name the file")
     if is_held(name):

@@ -1,7 +1,7 @@
-"""Files of a source: which of them are its shards, and what lies beside them unread.
+"""Files of a source: its shards, and the files that are not read.
 
-Splits are recognised as the `datasets` library recognises them (its data_files patterns): by
-keywords in names of folders or, where no folder has one, of files, between separators.
+Splits are recognised as in the `datasets` library (its data_files patterns): by keywords in names
+of folders or, if no folder has one, of files, between separators.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FORMS = {
     ".json": "llava",
     ".jsonl": "llava",
 }
-#: Forms whose files lie anywhere below a folder; those of others lie in it.
+#: Formats whose files may be anywhere below a folder; those of others are directly in it.
 BELOW = ("parquet", "arrow")
-CAPTIONS = "metadata.jsonl"  # of an imagefolder: it may lie below too
+CAPTIONS = "metadata.jsonl"  # of an imagefolder: it may be in subfolders, too
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
-#: What Hugging Face and img2dataset write beside the data.
+#: Files that Hugging Face and img2dataset write next to the data.
 BESIDE = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -59,25 +59,25 @@ SPLITS = {
     split: re.compile(rf"(?:^|{SEPARATOR})(?:{'|'.join(words)})(?:{SEPARATOR}|$)", re.IGNORECASE)
     for split, words in KEYWORDS.items()
 }
-#: Files that records name or that describe the data, which nobody expects to be read as samples.
+#: Files that records name or that describe the data; they are not reported as unread.
 EXPECTED = {f".{suffix}" for media in MEDIA.values() for suffix in media.suffixes}
 EXPECTED |= {*PICTURES, ".gif", ".bmp", ".tif", ".tiff", ".md"}
 EXPECTED_NAMES = ("license", "readme", "notice", "_success", "_metadata", "_common_metadata")
-#: A shard of a set that a folder may hold beside others.
+#: A shard of a set; a folder may hold several sets.
 NAMED_SET = re.compile(r"(?P<folder>.*/)?(?P<set>[^/]+)-\d{5}-of-\d{5}")
 DESCRIBES = "another form, which describes the data"
-HEAD_BYTES = 64  # of a JSON that tell whether it may be a list of records
+HEAD_BYTES = 64  # of a JSON, which show if it may be a list of records
 MOST_NAMED = 3  # files that a message lists
 
 
 class Listing(NamedTuple):
-    """Shards, and what lies beside them and is not read, a line for each reason."""
+    """Shards, and the files that are not read, a line for each reason."""
 
     shards: list[Shard]
     unread: list[str]
 
 
-#: Makes the error of a folder that can be read in several ways: why, and the next step.
+#: Creates the error of a folder that can be read in several ways: why, and the next step.
 Ambiguous = Callable[[str, str], DataError]
 #: Files that are not read, and why.
 Unread = list[tuple[list[str], str]]
@@ -86,13 +86,13 @@ Unread = list[tuple[list[str], str]]
 def list_source(
     path: str, field: str, images: str | None = None, validation: bool = False
 ) -> Listing:
-    """Shards of a source: the one file given, or a folder's by name.
+    """List the shards of a source: the one file, or those of a folder, by name.
 
-    Of a folder with a train split that split is read alone. A folder with tars is read as tars; one
+    In a folder with a train split, only that split is read. A folder with tars is read as tars; one
     with Parquet files anywhere below as Parquet; with Arrow files anywhere below as a Hugging Face
     dataset; else as conversations or texts (*.json, *.jsonl), or the captions of a Hugging Face
-    imagefolder (metadata.jsonl anywhere below). Where none of these is there, tars and JSONs in
-    folders of splits (train/00000.tar) are.
+    imagefolder (metadata.jsonl anywhere below). If there is none of these, tars and JSONs in
+    folders of splits (train/00000.tar) are read.
 
     Args:
         field: the run file's field that names the source.
@@ -100,8 +100,8 @@ def list_source(
         validation: list the shards of the validation split, too, as `Shard.held_out`.
 
     Raises:
-        DataError: there is nothing at `path`, nothing readable in it, two forms of data, or splits
-            without one to train on; or the URL cannot be reached.
+        DataError: there is nothing at `path`, nothing readable in it, two formats of data, or
+            splits without one to train on; or the URL cannot be reached.
     """
     hint = (
         "Correct data.sources in the run file, or write an example with: disttrain init DIR"
@@ -209,8 +209,13 @@ def _chosen(
     validation: bool,
     ambiguous: Ambiguous,
 ) -> tuple[dict[str, bool], list[str]]:
-    """(shards among the files of a folder, with True if they are held out; what is to be said of
-    the others), by the forms of those that may be shards, and may be once they are unpacked."""
+    """Return (shards, with True if they are held out; notes about the other files).
+
+    Args:
+        files: all files of the folder.
+        forms: formats of those that may be shards.
+        packed: formats of those that may be shards once they are unpacked.
+    """
     train, held, unread, notes = _by_split([*forms, *packed], split_of, validation, ambiguous)
     chosen = dict[str, bool]()
     for names, held_out in ((train, False), (held, True)):
@@ -248,9 +253,11 @@ def _by_split(
     validation: bool,
     ambiguous: Ambiguous,
 ) -> tuple[list[str], list[str], Unread, list[str]]:
-    """(files to train on, those of the validation split where it is asked for, unread ones, what is
-    to be said of the others) by their split; a file without one belongs to none where there is a
-    train split, else it is trained on."""
+    """Return (files to train on, files held out, unread files, notes about the others), by split.
+
+    Files of the validation split are held out if `validation` is set. A file without a split is
+    unread if there is a train split, else it is trained on.
+    """
     by_split: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
     for name in names:
         by_split.setdefault(split_of[name], []).append(name)
@@ -276,8 +283,11 @@ def _by_split(
 
 
 def _declared(path: str, files: Sequence[str], ambiguous: Ambiguous) -> dict[str, str]:
-    """Return the split of each file for which README.md declares one; DataError where it does not
-    tell which are to be trained on, or none of these is there."""
+    """Return the split of each file for which README.md declares one.
+
+    Raises:
+        DataError: the declared splits leave open which files to train on, or none of these exists.
+    """
     configs = declared_splits(path, files)
     if not configs:
         return {}
@@ -301,8 +311,10 @@ def _declared(path: str, files: Sequence[str], ambiguous: Ambiguous) -> dict[str
 
 
 def _check_sets(names: Sequence[str], ambiguous: Ambiguous) -> None:
-    """Raise DataError where a folder has several sets of numbered shards, which `datasets` takes
-    for splits: train_sft-00000-of-00002 and train_gen-00000-of-00001."""
+    """Raise DataError if a folder has several sets of numbered shards.
+
+    `datasets` takes such sets for splits: train_sft-00000-of-00002 and train_gen-00000-of-00001.
+    """
     first = dict[str, re.Match[str]]()
     for one in filter(None, map(NAMED_SET.match, names)):
         other = first.setdefault(one["folder"] or "", one)
@@ -316,7 +328,7 @@ def _check_sets(names: Sequence[str], ambiguous: Ambiguous) -> None:
 
 
 def _splits(names: Sequence[str]) -> dict[str, str | None]:
-    """Split of each file: what folders say of any file, or else what its name says."""
+    """Return the split of each file: by folders if any folder names one, else by file names."""
     of_folders = {
         name: next(filter(None, map(_split, PurePosixPath(name).parent.parts[::-1])), None)
         for name in names
@@ -327,15 +339,18 @@ def _splits(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def _split(part: str) -> str | None:
-    """Split that a part of a path names; of several the first."""
+    """Return the split that a part of a path names; of several the first."""
     return next((split for split, keyword in SPLITS.items() if keyword.search(part)), None)
 
 
 def _of_one_form(
     path: str, files: Sequence[str], forms: Mapping[str, str], ambiguous: Ambiguous
 ) -> tuple[list[str], list[str]]:
-    """(files of the first form that there is, files of others that describe the data); DataError
-    where these may be data, too."""
+    """Return (files of the first format that occurs, files of others that describe the data).
+
+    Raises:
+        DataError: files of other formats may be data, too.
+    """
     form = next((form for form in FORMS.values() if form in forms.values()), None)
     own = [name for name in forms if forms[name] == form]
     others = [name for name in forms if forms[name] != form]
@@ -352,9 +367,11 @@ def _of_one_form(
 def _describes(
     path: str, files: Sequence[str], name: str, form: str, shards: Sequence[str]
 ) -> bool:
-    """True if a file of another form than the shards is no data: img2dataset's table of each tar,
-    tables below a folder of tars, a JSON that is a mapping, captions of pictures that are not
-    there."""
+    """Return True if a file of another format than the shards is no data.
+
+    Such are img2dataset's table of each tar, tables below a folder of tars, a JSON that is a
+    mapping, and captions of pictures that do not exist.
+    """
     file = PurePosixPath(name)
     if form != "llava":
         of_tars = _form(shards[0]) == "tar"
@@ -365,7 +382,7 @@ def _describes(
 
 
 def _is_mapping(path: str, name: str) -> bool:
-    """True if a file is a JSON that is a mapping, or a list of texts or numbers: no records."""
+    """Return True if a file is a JSON without records: a mapping, or a list of texts or numbers."""
     if _suffix(name) != ".json":
         return False
     try:
@@ -377,7 +394,7 @@ def _is_mapping(path: str, name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Why a file is not read of which nothing else was said."""
+    """Return the reason why a file is not read that has no other reason."""
     if _is_packed(name):
         return "packed"
     if _form(name) and "/" not in name:
@@ -393,25 +410,25 @@ def _is_expected(name: str) -> bool:
 
 
 def _is_beside(file: str, form: str) -> bool:
-    """True if Hugging Face or img2dataset write a file of that name beside the data."""
+    """Return True if Hugging Face or img2dataset write a file of that name next to the data."""
     if form == "arrow":
-        return file.startswith("cache-")  # what `datasets` computed from the data
+        return file.startswith("cache-")  # cached results of `datasets`
     return file in BESIDE or file.endswith("_stats.json")
 
 
 def _forms(files: Sequence[str], is_shard: Callable[[str, str], bool]) -> dict[str, str]:
-    """Forms of the files that may be shards."""
+    """Return the formats of the files that may be shards."""
     return {name: form for name in files if (form := _form(name)) and is_shard(name, form)}
 
 
 def _in_split(name: str, form: str) -> bool:
-    """True if a file lies below in the folder of a split: train/00000.tar."""
+    """Return True if a file is below a split's folder: train/00000.tar."""
     file = PurePosixPath(name)
     return any(map(_split, file.parent.parts)) and not _is_beside(file.name, form)
 
 
 def _counts(name: str, form: str) -> bool:
-    """True if a file of a folder may be a shard."""
+    """Return True if a file of a folder may be a shard."""
     file = PurePosixPath(name).name
     return (form in BELOW or file == CAPTIONS or "/" not in name) and not _is_beside(file, form)
 
@@ -421,7 +438,7 @@ def _form(name: str) -> str | None:
 
 
 def _suffix(name: str) -> str:
-    """Lower-case suffix of a file: folders may hold millions."""
+    """Return the lower-case suffix of a file, fast, as folders may hold millions."""
     file = name.rpartition("/")[2]
     dot = file.rfind(".")
     return file[dot:].lower() if dot > 0 else ""
@@ -432,18 +449,18 @@ def _is_packed(name: str) -> bool:
 
 
 def _unpacked(name: str) -> str:
-    """Name of a packed file once it is unpacked."""
+    """Return the name of a packed file after unpacking."""
     file = PurePosixPath(name)
     return str(file.with_suffix(".tar" if file.suffix.lower() == ".tgz" else ""))
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of them, and how many more."""
+    """Return the first names, and the number of others."""
     more = len(names) - MOST_NAMED
     first = ", ".join(map(printable, names[:MOST_NAMED]))
     return f"{first} and {more:,} more" if more > 0 else first
 
 
 def shown(path: str) -> str:
-    """Name of a path or URL in messages."""
+    """Return a path or URL as shown in messages."""
     return shown_url(path) if is_url(path) else printable(path)

@@ -1,12 +1,11 @@
-"""Records of a JSON, a list of them or one a line, with images beside it: conversations, captions
-and documents.
+"""Records of a JSON file with images next to it: conversations, captions and documents.
 
-What a record says is in `chats`. Whether the file is a list or lines its content says, whatever its
-name.
+The file is a list of records or has one on each line, which its content decides, whatever its name.
+The contents of a record are in `chats`.
 
 The location of a text is its record in the JSON (byte offset, length); that of an image is its
-number among the images of the record, and the length of its file. A name that leads out of the
-folder of images is a bad sample; one that is a data URI holds the image itself.
+index among the images of the record, and the length of its file. A name that leads out of the
+folder of images is a bad sample; a data URI contains the image itself.
 """
 
 from __future__ import annotations
@@ -61,20 +60,22 @@ from disttrain_cli.data.sources.turn_forms import SPOKEN, TURNS, with_turns
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, TEXT
 
-HEAD_BYTES = 64  # of a file, which mostly tell whether it is a list
-CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
+HEAD_BYTES = 64  # of a file, which usually show if it is a list
+CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON, read at once
 
 SPEAKERS = {who for who, _ in SPOKEN}
 DECODER = json.JSONDecoder()
-#: A whole path or URL, or one that leads up.
+#: A complete path or URL, or one that leads up.
 LEADS_OUT = re.compile(rf"^[/\\]|{URL.pattern}|\0|(^|[/\\])\.\.($|[/\\])")
 SPACES = " \t\r\n"
 SPACE = re.compile(f"[{SPACES}]*")
 
 
 class Record(NamedTuple):
-    """A record and the bytes of the JSON that hold it, or why it is none; `cut`: the file ends
-    inside it; `line`: its number in the file, from 1, where a record is a line."""
+    """A record and its bytes in the JSON, or the reason why it is not valid.
+
+    `cut`: the file ends inside it; `line`: its number in the file, from 1, if a record is a line.
+    """
 
     location: Location
     value: Any
@@ -128,8 +129,11 @@ class LlavaShard:
 def read_llava(
     shard: Shard, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """Samples of one JSON, in its order. Of images only headers are read; a list is read in
-    pieces. Records of a list in it (QwenLM's packed data) are samples of their own."""
+    """Read the samples of one JSON, in its order.
+
+    Only headers of images are read; a list is read in pieces. Records of a nested list (QwenLM's
+    packed data) are separate samples.
+    """
     try:
         file = open_file(shard.path)
     except OSError as error:
@@ -137,7 +141,7 @@ def read_llava(
         return
     named_so, at = without_query(shard.path).endswith(".json"), 0
     good = good_bytes = mappings = 0
-    early = list[Skipped]()  # what is left out before the first sample
+    early = list[Skipped]()  # skipped before the first sample
     is_list = True
     try:
         is_list = _is_list(file, named_so)
@@ -184,15 +188,19 @@ def read_llava(
 
 
 def _by_size(one: Skipped, mean: float) -> Skipped:
-    """A line that is no JSON: a large one counts for as many as have its size."""
+    """Return the entry of a line that is no JSON; a large one counts as several, by its size."""
     large = one.unread_bytes > 2 * mean
     return one._replace(samples=None) if large else one._replace(unread_bytes=0)
 
 
 def open_image(folder: str, name: str) -> File:
-    """Open an image below `folder`, named from there or as a whole path, or one that its name holds
-    itself (`data:`, or base64 alone); ValueError where there is none, or the name leads
-    elsewhere."""
+    """Open an image below `folder`, by a relative or absolute name, or one contained in its name.
+
+    A name contains an image as `data:` URI, or as base64 alone.
+
+    Raises:
+        ValueError: there is no such image, or the name leads out of the folder.
+    """
     if is_held(name):
         return HeldFile(_held(name))
     remote = is_url(folder)
@@ -220,7 +228,7 @@ def open_image(folder: str, name: str) -> File:
 
 
 def _held(name: str) -> bytes:
-    """The bytes of an image that its name holds, as a data URI or as base64 alone."""
+    """Return the bytes of an image that its name contains, as a data URI or as base64 alone."""
     head, _, content = name.rpartition(",")
     if head and not head.lower().endswith(";base64"):
         raise ValueError("an image in a data URI must be in base64")
@@ -233,13 +241,13 @@ def _held(name: str) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _below(path: str, folder: str) -> bool:
-    """Whether a path stays in a folder when links are followed."""
+    """Return True if a path stays in a folder when links are followed."""
     real = os.path.realpath(folder)
     return os.path.commonpath([os.path.realpath(path), real]) == real
 
 
 def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sample | Compact:
-    """A record and its images; ValueError with the reason."""
+    """Return the sample of a record and its images; ValueError with the reason."""
     usual = None if chat else compact(record.value)
     if usual is None:
         record = record._replace(value=with_turns(record.value))
@@ -253,7 +261,7 @@ def _sample(key: str, record: Record, folder: str, chat: ChatForm | None) -> Sam
 
 
 def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segment]:
-    known: dict[str, tuple[int, Numbers]] = {}  # bytes and numbers of images
+    known: dict[str, tuple[int, Numbers]] = {}  # bytes and sizes of images
 
     def measured(name: str) -> tuple[int, Numbers]:
         if name not in known:
@@ -274,7 +282,7 @@ def _segments(record: Record, folder: str, chat: ChatForm | None) -> list[Segmen
 
 
 def _measured(name: str, folder: str) -> tuple[int, Numbers]:
-    """(bytes, numbers) of an image or video; ValueError with the reason."""
+    """Return (bytes, sizes) of an image or video; ValueError with the reason."""
     file = open_image(folder, name)
     try:
         return file.size, MEDIA[media_of(name)].read_sizes(file.read, file.size)
@@ -283,8 +291,9 @@ def _measured(name: str, folder: str) -> tuple[int, Numbers]:
 
 
 def _is_list(file: File, named_so: bool) -> bool:
-    """Whether a file holds a list of records, and not one a line: its first line tells, and its
-    name what that leaves.
+    """Return True if a file is a list of records, not one record per line.
+
+    The first line decides, and the file's name if that leaves it open.
     """
     if named_so and file.read(0, HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
         return True  # whatever the line says: it may be all of the file
@@ -323,8 +332,14 @@ def _lines(file: File) -> Iterator[Record]:
 
 
 def _list(stream: BinaryIO, start: int = 0) -> Iterator[Record]:
-    """Records of a JSON list, and of the lists in it, read in pieces; DamagedList where it is none,
-    or damaged. The stream begins at byte `start` of the file."""
+    """Yield the records of a JSON list, and of the lists in it, read in pieces.
+
+    Args:
+        start: byte of the file at which the stream begins.
+
+    Raises:
+        DamagedList: it is no list, or damaged.
+    """
     with stream:
         window = _Window(stream, start)
         if window.text.startswith("\xef\xbb\xbf"):  # a byte order mark
@@ -341,8 +356,7 @@ def _list(stream: BinaryIO, start: int = 0) -> Iterator[Record]:
 
 
 def _of_list(record: Record) -> Record:
-    """Return an element of a list in the list or line of records, which may be no record but a
-    turn."""
+    """Return an element of a nested list or of a line's list; a turn is marked as no record."""
     value = record.value if isinstance(record.value, dict) else {}
     if not value.keys().isdisjoint(SPEAKERS) and value.keys().isdisjoint(TURNS):
         return record._replace(wrong="turns without a record: write them in `messages`")
@@ -352,7 +366,7 @@ def _of_list(record: Record) -> Record:
 class _Window:
     """The part of a JSON that is read and not used yet.
 
-    Bytes are taken for Latin-1, so that places in the text are places in the file.
+    Bytes are decoded as Latin-1, so that indices in the text are offsets in the file.
     """
 
     def __init__(self, stream: BinaryIO, start: int) -> None:
@@ -362,7 +376,7 @@ class _Window:
         self._fill()
 
     def next(self) -> str:
-        """The next character that is no space, "" at the end of the file."""
+        """Return the next non-space character, "" at the end of the file."""
         while True:
             if self.text[self.at : self.at + 1] in SPACES:
                 self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
@@ -371,8 +385,11 @@ class _Window:
             self._fill()
 
     def elements(self, inside: bool = False) -> Iterator[Record]:
-        """Elements of a list up to its end, those of a list in it one by one; DamagedList where
-        there is no end."""
+        """Yield the elements of a list up to its end, those of a nested list one by one.
+
+        Raises:
+            DamagedList: there is no end.
+        """
         while True:
             if self.next() != "[" or inside:
                 record = self._element()
@@ -393,18 +410,18 @@ class _Window:
                 return
 
     def damage(self, reason: str) -> DamagedList:
-        """That the JSON is damaged at the next character."""
+        """Return the error that the JSON is damaged at the next character."""
         at = self.start + self.at
         return DamagedList(f"{reason} at byte {at}", at)
 
     def _element(self) -> Record:
-        """The next element of the list, whatever it is; DamagedList where there is none."""
+        """Return the next element of the list; DamagedList if there is none."""
         if self.next() in ("", "]"):
             raise self.damage("no record")
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
-                if end < len(self.text) or self._done:  # else a number may go on
+                if end < len(self.text) or self._done:  # else a number may continue
                     break
             except ValueError as error:
                 if self._done or len(self.text) - self.at > MAX_TEXT_BYTES:

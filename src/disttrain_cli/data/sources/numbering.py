@@ -1,4 +1,4 @@
-"""Shards that are numbered, and which of them are not there."""
+"""Numbered shards, and those missing from their series."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 MOST_NAMED = 3  # missing shards of a series that a message names
 NUMBER = re.compile(r"\d+")
-#: A shard's number and how many there are: train-00002-of-00008.parquet.
+#: A shard's number and their total: train-00002-of-00008.parquet.
 OF_ALL = re.compile(r"(?P<number>\d+)-of-(?P<all>\d+)(?!.*\d-of-\d)")
 
 
 class Gap(NamedTuple):
-    """Shards of a series that are not there.
+    """Missing shards of a series.
 
     Attributes:
-        beside: name of a shard of the series.
-        names: of the first ones that are missing; `missing`: how many are.
-        certain: True if the names leave no doubt that there were more: they say how many there
-            are (`-of-00008`), or count from 0 on with few gaps.
+        beside: name of an existing shard of the series.
+        names: of the first missing shards; `missing`: their number.
+        certain: True if the names leave no doubt that the shards existed: they state the total
+            (`-of-00008`), or count from 0 on with few gaps.
     """
 
     beside: str
@@ -31,7 +31,7 @@ class Gap(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The missing shards as messages name them."""
+        """The missing shards as shown in messages."""
         more = (
             f" and {self.missing - len(self.names):,} more"
             if self.missing > len(self.names)
@@ -41,17 +41,16 @@ class Gap(NamedTuple):
 
 
 def series_of(name: str) -> str:
-    """Common part of the names of a series of shards: all but numbers and, behind
-    `-of-00008`, hashes."""
+    """Return the common part of a series' names: all but numbers and, after `-of-00008`, hashes."""
     numbered = OF_ALL.search(name)
     return NUMBER.sub("#", name[: numbered.end()] if numbered else name)
 
 
 def gaps(names: Sequence[str]) -> list[Gap]:
-    """Shards that are missing from the series among these names, each once.
+    """Return the shards missing from each series among these names.
 
-    A series whose numbers begin later than 0 or 1, that takes every other number, or of which more
-    is missing than there is, is taken for a choice of its owner.
+    A series whose numbers begin later than 0 or 1, that has every other number, or of which more is
+    missing than exists, is assumed to be a deliberate choice.
     """
     found = {gap.names[0]: gap for gap in (*_of_all(names), *_in_between(names))}
     return list(found.values())

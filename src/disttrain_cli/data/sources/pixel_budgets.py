@@ -1,5 +1,8 @@
-"""Sizes that a content part states of its image, by the keys of qwen-vl-utils, beside the image or
-inside its `image_url`. A key that is null is not there: tables give every part the keys of all."""
+"""Pixel budgets of images in content parts, by the keys of qwen-vl-utils.
+
+The keys are in the part or inside its `image_url`. A null key counts as absent: tables give every
+part the keys of all.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.spec.image_processor import PixelBudget
 
 KEYS = frozenset(PixelBudget._fields)
-MOST = 2**53  # numbers up to it are whole in double precision
+MOST = 2**53  # integers up to it are exact in double precision
 
 
 def budget_of(part: Mapping[str, Any], where: str) -> PixelBudget | None:
-    """Return what a part states, if it states anything.
+    """Return the pixel budget of a part, if it has one.
 
     Raises:
         ValueError: a value is no number of pixels.
@@ -31,7 +34,7 @@ def budget_of(part: Mapping[str, Any], where: str) -> PixelBudget | None:
 
 def _pixels(value: Any, key: str, where: str) -> int:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # columns of a table with nulls in them are often floats
+    # columns of a table with nulls are often floats
     if not number or not 1 <= value <= MOST or value % 1:
         shown = printable(repr(value), 40)
         raise ValueError(f"{where} has an image with `{key}` {shown}: a whole number from 1 on")

@@ -1,5 +1,7 @@
-"""Keys that change what a record means: those that are read as flags, and those whose record is
-left out by name, as reading it without them would give it another meaning."""
+"""Keys that change a record's meaning: flags, and keys for which a record is refused by name.
+
+Reading such a record without these keys would change its meaning.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,27 @@ from typing import Any
 from disttrain_cli.data.sources.samples import MOST_KEY, printable
 from disttrain_cli.data.sources.turn_forms import TEXTS, parsed
 
-#: Of a record or a turn.
+#: Keys of tool calls in a record or a turn.
 TOOLS = ("tools", "tool_calls", "functions", "function_call", "function_calls")
-#: Keys of a turn by which 0 or false leave it untrained: of OpenAI (`weight`), ms-swift and ChatGLM
+#: Keys of a turn that leave it untrained if 0 or false: of OpenAI (`weight`), ms-swift and ChatGLM
 #: (`loss`), axolotl (`train`, `training`), LLaMA-Factory (`loss_weight`), verl (`loss_mask`).
 FLAGS = ("weight", "loss", "train", "training", "loss_weight", "loss_mask", "loss_scale")
 MASKED = "masked"  # torchtune's: true leaves a turn untrained
 #: Spans of a turn that are trained (axolotl).
 DETAILS = ("train_detail", "training_detail")
-#: True of a record: only its last answer is trained (LLaMA-Factory).
+#: If true in a record, only its last answer is trained (LLaMA-Factory).
 MASK_HISTORY = "mask_history"
-#: True of a record: the user's turns are trained too (LLaMA-Factory, axolotl, torchtune).
+#: If true in a record, the user's turns are trained, too (LLaMA-Factory, axolotl, torchtune).
 ON_PROMPTS = ("train_on_prompt", "train_on_prompts", "train_on_input", "train_on_inputs")
-#: Beginnings of keys of preferences: `rejected_response`, `chosen_messages`, …
+#: Prefixes of keys of preference data: `rejected_response`, `chosen_messages`, …
 PREFERENCES = ("chosen", "rejected", "preferred_", "non_preferred_")
-#: True or false: whether an answer is a good one (KTO).
+#: True or false: the answer is a good one (KTO).
 DESIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen", "rejected")
 CLIPS = ("audio", "audios", "sound", "sounds")
 MEDIA_OF_TURNS = ("image", "images", "video", "videos", *CLIPS)
-#: Marks in texts for which ms-swift writes what `objects` holds.
+#: Marks in texts that ms-swift replaces with the contents of `objects`.
 OBJECTS, OBJECT_MARKS = "objects", ("<ref-object>", "<bbox>")
-#: Keys of a turn, or of one of both sides.
+#: Keys of a turn, or of one with both sides.
 TURN_KEYS = (
     *({"role", "content"}, {"from", "value"}),
     *({"user", "assistant"}, {"human", "assistant"}, {"human", "gpt"}),
@@ -43,29 +45,29 @@ FILE_VALUE = re.compile(
     re.IGNORECASE,
 )
 OF_TEMPLATE = ("chat_template", "chat_template_kwargs")
-#: Keys by which other programs know a question and its answer.
+#: Other programs' keys of a question and its answer.
 QUESTIONS = ("prompt", "instruction", "query", "question", "problem")
 ANSWERS = ("completion", "output", "response", "answer", "solution")
 
-#: Values, of JSON in strings too, in which nothing stands.
+#: Values without content, of JSON in strings, too.
 EMPTY: tuple[Any, ...] = ("", b"", [], "[]", "{}", "null")
 
-#: All keys by which a record with turns needs a closer look, but those of `PREFERENCES`.
+#: All keys for which a record with turns needs a closer look, except those of `PREFERENCES`.
 OF_RECORDS = frozenset(
     (*TOOLS, *FLAGS, MASK_HISTORY, *ON_PROMPTS, *DESIRED, *CLIPS, OBJECTS, *OF_TEMPLATE)
 )
-#: Keys of a turn that are read, or whose turn is refused.
+#: Keys of a turn that are read, or for which it is refused.
 OF_TURNS = frozenset((*TOOLS, *FLAGS, MASKED, *DETAILS, *MEDIA_OF_TURNS))
 
 
 def is_plain(keys: Iterable[str]) -> bool:
-    """Return True if no key of a record with turns changes what it means."""
+    """Return True if no key of a record with turns changes its meaning."""
     lower = [key.lower() for key in keys]
     return OF_RECORDS.isdisjoint(lower) and not any(key.startswith(PREFERENCES) for key in lower)
 
 
 def says(value: Any) -> bool:
-    """Return True if a value is a text, list or mapping with something in it."""
+    """Return True if a value is a text, list or mapping with any content."""
     if isinstance(value, Mapping):
         return any(map(says, value.values()))
     if isinstance(value, list):
@@ -74,15 +76,18 @@ def says(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True if a value is null or empty, or a list of such alone."""
+    """Return True if a value is null or empty, or a list of only such values."""
     return (
         all(map(_is_empty, value)) if isinstance(value, list) else value is None or value in EMPTY
     )
 
 
 def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
-    """Raise ValueError if a record with turns, which say `texts`, has another meaning with its
-    other keys."""
+    """Raise ValueError if other keys change the meaning of a record with turns.
+
+    Args:
+        texts: the texts of the turns.
+    """
     if is_plain(record):
         return
     record = {key.lower(): value for key, value in record.items()}
@@ -111,14 +116,13 @@ def check_conversation(record: Mapping[str, Any], texts: Sequence[str]) -> None:
 
 
 def check_document(record: Mapping[str, Any]) -> None:
-    """Raise ValueError if the text and the images of a record without turns are not all that it
-    means."""
+    """Raise ValueError if a record without turns means more than its text and its images."""
     _check_clips({key.lower(): value for key, value in record.items()})
     check_text(record)
 
 
 def check_text(record: Mapping[str, Any]) -> None:
-    """Raise ValueError if a record says more than its text does."""
+    """Raise ValueError if a record means more than its text."""
     record = {key.lower(): value for key, value in record.items()}
     inside = parsed(next((record[key] for key in TEXTS if record.get(key) is not None), None))
     for one in inside if isinstance(inside, list) else [inside]:
@@ -135,7 +139,7 @@ def check_text(record: Mapping[str, Any]) -> None:
 
 
 def check_files(record: Mapping[str, Any]) -> None:
-    """Raise ValueError if a record of which no image or video is read names some by another key."""
+    """Raise ValueError if another key names images or videos in a record of which none is read."""
     for key in file_keys(record):
         if _names_files(record[key]):
             media = "video" if "video" in key.lower() else "image"
@@ -143,7 +147,7 @@ def check_files(record: Mapping[str, Any]) -> None:
 
 
 def file_keys(keys: Collection[str]) -> list[str]:
-    """Return the keys that may name images or videos: a `url` does beside a caption or sizes."""
+    """Return the keys that may name images or videos; a `url` does next to a caption or sizes."""
     captioned = "caption" in keys or ("width" in keys and "height" in keys)
     return [key for key in keys if FILE_KEY.search(key) or (captioned and "url" in key.lower())]
 
@@ -158,8 +162,7 @@ def _names_files(value: Any) -> bool:
 
 
 def prompted(keys: Iterable[str]) -> str:
-    """Return how messages name a question and its answer among these keys; "" if there are
-    none."""
+    """Return the names of a question's and its answer's keys for messages; "" if there are none."""
     known = set(keys)
     question, answer = (
         next((key for key in of if key in known), "") for of in (QUESTIONS, ANSWERS)
@@ -168,7 +171,7 @@ def prompted(keys: Iterable[str]) -> str:
 
 
 def check_turn(turn: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a turn has another meaning with its other keys."""
+    """Raise ValueError if other keys change the meaning of a turn."""
     _check_tools(turn)
     _check_preferences(turn)
     for key in MEDIA_OF_TURNS:
@@ -210,7 +213,7 @@ def _check_clips(record: Mapping[str, Any]) -> None:
 
 
 def _check_preferences(record: Mapping[str, Any]) -> None:
-    """Raise ValueError if a record says which of two answers is the better one."""
+    """Raise ValueError if a record rates two answers as better and worse."""
     for key, value in record.items():
         if key.startswith(PREFERENCES) and says(value):
             raise ValueError(f"`{key}`: preference data are not read")

@@ -1,9 +1,8 @@
-"""What rows of a Parquet or Arrow file say, of the columns that hold images, sounds and texts
-(`columns`).
+"""Rows of a Parquet or Arrow file, read from its columns of images, sounds and texts (`columns`).
 
 The location of a segment is its row in the file and its position in the row; that of a text of a
-conversation the row and how many images stand before the turns (`Row.before`), that of a document
-or caption the row and 1 where it has images or videos.
+conversation the row and the number of images before the turns (`Row.before`), that of a document or
+caption the row and 1 if it has images or videos.
 """
 
 from __future__ import annotations
@@ -59,16 +58,16 @@ if TYPE_CHECKING:
 
 
 EMPTY = "the text is empty"
-JSON = (b"[", b"{")  # begin a text that may be turns
-HEAD_BYTES = 64  # of a text, which mostly tell
+JSON = (b"[", b"{")  # first characters of a text that may be turns
+HEAD_BYTES = 64  # of a text, which usually suffice to decide
 
 
 class Row(NamedTuple):
-    """A row as a JSON has it.
+    """A row as a JSON record.
 
     Attributes:
         files: images and videos by type and name.
-        before: images that stand before the turns, without marks.
+        before: number of images before the turns, without marks.
     """
 
     record: dict[str, Any]
@@ -79,7 +78,7 @@ class Row(NamedTuple):
 def read_rows(
     batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """Samples of consecutive rows, of which the first is row `first` of the file."""
+    """Yield the samples of consecutive rows, the first of which is row `first` of the file."""
     of_pairs = columns.texts and columns.files and not columns.interleaved
     if of_pairs and "video" not in columns.files:
         yield from _together(batch, columns, first, label, chat)
@@ -97,8 +96,11 @@ def read_rows(
 
 
 def file_at(column: pa.Array, location: Location) -> bytes:
-    """The image or sound file at a location of a column whose only row is the location's;
-    ValueError where there is none."""
+    """Return the image or sound file at a location of a column that has only the location's row.
+
+    Raises:
+        ValueError: there is no file.
+    """
     values, _ = _flat(column)
     data = _views(values)[location.size]
     if data is None:
@@ -107,7 +109,7 @@ def file_at(column: pa.Array, location: Location) -> bytes:
 
 
 def file_name(columns: Columns, media: str, location: Location) -> str:
-    """Name of the file at a location of a table, for messages."""
+    """Return the name of the file at a location of a table, for messages."""
     return f"{columns.files.get(media, media)}[{location.size}]"
 
 
@@ -118,8 +120,12 @@ def texts_at(
     files: Sequence[Numbers] = (),
     before: int = 0,
 ) -> list[str | tuple[int, ...]]:
-    """All texts of the only row of the columns `of_texts`, whose images have these numbers; so many
-    of them stand `before` the turns, or there are some beside a text without turns."""
+    """Return all texts of the only row of the columns `of_texts`.
+
+    Args:
+        files: sizes of the row's images.
+        before: number of images before the turns; in a text without turns not 0 if it has files.
+    """
     if not columns.texts:
         record = _record(columns, [_values(cell)[0] for cell in cells], before)
         if has_turns(record):
@@ -138,7 +144,7 @@ def texts_at(
 
 
 def _records(batch: pa.RecordBatch, columns: Columns) -> Iterator[Row | str]:
-    """Each row of a table of conversations, or why it cannot be read."""
+    """Yield each row of a table of conversations, or why it cannot be read."""
     texts = zip(*(_values(batch.column(name)) for name in columns.record.values()), strict=True)
     of_media = [
         _lists(batch.column(columns.files[name])) if name in columns.files else [[]] * len(batch)
@@ -158,8 +164,10 @@ def _records(batch: pa.RecordBatch, columns: Columns) -> Iterator[Row | str]:
 
 
 def _check_null(batch: pa.RecordBatch, columns: Columns, media: str, row: int) -> None:
-    """Raise ValueError if a file without bytes is not simply absent: its path is given, or it is in
-    a list, where the files behind it would change their numbers."""
+    """Raise ValueError if a file without bytes is not simply absent.
+
+    Its path is given, or it is in a list, where the indices of later files would change.
+    """
     name = columns.files[media]
     given = _value(batch.column(name)[row])
     if isinstance(given, list):
@@ -174,9 +182,9 @@ def _bytes(file: Any) -> Any:
 
 
 def _record(columns: Columns, cells: Sequence[Any], before: int) -> dict[str, Any]:
-    """Return the record of a row, of the cells of its columns; ValueError where one cannot be read.
+    """Return the record of a row from the cells of its columns; ValueError if one cannot be read.
 
-    Images of pairs `{user, assistant}` have no marks: they stand before the first question.
+    Images of pairs `{user, assistant}` have no marks: they precede the first question.
     """
     if wrong := next((cell for cell in cells if isinstance(cell, ValueError)), None):
         raise wrong
@@ -193,7 +201,7 @@ def _record(columns: Columns, cells: Sequence[Any], before: int) -> dict[str, An
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Return the cells of a column as a JSON has them, of what cannot be read the error."""
+    """Return the cells of a column as JSON values; the error in place of an unreadable cell."""
     try:
         return list(column.to_pylist())
     except ValueError:
@@ -208,7 +216,7 @@ def _value(cell: pa.Scalar) -> Any:
 
 
 def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
-    """Files of each row of a column of them or of lists of them."""
+    """Yield the files of each row of a column of files or of lists of files."""
     values, counts = _flat(column)
     files = iter(_views(values))
     for count in counts:
@@ -216,7 +224,7 @@ def _lists(column: pa.Array) -> Iterator[list[memoryview | None]]:
 
 
 def _said(chat: ChatForm | None, key: str, row: int, given: Row) -> Sample | Compact:
-    """A conversation; ValueError with the reason."""
+    """Return the sample of a conversation; ValueError with the reason."""
     files = given.files
 
     def numbers_of(name: str) -> Numbers:
@@ -265,8 +273,11 @@ def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
 
 
 def _pair(batch: pa.RecordBatch, columns: Columns, row: int, cells: Sequence[Any]) -> Any:
-    """Return a text with the files beside it that are not null, or the turns that it holds;
-    ValueError with the reason where it cannot be read."""
+    """Return a text and the row's files that are not null, or the turns that the text holds.
+
+    Raises:
+        ValueError: it cannot be read; the message has the reason.
+    """
     text = cells[-1]
     if None in cells:
         _check_missing(batch, columns, row, cells)
@@ -282,14 +293,14 @@ def _pair(batch: pa.RecordBatch, columns: Columns, row: int, cells: Sequence[Any
 
 
 def _cells(batch: pa.RecordBatch, columns: Columns) -> Iterator[tuple[Any, ...]]:
-    """Files and text of each row."""
+    """Yield the files and the text of each row."""
     files = (_views(batch.column(name)) for name in columns.files.values())
     texts = _views(_first([batch.column(name) for name in columns.texts]))
     return zip(*files, texts, strict=True)
 
 
 def _first(columns: list[pa.Array]) -> pa.Array:
-    """Return of each row the first text that is not null."""
+    """Return, for each row, the first text that is not null."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -299,8 +310,10 @@ def _first(columns: list[pa.Array]) -> pa.Array:
 
 
 def _check_missing(batch: pa.RecordBatch, columns: Columns, row: int, cells: Sequence[Any]) -> None:
-    """Raise ValueError if a row lacks its text, or a file that it names or that its text is of: a
-    text without files is a document, a caption is none."""
+    """Raise ValueError if a row lacks its text, or a file that it names or that its text needs.
+
+    A text without files is a document; a caption is not.
+    """
     *files, text = cells
     if text is None:
         raise ValueError("the text is missing")
@@ -313,8 +326,11 @@ def _check_missing(batch: pa.RecordBatch, columns: Columns, row: int, cells: Seq
 
 
 def _conversation(text: str) -> dict[str, Any] | None:
-    """Return the record of a text that is all turns; ValueError where it is a JSON
-    that means something else."""
+    """Return the record of a text that consists of turns, None for other texts.
+
+    Raises:
+        ValueError: it is a JSON with another meaning.
+    """
     record = {TEXTS[0]: text}
     said = with_turns(record)
     if said is record:
@@ -324,7 +340,7 @@ def _conversation(text: str) -> dict[str, Any] | None:
 
 
 def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
-    """Return the row of a text that is all turns, with the files beside it."""
+    """Return the row of a text that consists of turns, with the row's files."""
     given = zip(columns.files, cells, strict=False)
     files = {name: {"0": cell} for name, cell in given if cell is not None}
     clips = {name: "a file" for name in files if name not in ("image", "video")}
@@ -334,8 +350,10 @@ def _row(columns: Columns, said: dict[str, Any], cells: Sequence[Any]) -> Row:
 def _together(
     batch: pa.RecordBatch, columns: Columns, first: int, label: str, chat: ChatForm | None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """The same as of `_pairs` and `_sample`, where no file is a video: rows with all their files
-    and a text that is no JSON without an object for each."""
+    """Yield the samples of `_pairs` and `_sample` for tables without videos.
+
+    Rows with all their files and a text that is no JSON are joined into `Compact` objects.
+    """
     media = [MEDIA[name] for name in columns.files]
     pictured = "image" in columns.files
     form = bytes((*(KINDS[one.item] for one in media), TEXT | TRAINED))
@@ -415,9 +433,9 @@ def _paths_alone(values: pa.Array) -> Iterable[bool]:
 def _sample(
     key: str, row: int, cells: Any, columns: Columns, chat: ChatForm | None
 ) -> Sample | Compact:
-    """A row; ValueError with the reason, which may stand in place of the cells.
+    """Return the sample of a row; ValueError with the reason, which may replace the cells.
 
-    A cell is the name of a type of file ("" of a text), its position, and its bytes.
+    A cell is the name of a type of file ("" for a text), its position, and its bytes.
     """
     if isinstance(cells, str):
         raise ValueError(cells)
@@ -452,8 +470,10 @@ def _part(data: memoryview, offset: int, size: int) -> bytes:
 
 
 def _flat(column: pa.Array) -> tuple[pa.Array, list[int | None]]:
-    """Values of a column of lists laid out flat, with the length of each list (null: no list); or
-    the column itself."""
+    """Return the flattened values of a column of lists, with the length of each list.
+
+    A length is null if there is no list. For other columns, return the column itself.
+    """
     import pyarrow.compute as pc
 
     column = _stored(column)
@@ -463,7 +483,7 @@ def _flat(column: pa.Array) -> tuple[pa.Array, list[int | None]]:
 
 
 def _stored(values: pa.Array) -> pa.Array:
-    """Return values of a dictionary or an extension as plain ones."""
+    """Return plain values of a dictionary or an extension type."""
     import pyarrow as pa
 
     if isinstance(values.type, pa.BaseExtensionType):
@@ -472,7 +492,10 @@ def _stored(values: pa.Array) -> pa.Array:
 
 
 def _views(values: pa.Array) -> list[memoryview | None]:
-    """Bytes of each value, not copied; None = null. A struct stands for its field `bytes`."""
+    """Return the bytes of each value, not copied; None = null.
+
+    A struct's are in its field `bytes`.
+    """
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,5 +1,4 @@
-"""What every form of dataset is read into: samples of segments with their sizes, and what is left
-out, by name."""
+"""Samples of segments with their sizes, and skipped samples: the result of reading any format."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ from disttrain_cli.spec.image_processor import PixelBudget
 from disttrain_cli.spec.index import TEMPLATED, TEXT
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
-DATA = "data:"  # begins a name that holds the image itself
-#: Beginnings of JPEG, PNG and WebP in base64, and how long such a name is at least.
+DATA = "data:"  # prefix of a name that contains the image itself
+#: Base64 prefixes of JPEG, PNG and WebP, and the least length of such a name.
 HELD, LEAST_HELD = ("/9j/", "iVBORw0KGgo", "UklGR"), 64
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 MOST_SHOWN = 200  # characters of a name in a message
 MOST_KEY = 40  # of a key
-NOTHING: tuple[Any, ...] = (None, "", [])  # values by which a key says nothing
+NOTHING: tuple[Any, ...] = (None, "", [])  # values of a key without content
 
 
 class Skipped(NamedTuple):
-    """A sample or image that is left out, or samples that a shard's own damage loses, and why.
+    """A sample or image that is skipped, or samples lost with a shard's damage, and the reason.
 
     Attributes:
-        key: name of the sample, or "" of a shard's own damage.
-        samples: how many are lost; None where the reader cannot know (`data.lost_samples`
-            estimates them).
-        unread_bytes: of the file that lie behind the damage.
+        key: name of the sample, or "" for damage of the shard.
+        samples: number of samples lost; None if the reader cannot know it (`data.lost_samples`
+            estimates it).
+        unread_bytes: bytes of the file after the damage.
         cut: True if the end of the file is missing, so that more is lost than `unread_bytes`.
     """
 
@@ -44,33 +43,33 @@ class Skipped(NamedTuple):
 
 
 def samples_lost(skipped: Iterable[Skipped]) -> int:
-    """Number of samples left out; an unknown number counts as one."""
+    """Return the number of samples skipped; an unknown number counts as one."""
     return sum(1 if one.samples is None else one.samples for one in skipped)
 
 
 def shown_skipped(one: Skipped) -> str:
-    """Name of what is left out, as messages list it."""
+    """Return the name of a skipped entry in messages."""
     return f"{one.shard}/{one.key}".rstrip("/")
 
 
 def largest_first(skipped: Iterable[Skipped]) -> list[Skipped]:
-    """Unknown numbers of samples, then the largest, for messages that list a few."""
+    """Sort entries for messages that list a few: unknown numbers of samples, then the largest."""
     return sorted(skipped, key=lambda one: -math.inf if one.samples is None else -one.samples)
 
 
 class Location(NamedTuple):
-    """Where a segment lies in its shard: two numbers, whose meaning is the form's own."""
+    """Location of a segment in its shard: two numbers, whose meaning depends on the format."""
 
     offset: int
     size: int
 
 
 class VideoName(str):
-    """The name of a video file, among those of images."""
+    """Name of a video file, among those of images."""
 
 
 class ImageName(str):
-    """The name of an image file of which a content part states the size."""
+    """Name of an image file for which a content part states a pixel budget."""
 
     budget: PixelBudget
 
@@ -85,19 +84,20 @@ class ImageName(str):
 
 
 def media_of(name: str) -> str:
-    """The type of file (`data.modalities.media.Media`) that a name is of."""
+    """Return the type of file (`data.modalities.media.Media`) of a name."""
     return "video" if isinstance(name, VideoName) else "image"
 
 
 class Segment(NamedTuple):
-    """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows
-    inside the sample.
+    """A piece of a sample: a text, or a file or part of it.
 
-    A file that is no image has the two numbers of its type (`data.modalities.media.Media`) in the
-    place of width and height; a video its `frames` and their rate (`spec.video_processor.Film`)
-    beside those of a frame; a piece of a document (`data.documents`) its first character, and how
-    many it has; a text of a chat template `TEMPLATED` in that of the height, and its tokens.
-    `part`: as in the index's column `parts`. `budget`: of an image whose record states its size.
+    `trained`: the tokens of this text are labels; `ended`: EOS follows inside the sample. Width and
+    height hold other values for some segments: the two numbers of a type of file that is no image
+    (`data.modalities.media.Media`); the first character and the length of a piece of a document
+    (`data.documents`); `TEMPLATED` as the height of a text of a chat template, whose tokens are
+    `ids`. A video has the size of a frame, its `frames` and their rate
+    (`spec.video_processor.Film`). `part`: as in the index's column `parts`. `budget`: of an image
+    whose record states a pixel budget.
     """
 
     kind: int
@@ -115,7 +115,7 @@ class Segment(NamedTuple):
 
     @property
     def numbers(self) -> Numbers:
-        """What its file's header says."""
+        """Sizes in the header of its file."""
         of_all = (self.width_px, self.height_px)
         return (*of_all, self.frames, self.rate_nhz) if self.frames else of_all
 
@@ -125,33 +125,32 @@ class Sample(NamedTuple):
 
     key: str
     segments: list[Segment]
-    unread: tuple[str, ...] = ()  # keys of its record that no reader knows, as messages name them
+    unread: tuple[str, ...] = ()  # keys of its record that no reader reads, as named in messages
 
 
-LONG = "q"  # type of the numbers of a `Compact`: 64 bits
-#: Of a byte that stands for a segment, in `Compact.form`: beside its kind.
+LONG = "q"  # type of the numbers of a `Compact`: 64-bit integers
+#: Bits of a segment's byte in `Compact.form`: two flags, and the mask of its kind.
 TRAINED, ENDED, KIND = 64, 128, 63
 
 
 class Compact(NamedTuple):
-    """Consecutive samples of one form, each of texts from one place and whole images or clips,
-    without an object for each of their segments: what most samples are, indexed in less than half
-    the time.
+    """Consecutive samples of equal form, without an object for each of their segments.
 
-    `form` has a byte for each segment of a sample: its kind, with `TRAINED` and `ENDED`. Lists
-    are of all samples, one after the other.
+    Each has texts from one location, and complete images or clips. Most samples are like that, and
+    are indexed in less than half the time. `form` has a byte for each segment of a sample: its
+    kind, with `TRAINED` and `ENDED`. Lists are concatenated over all samples.
     """
 
     keys: list[str]
     form: bytes
     texts: list[str]
     records: array[int]  # location of all texts of each sample, two numbers
-    files: array[int]  # location and two numbers of each, four
-    unread: tuple[str, ...] = ()  # as of each `Sample`
+    files: array[int]  # location and two sizes of each file, four numbers
+    unread: tuple[str, ...] = ()  # as in each `Sample`
 
     @property
     def samples(self) -> list[Sample]:
-        """The same with an object for each."""
+        """The samples, with an object for each segment."""
         texts, numbers, records = iter(self.texts), iter(self.files), iter(self.records)
         made = list[Sample]()
         for key in self.keys:
@@ -168,9 +167,11 @@ class Compact(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A segment as a sample's json says it: a text, its tokens (`ids`) where a chat template wrote
-    it, or the name of a file (`VideoName`, `ImageName`), with the number of its `part` where the
-    template's processor writes it in parts."""
+    """A segment in a sample's json: a text, or the name of a file.
+
+    A text that a chat template rendered has its tokens (`ids`). A name may be a `VideoName` or
+    `ImageName`; `part` is the index of a file's part if the processor writes parts.
+    """
 
     kind: int
     value: str
@@ -181,13 +182,15 @@ class Part(NamedTuple):
 
     @property
     def text(self) -> str | tuple[int, ...]:
-        """What it says, or the tokens of that."""
+        """The text, or its tokens."""
         return self.value if self.ids is None else self.ids
 
 
 class PartFile(NamedTuple):
-    """The image or video that a part of a turn stands for: by name, by its number among those of
-    the record, or the next one of these."""
+    """The image or video of a part of a turn.
+
+    It is given by name, by index among those of the record, or is the next one of these.
+    """
 
     media: str
     name: str = ""
@@ -196,36 +199,39 @@ class PartFile(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What one side of a conversation says."""
+    """One side's turn in a conversation."""
 
     role: str  # system, user, assistant
-    texts: list[str]  # to be read as one, with a mark for each image
+    texts: list[str]  # concatenated when read, with a mark for each image
     files: list[PartFile]  # of its parts
-    listed: bool = False  # whether it was given as a list of parts
-    others: Mapping[str, Any] = {}  # what else its record says, for a chat template
-    trained: bool = True  # an assistant's
-    #: of images whose parts state their size, by the number of their mark in the turn
+    listed: bool = False  # True if the content was a list of parts
+    others: Mapping[str, Any] = {}  # the other keys of its record, for a chat template
+    trained: bool = True  # the answer is trained; of an assistant's turn
+    #: of images whose parts state a pixel budget, by the index of their mark in the turn
     budgets: Mapping[int, PixelBudget] = {}
 
     @property
     def said(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.texts)
 
 
-#: The numbers of images (`spec.heads.Numbers`) by their names, all of a record.
+#: Sizes of images (`spec.heads.Numbers`) by their names, all of a record.
 Measure = Callable[[Sequence[str]], Sequence[Numbers]]
 
 
 class ChatForm(Protocol):
-    """How conversations are written where the tokenizer says it (`data.chat`)."""
+    """Interface of a chat template that renders conversations (`data.chat`)."""
 
     def parts(self, turns: list[Turn], names: list[str], measure: Measure) -> list[Part]:
-        """Texts and images (of these names) in order; ValueError with the reason where it cannot
-        be written. `measure` is called where their numbers are needed."""
+        """Return texts and images (with these names) in order.
+
+        Raises ValueError with the reason if the conversation cannot be rendered. `measure` is
+        called if the images' sizes are needed.
+        """
 
     def reads(self, key: str) -> bool:
-        """Return True if what writes a turn may read this key of it."""
+        """Return True if the template may read this key of a turn."""
 
 
 class Shard(NamedTuple):
@@ -235,35 +241,37 @@ class Shard(NamedTuple):
     path: str
     name: str
     images: str = ""  # folder of the images that a LLaVA JSON names
-    #: Row groups of Parquet that are read of it, the first and the one behind the last; None = all.
+    #: Range of the row groups to read of a Parquet file, the end excluded; None = all.
     groups: tuple[int, int] | None = None
     held_out: bool = False  # of a validation split: evaluated, never trained on
-    text: str = ""  # column of texts or turns, where the run file names it
+    text: str = ""  # column of texts or turns, if the run file names one
 
 
 class OpenShard(Protocol):
-    """A shard whose samples are read again in any order, by any thread.
+    """A shard whose samples are read in any order, by any thread.
 
-    `record` is the location of a sample's first text, (-1, 0) where it has none. All methods raise
-    OSError (DataError for a URL) where the file cannot be read, ValueError or IndexError where what
-    lies there is not what was indexed, and pyarrow's own errors (ValueErrors, OSErrors).
+    `record` is the location of a sample's first text, (-1, 0) without a text. All methods raise
+    OSError (DataError for a URL) if the file cannot be read, ValueError or IndexError if the
+    location has other content than was indexed, and pyarrow's errors (ValueErrors, OSErrors).
     """
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
-        """The file at `location`, of a type (`data.modalities.media.Media`)."""
+        """Return the file at `location`, of a type (`data.modalities.media.Media`)."""
 
     def file_name(self, media: str, location: Location, record: Location) -> str:
-        """Name of that file, for messages."""
+        """Return the name of a file, for messages."""
 
     def texts(self, record: Location, files: Sequence[Numbers] = ()) -> list[str | tuple[int, ...]]:
-        """All texts of a sample, in order; of a chat template their tokens, those around the parts
-        of its `files` with them, of which the numbers are given."""
+        """Return all texts of a sample, in order; those of a chat template as tokens.
+
+        Texts around the parts of its `files`, whose sizes are passed, are included.
+        """
 
 
 def file_segment(
     kind: int, location: Location, numbers: Numbers, part: Part | None = None
 ) -> Segment:
-    """The segment of a file, or of the part of it that is named so."""
+    """Return the segment of a file, or of the part of it that is named."""
     width, height, *film = numbers
     frames, rate = film or (0, 0)
     number, name = (part.part, part.value) if part else (0, "")
@@ -273,33 +281,32 @@ def file_segment(
 
 
 def text_segment(part: Part, location: Location) -> Segment:
-    """The segment of a text."""
+    """Return the segment of a text."""
     height = 0 if part.ids is None else TEMPLATED
     return Segment(TEXT, location, part.value, 0, height, part.trained, part.ended, part.ids)
 
 
 def clean(text: str) -> str:
-    """JSON may escape half a character, which no tokenizer takes."""
+    """Replace unpaired surrogates, which JSON may escape and no tokenizer accepts."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def is_held(name: str) -> bool:
-    """Return True if the name of a file holds the file itself, in base64."""
+    """Return True if the name of a file contains the file itself, in base64."""
     if name[: len(DATA)].lower() == DATA:
         return True
     return name.startswith(HELD) and len(name) >= LEAST_HELD and BASE64.fullmatch(name) is not None
 
 
 def shown_name(name: str) -> str:
-    """How messages name an image, which may be in its name itself."""
+    """Return an image's name in messages; the name may contain the image itself."""
     if is_held(name):
         return DATA + "…" if name[: len(DATA)].lower() == DATA else "an image in base64"
     return printable(name)
 
 
 def unread_of(mapping: Mapping[str, Any], known: Iterable[str], what: str = "") -> list[str]:
-    """Return the keys of a mapping, as messages name them, that hold something and are not
-    `known`."""
+    """Return the non-empty keys of a mapping that are not `known`, as named in messages."""
     return [
         f"{what}`{printable(key, MOST_KEY)}`"
         for key in sorted(mapping.keys() - known)
@@ -308,14 +315,15 @@ def unread_of(mapping: Mapping[str, Any], known: Iterable[str], what: str = "") 
 
 
 def holds(value: Any) -> bool:
-    """Return True if a value is neither null nor empty, nor a mapping of such alone, as tables give
-    it where there is none."""
+    """Return True if a value is neither null nor empty, nor a mapping of only such values.
+
+    Tables give such mappings in place of absent values.
+    """
     return any(map(holds, value.values())) if isinstance(value, dict) else value not in NOTHING
 
 
 def printable(name: str, most: int | float = MOST_SHOWN) -> str:
-    """A name or reason as one line that no terminal takes for a command: control characters are
-    written out."""
+    """Return a name or reason as one line, with control characters escaped for terminals."""
     if len(name) <= most and name.isprintable():
         return name
     shown = name if most == math.inf else name[: int(most)]

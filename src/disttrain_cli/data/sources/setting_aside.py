@@ -1,5 +1,7 @@
-"""Files below a folder that are no shards, whatever their names: left over by a program, or below a
-link to a folder."""
+"""Files below a folder that are no shards, whatever their names.
+
+They are remains of a program, or below a link to a folder.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from disttrain_cli.data.sources.samples import printable
 from disttrain_cli.errors import DataError
 
 STATE, STATE_BYTES = "state.json", 16 * 1024 * 1024  # of a Hugging Face dataset that was saved
-TEMPORARY = "_temporary"  # folder of a Spark job that writes
+TEMPORARY = "_temporary"  # folder to which a Spark job writes
 SAVED = "not of the dataset that was saved last, as state.json says"
 
 
 def set_aside(
     path: str, files: Sequence[str], form: Callable[[str], str | None]
 ) -> tuple[list[str], list[tuple[list[str], str]]]:
-    """Return the files of a folder that may be shards or lie beside them, and the others with the
-    reason; `form` tells the form that a name has.
+    """Return (files that may be shards or lie next to them, others with the reason).
+
+    Args:
+        form: returns the format of a name, None if it has none.
 
     Raises:
         DataError: the name of a shard is not UTF-8.
@@ -57,7 +61,7 @@ def _reason(
 
 
 def _saved(path: str, files: Sequence[str]) -> dict[str, set[str]]:
-    """Return the names of the shards of each folder that `save_to_disk` wrote."""
+    """Return the names of the shards in each folder that `save_to_disk` wrote."""
     saved = dict[str, set[str]]()
     for name in files:
         if PurePosixPath(name).name == STATE:

@@ -1,9 +1,8 @@
-"""Parquet files, and Arrow files of Hugging Face datasets (save_to_disk): tables of images and
-texts.
+"""Tables of images and texts: Parquet, and Arrow of Hugging Face datasets (save_to_disk).
 
-Row groups of Parquet are read whole: the ones used last are kept, up to `CACHE_BYTES` for all files
-of a reader (and one per file that is being read). Arrow files are mapped into memory: only what is
-used is read.
+Complete row groups of Parquet are read: the most recently used ones are cached, up to `CACHE_BYTES`
+for all files of a reader (and one per file that is being read). Arrow files are memory-mapped: only
+the used parts are read.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 1024 * 1024 * 1024
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow's stream format
-#: Of a Parquet file that is read at once: little enough for a core's own cache, in bytes, within
-#: these numbers of rows. A little less than a power of two, to which Arrow's buffers grow.
+#: Read at once of a Parquet file: as many bytes as fit into a core's cache, within these numbers of
+#: rows. Slightly less than a power of two, to which Arrow's buffers grow.
 BATCH_BYTES, BATCH_ROWS = 1000 * 1024, (8, 1024)
-#: Of text in row groups that one process reads, where there are several; a row with its image takes
-#: about as long as so many more.
+#: Text in row groups that one process reads, if there are several; a row with its image takes about
+#: as long as ROW_BYTES more.
 PART_BYTES, ROW_BYTES = 64 * 1024 * 1024, 128
-RUN_BYTES = 64 * 1024 * 1024  # of row groups that are read without a pause, where there are several
+RUN_BYTES = 64 * 1024 * 1024  # of row groups that are read without a pause, if there are several
 
 
 class RowGroups:
-    """Row groups used last, of all Parquet files of a reader."""
+    """Cache of the most recently used row groups, of all Parquet files of a reader."""
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
@@ -51,8 +50,10 @@ class RowGroups:
             return self._kept.get(key)
 
     def keep(self, key: Any, table: pa.Table) -> None:
-        """Keep a row group and let go of those not used for longest; the last one stays, however
-        large."""
+        """Add a row group and drop the least recently used ones.
+
+        The newest one stays, whatever its size.
+        """
         with self._lock:
             self._bytes += table.nbytes
             self._kept[key] = table
@@ -68,7 +69,7 @@ class ParquetShard:
         self._file = _open_parquet(shard.path)
         self._columns = find_columns(self._file.schema_arrow, shard.name, shard.text)
         self._ends = _ends(self._file.metadata)
-        self._lock = threading.Lock()  # a Parquet reader is not for two threads
+        self._lock = threading.Lock()  # a Parquet reader is not thread-safe
 
     def file(self, media: str, location: Location, record: Location) -> bytes:
         return file_at(self._row(self._columns.files.get(media), location.offset), location)
@@ -90,7 +91,7 @@ class ParquetShard:
         table = self._cache.get(key)
         if table is None:
             with self._lock:
-                # another thread may have read it while this one waited
+                # another thread may have read it meanwhile
                 table = self._cache.get(key)
                 if table is None:
                     table = self._file.read_row_group(group, columns=[column])
@@ -140,11 +141,12 @@ class ArrowShard:
 def read_parquet(
     shard: Shard, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """Samples of one Parquet file, or of `Shard.groups` of it, some rows at a time; a damaged row
-    group is left out, but for the rows before the damage.
+    """Read the samples of one Parquet file, or of `Shard.groups` of it, some rows at a time.
+
+    A damaged row group is skipped, except for the rows before the damage.
 
     Raises:
-        DataError: its columns do not tell images and texts.
+        DataError: its columns do not identify images and texts.
     """
     import pyarrow as pa
 
@@ -167,11 +169,11 @@ def read_parquet(
                 rows, row_groups=groups, columns=columns.names, use_threads=False
             ):
                 new = batch.slice(min(row - at, len(batch)))
-                # all of it or nothing: what fails is read again
+                # all of it or nothing: after a failure, it is read again
                 yield from list(read_rows(new, columns, row, label, chat))
                 row, at = row + len(new), at + len(batch)
         except (pa.ArrowException, OSError) as error:
-            if rows > 1:  # read what can be read of it: every group by itself, then every row
+            if rows > 1:  # retry: every group by itself, then every row
                 fewer = rows if len(groups) > 1 else 1
                 left = [([group], fewer) for group in groups if ends[group] > row]
                 runs.extendleft(reversed(left))
@@ -185,10 +187,10 @@ def read_parquet(
 def read_arrow(
     shard: Shard, label: str, chat: ChatForm | None = None
 ) -> Iterator[Sample | Compact | Skipped]:
-    """Samples of one Arrow file; of a damaged one those before the damage.
+    """Read the samples of one Arrow file; of a damaged one those before the damage.
 
     Raises:
-        DataError: its columns do not tell images and texts.
+        DataError: its columns do not identify images and texts.
     """
     from pyarrow import RecordBatch
 
@@ -210,8 +212,10 @@ def read_arrow(
 
 
 def _whole_rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | str]:
-    """Yield a batch or, where it is damaged, its rows one by one, or what is wrong with them; texts
-    that are no UTF-8 are told by whoever reads them."""
+    """Yield a batch or, if it is damaged, its rows one by one, or their damage.
+
+    Texts that are not UTF-8 are reported when they are read.
+    """
     import pyarrow as pa
 
     try:
@@ -232,9 +236,10 @@ def _whole_rows(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch | str]:
 
 
 def parts_of(shard: Shard) -> list[tuple[Shard, float]]:
-    """A Parquet file on a local disk in parts that can be read at the same time, with the share of
-    the work that each is: as its metadata says, whoever asks. Others, and those that cannot be
-    read, are one part."""
+    """Split a local Parquet file into parts to read in parallel, with their shares of the work.
+
+    The parts depend only on the file's metadata. Other files, and unreadable ones, are one part.
+    """
     import pyarrow as pa
 
     whole = [(shard, 1.0)]
@@ -255,7 +260,7 @@ def parts_of(shard: Shard) -> list[tuple[Shard, float]]:
 
 
 def _work(about: Any, columns: Columns) -> list[int]:
-    """What there is to do for each row group of a file's metadata, in bytes of text."""
+    """Return the work for each row group of a file's metadata, in bytes of text."""
     work = list[int]()
     for group in map(about.row_group, range(about.num_row_groups)):
         chunks = map(group.column, range(group.num_columns))
@@ -266,8 +271,10 @@ def _work(about: Any, columns: Columns) -> list[int]:
 
 
 def _runs(about: Any, first: int, last: int) -> Iterator[tuple[list[int], int]]:
-    """(row groups that are read one after the other without a pause, rows of them at a time) of a
-    file's metadata, from a row group to the one before `last`."""
+    """Yield (row groups that are read without a pause, rows at a time) of a file's metadata.
+
+    They cover the row groups `first` to before `last`.
+    """
     groups = [about.row_group(group) for group in range(first, last)]
     for start, end in _gathered([one.total_byte_size for one in groups], first, RUN_BYTES):
         own = groups[start - first : end - first]
@@ -277,8 +284,10 @@ def _runs(about: Any, first: int, last: int) -> Iterator[tuple[list[int], int]]:
 
 
 def _gathered(sizes: Sequence[int], first: int, most: int) -> Iterator[tuple[int, int]]:
-    """(the first, the one behind the last) of consecutive row groups from `first` on, which
-    together have no more than `most`, or are one."""
+    """Yield ranges (first, last + 1) of consecutive row groups from `first` on.
+
+    A range has at most `most` in total, or is one row group.
+    """
     start, total = first, 0
     for group, size in enumerate(sizes, first):
         if group > start and total + size > most:
@@ -290,12 +299,12 @@ def _gathered(sizes: Sequence[int], first: int, most: int) -> Iterator[tuple[int
 
 
 def _start(ends: list[int], group: int) -> int:
-    """The first row of a row group."""
+    """Return the first row of a row group."""
     return ends[group - 1] if group else 0
 
 
 def _ends(about: Any) -> list[int]:
-    """Rows up to the end of each row group of a file's metadata."""
+    """Return the row after the end of each row group of a file's metadata."""
     return list(
         accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))
     )
@@ -305,13 +314,13 @@ def _open_parquet(path: str) -> Any:
     import pyarrow.parquet as pq
 
     if not is_url(path):
-        open_file(path)  # no pipe, which would wait
+        open_file(path)  # fails for a pipe, which would block
         return pq.ParquetFile(path, memory_map=True)
     return pq.ParquetFile(open_file(path).stream(), pre_buffer=True)
 
 
 def _bytes_of(path: str) -> int:
-    """Size of a file, 0 where it cannot be opened."""
+    """Return the size of a file, 0 if it cannot be opened."""
     try:
         return open_file(path).size
     except OSError:
@@ -319,8 +328,7 @@ def _bytes_of(path: str) -> int:
 
 
 def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skipped]:
-    """Record batches of an Arrow file (either format); then, where there is more, what is wrong
-    with it."""
+    """Yield the record batches of an Arrow file (either format), then its damage, if any."""
     import pyarrow as pa
 
     if is_url(path):
@@ -332,7 +340,7 @@ def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skip
     size = rows = read = at = 0
     batches: int | None = None  # of the file format
     try:
-        open_file(path)  # no pipe, which would wait
+        open_file(path)  # fails for a pipe, which would block
         mapped = pa.memory_map(path)
         size = mapped.size()
         whole = mapped.read(6) == b"ARROW1"
@@ -353,11 +361,11 @@ def _arrow_batches(path: str, label: str = "") -> Iterator[pa.RecordBatch | Skip
         reason = f"not a whole Arrow file: {error}"
         if batches is None:
             yield Skipped(label, "", reason, None, size - at, cut=True)
-        else:  # batches of a file have as many rows, but for the last
+        else:  # all batches of a file but the last have as many rows
             lost = -(-rows * (batches - read) // read) if read else None
             yield Skipped(label, "", reason, lost, size, cut=True)
 
 
 def _only(column: pa.ChunkedArray) -> pa.Array:
-    """The chunk of a column's only row."""
+    """Return the chunk of a column's only row."""
     return next(chunk for chunk in column.chunks if len(chunk))

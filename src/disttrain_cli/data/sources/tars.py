@@ -1,13 +1,13 @@
-"""Tar shards, three forms: pictures or sounds with captions, as img2dataset writes them,
-interleaved samples, and conversations.
+"""Tar shards: images or sounds with captions (img2dataset), interleaved samples, conversations.
 
 img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; `KEY.flac` with its
 transcript (or caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss:
 false` = not trained), and of image and sound files anywhere in the same tar. Conversations:
-`KEY.json` as `chats` reads it, with images of the same tar, or KEY.jpg where it names none. Places
-are the byte offset and length of a member's content, the length negative of a caption that marks
-where its images stand. Names inside a tar are only ever looked up
-among the names of that tar; nothing is extracted.
+`KEY.json` as `chats` reads it, with images of the same tar, or KEY.jpg if it names none.
+
+Locations are the byte offset and length of a member's content; the length is negative for a caption
+with marks of its images. Names inside a tar are only looked up among the names of that tar; nothing
+is extracted.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from disttrain_cli.data.sources.turn_forms import TEXTS, TURNS, turns_in, with_t
 from disttrain_cli.spec.heads import Numbers
 from disttrain_cli.spec.index import IMAGE, ITEMS, KINDS, TARGET, TEXT
 
-#: Keys of a json by one of which it may be more than a caption.
+#: Keys of a json, one of which makes it more than a caption.
 FORMS = tuple(f'"{name}"'.encode() for name in (*TURNS, "segments"))
 
 
-#: Names of files that records may name or mark, by type.
+#: Types of names of the files that records may name or mark.
 PICTURES: dict[str, type[str]] = {"image": str, "video": VideoName}
-#: Types of extended headers, which hold long names and the like.
+#: Types of extended headers, which contain long names and the like.
 EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
-#: Of tars, up to 16 MiB: powers of two of blocks and of the usual size.
+#: Sizes to which tars are padded, up to 16 MiB: blocks and the usual record times powers of two.
 RECORD_SIZES = [
     size << power
     for size, most in ((tarfile.BLOCKSIZE, 16), (tarfile.RECORDSIZE, 11))
@@ -77,15 +77,14 @@ MOST_HEADER_BYTES = 1024 * 1024
 
 
 class Header(NamedTuple):
-    """What is known of a file that is no text: its type, and the numbers of that."""
+    """Header of a file that is no text: its type and sizes."""
 
     media: str
     sizes: Numbers
 
 
 class Member(NamedTuple):
-    """A file inside a tar: where its content lies; what a text says or a file's header, or what is
-    wrong with it."""
+    """A file inside a tar: its location, and its text, header or the reason why it is unusable."""
 
     name: str
     location: Location
@@ -93,15 +92,18 @@ class Member(NamedTuple):
 
 
 class Members(dict[str, Member]):
-    """Members of a tar by name, and those of them to which samples refer."""
+    """Members of a tar by name, and the names of those to which samples refer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.referred: set[str] = set()
 
     def find(self, name: str, beside: str) -> Member:
-        """Return the member that a text or json named `beside` refers to; ValueError where there is
-        none."""
+        """Return the member to which a text or json named `beside` refers.
+
+        Raises:
+            ValueError: there is no such member.
+        """
         folder, slash, _ = beside.rpartition("/")
         name = name.removeprefix("./")
         member = self.get(folder + slash + name) or self.get(name)
@@ -146,11 +148,10 @@ class TarShard:
 
 
 def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator[Sample | Skipped]:
-    """Samples of one tar, in the order of their json, txt, image or sound members; it is read once,
-    from end to end.
+    """Read the samples of one tar, in the order of their json, txt, image or sound members.
 
-    Of images and sounds only headers are read. The texts of one tar are in memory together. A
-    damaged tar yields what is whole before the damage.
+    The tar is read once, from end to end. Only headers of images and sounds are read. The texts of
+    one tar are in memory together. A damaged tar yields the complete members before the damage.
     """
     try:
         file = open_file(shard.path)
@@ -177,7 +178,7 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
         example = next(iter(by_name))
         reason = f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
         yield Skipped(label, "", reason, len(by_key))
-    pending = list[Sample | Skipped]()  # from the last sample on, which may leave members unread
+    pending = list[Sample | Skipped]()  # from the last sample on, which may have unread members
     alone, lost = dict[str, dict[str, Member]](), list[bytes]()
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
@@ -208,10 +209,12 @@ def read_tar(shard: Shard, label: str, chat: ChatForm | None = None) -> Iterator
 
 
 def parse_parts(data: bytes) -> list[Part] | str:
-    """What a json or txt member says: the parts of an interleaved sample, or a caption.
+    """Return the contents of a json or txt member: parts of an interleaved sample, or a caption.
 
-    Index and loader both read texts by this function, so that they agree. Raises ValueError with
-    the reason.
+    Index and loader both read texts by this function, so that they agree.
+
+    Raises:
+        ValueError: it is not valid; the message has the reason.
     """
     try:
         return _parse_json(_json(data))
@@ -223,8 +226,10 @@ def parse_parts(data: bytes) -> list[Part] | str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and suffix of a member (WebDataset): the suffix starts at the first dot of the file
-    name."""
+    """Return key and suffix of a member: the suffix starts at the file name's first dot.
+
+    This is WebDataset's rule.
+    """
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
     return folder + slash + stem, suffix.lower()
@@ -235,8 +240,10 @@ class _LongHeaderError(tarfile.ReadError):
 
 
 class _Info(tarfile.TarInfo):
-    """A header of a tar whose extended header (PAX, GNU long name) is read only up to
-    `MOST_HEADER_BYTES`; tarfile would read any size into memory."""
+    """Tar header whose extended header (PAX, GNU long name) is limited to `MOST_HEADER_BYTES`.
+
+    tarfile would read any size into memory.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -252,7 +259,7 @@ class _Info(tarfile.TarInfo):
 
 
 def _members(file: File, label: str) -> Iterator[Member | Skipped]:
-    """Members whose content is whole; then, where there is more, what is wrong with it."""
+    """Yield the members with complete content, then the tar's damage, if any."""
     at = 0
     try:
         with (
@@ -262,7 +269,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
             ) as tar,
         ):
             while (info := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+                tar.members.clear()  # it would keep them all
                 location = Location(info.offset_data, info.size)
                 at = tar.offset
                 if sum(location) > file.size:
@@ -279,7 +286,7 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
             stream.seek(end)
             padded = _padded(end + 2 * tarfile.BLOCKSIZE, file.size)
             rest = stream.read(padded - end)
-    except _LongHeaderError as error:  # bytes behind `at` may be its own: they tell no number
+    except _LongHeaderError as error:  # bytes after `at` may be the header's: they give no number
         yield Skipped(label, "", f"not a whole tar: {error}", None)
         return
     except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
@@ -296,14 +303,17 @@ def _members(file: File, label: str) -> Iterator[Member | Skipped]:
 
 
 def _padded(end: int, size: int) -> int:
-    """Return the size to which a tar that ends there is padded: to whole records, which writers
-    make larger than the usual one by powers of two (`tar --blocking-factor`)."""
+    """Return the size to which a tar is padded that ends at `end`.
+
+    Tars are padded to complete records, which writers may enlarge by powers of two (`tar
+    --blocking-factor`).
+    """
     sizes = [-(-end // record) * record for record in RECORD_SIZES]
     return size if size in sizes else -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE
 
 
 def _damaged(file: File, label: str, reason: str, at: int) -> Skipped:
-    """Damage from byte `at` on; the file is not cut if its end marker stands behind that."""
+    """Return damage from byte `at` on; the file is not cut if its end marker follows."""
     marker = 2 * tarfile.BLOCKSIZE
     end = file.read(max(at, file.size - marker), marker)
     cut = len(end) < marker or any(end)
@@ -311,7 +321,7 @@ def _damaged(file: File, label: str, reason: str, at: int) -> Skipped:
 
 
 def _content(file: File, stream: BinaryIO, name: str, location: Location) -> bytes | Header | str:
-    """A text, an image's or sound's header, or the reason why it is none of them."""
+    """Return a text, an image's or sound's header, or the reason why it is neither."""
 
     def read(offset: int, length: int) -> bytes:
         length = max(0, min(length, location.size - offset))
@@ -334,8 +344,11 @@ def _content(file: File, stream: BinaryIO, name: str, location: Location) -> byt
 def _segments(
     group: dict[str, Member], by_name: Members, chat: ChatForm | None
 ) -> tuple[list[Segment], tuple[str, ...]]:
-    """(segments, `Sample.unread`) of one sample: a conversation or interleaved where its json says
-    so, else an image or clip with its caption."""
+    """Return (segments, `Sample.unread`) of one sample.
+
+    It is a conversation or interleaved if its json has such keys, else an image or clip with its
+    caption.
+    """
     media = [
         (name, group[suffix])
         for name, medium in MEDIA.items()
@@ -354,7 +367,7 @@ def _segments(
     if described is not group.get("txt"):
         value = _record(described.content)
     elif described.content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"[", b"{"):
-        with contextlib.suppress(ValueError):  # as `TarShard.texts` reads it
+        with contextlib.suppress(ValueError):  # as in `TarShard.texts`
             value = _record(described.content)
     if has_turns(value):
 
@@ -415,7 +428,7 @@ def _segments(
             )
             for part in parts
         ]
-        # its pictures may be those of another sample
+        # its images may be those of another sample
         used = [one for one in group.values() if isinstance(one.content, Header)]
     used_names = {described.name, *(one.name for one in used)}
     members = {f".{suffix}": one for suffix, one in group.items() if one.name not in used_names}
@@ -428,7 +441,7 @@ def _pictures(media: Iterable[tuple[str, Member]]) -> list[str]:
 
 
 def _described(group: dict[str, Member]) -> Member | None:
-    """Return the text or json that says what a sample is: turns and segments beat a caption."""
+    """Return the text or json of a sample: turns and segments take precedence over a caption."""
     text, json_ = group.get("txt"), group.get("json")
     content = json_.content if json_ is not None and text is not None else None
     if isinstance(content, bytes) and any(name in content for name in FORMS):
@@ -443,8 +456,11 @@ def _described(group: dict[str, Member]) -> Member | None:
 def _unreferred(
     alone: dict[str, dict[str, Member]], referred: set[str], lost: list[bytes]
 ) -> dict[str, dict[str, Member]]:
-    """Return by key the files without a description to which no sample refers; `lost`: texts and
-    jsons of samples that are left out, which may name some."""
+    """Return by key the files without a description to which no sample refers.
+
+    Args:
+        lost: texts and jsons of skipped samples, which may name some.
+    """
     names = {key: [one.name for one in group.values()] for key, group in alone.items()}
     return {
         key: alone[key]
@@ -455,8 +471,7 @@ def _unreferred(
 
 
 def _dotted(by_key: dict[str, dict[str, Member]], label: str) -> Iterator[Skipped]:
-    """Descriptions whose names have a dot before that of their suffix, so that their samples have
-    none."""
+    """Yield descriptions whose names have an additional dot, so that their samples have none."""
     for group in by_key.values():
         if "json" in group or "txt" in group:
             continue
@@ -496,7 +511,7 @@ def _parse_json(value: Any) -> list[Part] | str:
 
 
 def _unread_of_json(value: dict[str, Any]) -> list[str]:
-    """Return the keys of a valid json without turns that nothing reads."""
+    """Return the keys of a valid json without turns that are not read."""
     if "segments" not in value:
         return [*unread_keys(value)]
     keys = {"type", "value", "file", "loss", "generate", *BUDGET_KEYS}
@@ -540,25 +555,25 @@ def _flag(segment: dict[str, Any], index: int, name: str) -> bool:
 
 
 def _media(part: Part) -> str:
-    """Type of the file that a part names."""
+    """Return the type of the file that a part names."""
     if isinstance(part.value, VideoName):
         return media_of(part.value)
     return MODALITIES[ITEMS[part.kind]].media.name
 
 
 def _media_of(name: str) -> Media:
-    """Type of a file by its name; what has no suffix of another is taken for an image."""
+    """Return the type of a file by its name; images are the default."""
     suffix = name.lower().rpartition(".")[2]
     return next((media for media in MEDIA.values() if suffix in media.suffixes), MEDIA["image"])
 
 
 def _file(kind: int, media: str, member: Member, part: Part | None = None) -> Segment:
-    """The segment of a file, which has to be of that type, or of a part of it."""
+    """Return the segment of a file, which must be of type `media`, or of a part of it."""
     return file_segment(kind, member.location, _header(member, media).sizes, part)
 
 
 def _header(member: Member, media: str) -> Header:
-    """What is known of a file, which has to be of that type."""
+    """Return the header of a file, which must be of type `media`."""
     if isinstance(member.content, str):
         raise ValueError(member.content)
     if not isinstance(member.content, Header) or member.content.media != media:

@@ -1,7 +1,6 @@
-"""Turns of a conversation in other forms than a list of mappings, as tables and some JSONs have
-them.
+"""Turns of a conversation in other formats than a list of mappings, from tables and some JSONs.
 
-Known are JSON in a string (a list of turns, or a mapping with `messages` or `conversations`), a
+Supported are JSON in a string (a list of turns, or a mapping with `messages` or `conversations`), a
 list of such strings, a mapping of lists (`Sequence` of a mapping in Hugging Face's datasets), and
 pairs `{user, assistant}` (the Cauldron, FineVision).
 """
@@ -12,21 +11,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-#: Keys of a record that hold its turns.
+#: Keys of a record that contain its turns.
 TURNS = ("conversations", "messages")
-#: Keys of a record without turns, of which the first that is not null is read.
+#: Keys of a record without turns; the first one that is not null is read.
 TEXTS = ("text", "caption")
-#: (who speaks, what is said) in a turn.
+#: (speaker, text) of a turn.
 SPOKEN = (("from", "value"), ("role", "content"))
-#: A turn of both sides.
+#: Keys of a pair: a turn of both sides.
 PAIR = ("user", "assistant")
 
 
 def with_turns(record: Any) -> Any:
-    """Return a record whose turns are a list of mappings, of one that has them in another form.
+    """Return a record with its turns as a list of mappings.
 
-    A text that is all turns is a conversation; what else a mapping in a string says replaces what
-    the record says. A record without turns, or with some that cannot be read, stays as it is.
+    A text that consists of turns is a conversation; other keys of a mapping in a string replace
+    those of the record. A record without turns, or with unreadable ones, is unchanged.
     """
     if not isinstance(record, dict):
         return record
@@ -58,7 +57,7 @@ def _is_usual(value: Any) -> bool:
 
 
 def turns_in(value: Any) -> list[Any] | None:
-    """Return the turns that a value holds, None if it holds something else."""
+    """Return the turns in a value, None if it has none."""
     value = parsed(value)
     if isinstance(value, Mapping):
         value = _rows(value)
@@ -78,8 +77,14 @@ def turns_in(value: Any) -> list[Any] | None:
 
 
 def _of_pair(pair: Mapping[str, Any], before: list[Any]) -> list[dict[str, Any]]:
-    """Return the turns of a pair behind the turns before it: those of the user and the assistant,
-    which has the pair's other keys, and one of the system where the pair has another than they."""
+    """Return the turns of a pair: the user's and the assistant's.
+
+    The assistant's turn has the pair's other keys. A system turn precedes them if the pair's system
+    message differs from the last one.
+
+    Args:
+        before: the turns before the pair.
+    """
     turns: list[dict[str, Any]] = [{"role": side, "content": pair[side]} for side in PAIR]
     given = {key: value for key, value in pair.items() if value is not None}
     turns[1] |= {key: given[key] for key in given.keys() - {"system", "role", "content", *PAIR}}
@@ -90,7 +95,7 @@ def _of_pair(pair: Mapping[str, Any], before: list[Any]) -> list[dict[str, Any]]
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of a JSON that may hold turns; others as they are."""
+    """Return the value of a JSON that may contain turns; other values unchanged."""
     if isinstance(value, str | bytes) and value.lstrip()[:1] in ("[", "{", b"[", b"{"):
         try:
             return json.loads(value)
@@ -100,7 +105,7 @@ def parsed(value: Any) -> Any:
 
 
 def _rows(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the turns of a mapping of lists, None if it is none of turns."""
+    """Return the turns of a mapping of lists, None if they are no turns."""
     lists = {key: of for key, of in columns.items() if isinstance(of, list)}
     known = any(set(names) <= lists.keys() for names in (*SPOKEN, PAIR))
     if not known or len({len(of) for of in lists.values()}) != 1:
