@@ -107,10 +107,11 @@ def _answers(seen: Sequence[Seen], dumps: Mapping[int, Dump]) -> Answers:
 
 
 def causes_of(positions: Mapping[int, Position], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks with a dump (`ranks`) that others wait for and that, as far as known, run
-    free.
+    """Return the ranks with a dump that others wait for and that, as far as known, none blocks.
 
-    No other rank blocks them.
+    Args:
+        positions: position by rank.
+        ranks: ranks with a dump.
     """
     asked = {other for position in positions.values() for other in position.waits_for}
     unknown = {rank for rank, position in positions.items() if not position.known}

@@ -163,8 +163,7 @@ def _clock(host: str, since_s: Floats | None, lower: Floats, upper: Floats) -> H
 
 
 def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]:
-    """Return offset (ns), drift (ns per s) and margin (ns) of the line deepest inside all
-    intervals."""
+    """Return offset (ns), drift (ns per s) and margin (ns) of the line deepest in all intervals."""
     from scipy.optimize import linprog
 
     scale = max(1.0, float(np.abs([low, high]).max()))

@@ -140,8 +140,7 @@ def _not_told(database: KinetoDatabase) -> list[str]:
 
 
 def _present(database: KinetoDatabase) -> float:
-    """Return the share of the job's ranks that recorded something; 1 if the job's size is
-    unknown."""
+    """Return the share of the job's ranks that recorded something; 1 for an unknown job size."""
     row = database.sql(
         "SELECT sum(holds) FILTER (rank IN (SELECT rank FROM times)) AS seen,"
         " max(world_size) AS size FROM files WHERE kept"

@@ -111,12 +111,12 @@ def device_categories(strings: Strings) -> list[int]:
 def spans(
     file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bool]
 ) -> tuple[Columns, int]:
-    """Return complete events and begin/end marks (`phase` X, B, E), one row each, and the broken
-    ones.
+    """Return complete events and begin/end marks (`phase` X, B, E), one row each.
 
-    The broken ones are counted and left out: those without a time or with an impossible one: a
-    start or a length that is missing, no number or infinite, or a negative length. Instants that
-    mark steps (`is_step` of their name) are complete events of no length.
+    Also return the number of broken events, which are left out: those without a time or with an
+    impossible one, that is, a start or a length that is missing, no number or infinite, or a
+    negative length. Instants that mark steps (`is_step` of their name) are complete events of no
+    length.
     """
     wanted = [
         index

@@ -275,8 +275,7 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 
 
 def _counted(files: list[tuple[str, int, int]], what: str) -> str:
-    """Format a warning on kernels of several files (name, rank, number of kernels), the most
-    first."""
+    """Format a warning on kernels of several files (name, rank, number of kernels)."""
     most = ", ".join(f"{name}, rank {rank}: {events}" for name, rank, events in files[:MOST_NAMED])
     rest = len(files) - MOST_NAMED
     more = f"; {counted(rest, 'more file')}" if rest > 0 else ""
@@ -318,8 +317,7 @@ def _insert_names(
 def _fitting(
     connection: DuckDBPyConnection, text: str, more: Iterator[str]
 ) -> list[tuple[Any, ...]]:
-    """Run an SQL text in a transaction; retry with the next memory limit if it runs out of
-    memory."""
+    """Run an SQL text in a transaction; out of memory, retry it with the next memory limit."""
     import duckdb
 
     while True:

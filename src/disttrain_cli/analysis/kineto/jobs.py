@@ -59,8 +59,7 @@ def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
 
 
 def base_in_header(header: dict[str, Any]) -> int | None:
-    """Return the base of a file's times in ns since 1970, which Kineto writes since 2024, or
-    None."""
+    """Return the base of a file's times in ns since 1970, or None; Kineto writes it since 2024."""
     base = header.get("baseTimeNanoseconds")
     return base if isinstance(base, int) and 0 <= base < _LATEST_BASE_NS else None
 
@@ -279,8 +278,7 @@ def _forget_local_ranks(files: list[TraceFile]) -> None:
 
 
 def _at_once(one: TraceFile, other: TraceFile) -> bool:
-    """Return True if the files were recorded at the same time, and neither is a copy of the
-    other."""
+    """Return True if the files were recorded at the same time and are not copies."""
     copy = one.content is not None and one.content == other.content
     return not copy and one.first_ns <= other.last_ns and other.first_ns <= one.last_ns
 

@@ -75,8 +75,9 @@ def _turns(
     now: tuple[NDArray[np.int64], Floats],
     ranks: Sequence[int | None],
 ) -> tuple[Turns, Turns, float]:
-    """Return counts of collectives that the ranks join, of the costly ones, and their share of
-    waiting.
+    """Return counts of collectives that the ranks join, and of the costly ones among them.
+
+    Also return the share of all waiting that is for these ranks.
 
     Args:
         played: the collectives.

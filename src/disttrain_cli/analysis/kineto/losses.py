@@ -121,8 +121,10 @@ class Late(Blame):
 
 @dataclass(frozen=True)
 class Losses:
-    """Breakdown of every rank's time in the judged steps, and the blame (rows of
-    `kineto/blame.sql`)."""
+    """Breakdown of every rank's time in the judged steps, and of waiting by the rank waited for.
+
+    `blame` has the rows of `kineto/blame.sql`.
+    """
 
     judged: JudgedSteps
     blame: list[Row]
@@ -211,8 +213,7 @@ class Losses:
         return min(1.0, sum(one.share for one in self.waited_for if one.sure))
 
     def longer_ns(self, rank: int) -> float:
-        """Return by how much a rank computes, copies and loads data longer than the mean of the
-        others."""
+        """Return by how much a rank's compute, copies and data loading exceed the others' mean."""
         works = {
             row["rank"]: row["compute_ns"] + row["memory_ns"] + row["idle_data_ns"]
             for row in self.ranks
@@ -257,8 +258,7 @@ class Losses:
 
     @cached_property
     def regained(self) -> dict[str, float]:
-        """Saving of fixing the stragglers, by its present kind: seconds per step, mean over the
-        ranks.
+        """Saving of fixing the stragglers by kind of time, seconds per step, mean over the ranks.
 
         It consists of the others' waiting for them, what they do longer than others, and transfers
         that would then be overlapped.
@@ -306,8 +306,12 @@ def of(row: Row, column: str) -> float:
 
 
 def parts(row: Row, worker_share: float) -> dict[str, float]:
-    """Return lost seconds of a row by finer kind; `worker_share` of its waiting is for
-    stragglers."""
+    """Return lost seconds of a row by finer kind.
+
+    Args:
+        row: times of a rank.
+        worker_share: share of its waiting that is for stragglers.
+    """
     wait_s, host_copies_s = of(row, "exposed_wait_ns"), of(row, "host_copies_ns")
     return {
         "worker": worker_share * wait_s,

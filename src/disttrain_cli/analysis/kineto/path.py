@@ -144,8 +144,10 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
 
 
 def _waited(calls: tuple[Ints, Ints], by_ns: int, ended: Any, end: NDArray[Any]) -> int | None:
-    """Return the kernel that the host waited for in the last call that ended by `by_ns`, or
-    None."""
+    """Return the kernel that the host waited for in its last call that ended by `by_ns`.
+
+    It is None if there is none.
+    """
     starts, ends = calls
     for at in range(int(np.searchsorted(ends, by_ns, side="right")) - 1, -1, -1):
         kernel = ended(int(ends[at]))

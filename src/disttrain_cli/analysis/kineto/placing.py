@@ -93,10 +93,9 @@ def _split(
     strings: Strings,
     free: int,
 ) -> tuple[list[TraceFile], list[str]]:
-    """Return the file itself, or a part for every rank named by its threads, numbered from `free`
-    on.
+    """Return the file itself, or a part for every rank named by its threads, and warnings.
 
-    Also return warnings.
+    Parts are numbered from `free` on.
     """
     names = {
         process: names

@@ -150,8 +150,7 @@ def label_threads(
 
 
 def numbers_of(labels: Iterable[Label]) -> dict[Label, int]:
-    """Return the rank of each label: the number that it is, or its index in the order of the
-    labels."""
+    """Return the rank of each label: the number that it is, or its index in sorted order."""
     different = set(labels)
     if all(isinstance(label, int) for label in different):
         return {label: label for label in different if isinstance(label, int)}

@@ -60,13 +60,11 @@ class Collectives:
     beside: Floats  # from being ready to the end, without exposed waiting
 
     def lengths(self, state: State) -> Floats:
-        """Return the seconds of every step [steps] if ranks worked as in `state`, which is
-        `(work,)`."""
+        """Return the seconds of every step [steps] for other work, `state` = `(work,)`."""
         return self._play(state, lambda *_: None)
 
     def last(self, state: State) -> tuple[NDArray[np.int64], Floats]:
-        """Return the last rank (its index) of each collective, and the seconds that the others
-        wait.
+        """Return the last rank (its index) of each collective, and the others' waiting in seconds.
 
         Both are [collectives, steps]; the seconds are summed over the others.
         """
@@ -110,8 +108,7 @@ class Collectives:
         return lengths
 
     def suspects(self) -> list[Suspect]:
-        """Return ranks that work longer than the (lower) median of the others with the same
-        collectives.
+        """Return ranks that work longer than the (lower) median of ranks with the same collectives.
 
         If no rank has the same ones, as in stages of a pipeline, longer in a step than the median
         of all others.
@@ -291,8 +288,10 @@ def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]
 
 
 def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
-    """Return steps with the same collectives, and their rows [steps, nodes] in the order of
-    begin."""
+    """Return the steps with the same collectives as most, and their rows [steps, nodes].
+
+    The rows are in the order in which the collectives began.
+    """
     by_step = {int(step): np.flatnonzero(rows["step"] == step) for step in np.unique(rows["step"])}
     looks = {
         step: tuple(

@@ -20,16 +20,14 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 def operators(database: KinetoDatabase) -> list[OperatorRow]:
-    """Return rows of `operator_rows.sql` with the roofline of the one kind of device in the
-    traces."""
+    """Return the rows of `operator_rows.sql` with the roof of the traces' one kind of device."""
     rows = database.answer("operator_rows")
     device = _device(database) if rows else None
     return [OperatorRow(**row, **_roof(device, row)) for row in rows]
 
 
 def _device(database: KinetoDatabase) -> Device | None:
-    """Return the catalogue's device; None if the name is not in it, or there are several
-    devices."""
+    """Return the catalogue's device; None for an unknown name or several devices."""
     names = database.sql("SELECT DISTINCT name FROM devices")
     if len(names) != 1:
         return None

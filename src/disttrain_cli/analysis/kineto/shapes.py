@@ -58,8 +58,10 @@ class Shape(NamedTuple):
 
 
 def is_counted(name: str) -> bool:
-    """Return True if shapes of events of this name are used: counted operators, annotated
-    collectives."""
+    """Return True if shapes of events of this name are used.
+
+    They are those of counted operators and of annotated collectives.
+    """
     return name in _COUNTERS or name.startswith("nccl:")
 
 

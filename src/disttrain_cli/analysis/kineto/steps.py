@@ -1,5 +1,4 @@
-"""Steps that losses and verdict refer to: complete ones, without a step that a single event
-lengthens.
+"""Selection of the steps for losses and verdict: complete and typical ones.
 
 A verdict is about the typical step. One step of several that loses much more than the others (a
 checkpoint, a network stall) is no evidence about them: it is reported in addition to the verdict.

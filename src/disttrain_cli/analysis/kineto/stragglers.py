@@ -91,8 +91,7 @@ def mended(
 
 
 def _single_step(late: Late, span_s: float) -> int | None:
-    """Return the step without which fixing the ranks would not save enough, if there are
-    several."""
+    """Return the one of several steps without which fixing the ranks would not save enough."""
     least_s, count, largest = LEAST_STRAGGLER * span_s, len(late.gain_s), int(late.gain_s.argmax())
     if (
         count < 2
@@ -223,8 +222,10 @@ def waited_for(
     database: KinetoDatabase,
     evidence: list[Evidence],
 ) -> Verdict:
-    """Return the verdict on the worst straggler if only waiting shows it, and on further costly
-    ranks."""
+    """Return the verdict on the worst straggler that only waiting shows, and on further ranks.
+
+    Further ranks are named if waiting for them costs enough.
+    """
     span_s, sure = (
         losses.step_s,
         [one for one in costly if one.sure] or [straggler],
@@ -309,8 +310,7 @@ def _last_into(one: Blame, losses: Losses | None = None) -> str:
 
 
 def _met(losses: Losses, count: int | None = None) -> str:
-    """Return the noun for the operations that ranks join, after a count if there is one: "5
-    collectives"."""
+    """Return the noun for the operations that ranks join, after a count if any: "5 collectives"."""
     if 0 < losses.at_messages < 1:
         both = "collectives and messages"
         return both if count is None else f"{count} {both}"

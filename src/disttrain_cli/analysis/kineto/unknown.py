@@ -161,8 +161,7 @@ def idle_without_reason(
 
 
 def crowded(evidence: list[Evidence]) -> Verdict:
-    """Return the verdict if several ranks of a file are read as one, as they cannot be
-    separated."""
+    """Return the verdict if several ranks of a file cannot be separated and are read as one."""
     return _unknown(
         "several ranks in one file are read as one, as nothing tells which is which, so their times"
         " add up",
@@ -175,8 +174,10 @@ def crowded(evidence: list[Evidence]) -> Verdict:
 def may_be_chance(
     straggler: Straggler, of_step: str, lost_s: float, evidence: list[Evidence]
 ) -> Verdict:
-    """Return the verdict if ranks wait for one of them nearly always, but too seldom for
-    significance."""
+    """Return the verdict if nearly all waiting is for one rank, but in too few collectives.
+
+    The rank being last may then be chance.
+    """
     rank, often = straggler.rank, counted(straggler.costly.joined, "collective")
     return _unknown(
         f"communication costs {of_step}, and {100 * straggler.share:.0f} % of the waiting is for"

@@ -242,8 +242,7 @@ def _largest(cause: str, means: dict[str, float]) -> str:
 
 
 def _holds(losses: Losses, cause: str) -> float:
-    """Return the probability that in more such steps a cause costs enough, and more than any
-    other."""
+    """Return the probability that in more such steps a cause costs enough and most."""
     shares = losses.shares
     rivals = [shares[other] for other in LEAST_SHARE if other != cause]
     return min(
@@ -304,8 +303,7 @@ def _calm(losses: Losses, database: KinetoDatabase, evidence: list[Evidence]) ->
 
 
 def _not_one(losses: Losses) -> list[Evidence]:
-    """Return evidence why no rank is called a straggler, if collectives or messages were
-    matched."""
+    """Return evidence why no rank is called a straggler; empty if nothing was matched."""
     straggler = losses.straggler
     if straggler is None:
         return []

@@ -102,8 +102,7 @@ def _complete(profile: Profile) -> bool:
 
 
 def cluster_of(job: Job) -> Cluster:
-    """Return the constraints of a layout: the job's devices and choices, as far as they are
-    recorded."""
+    """Return the constraints of a layout: the job's devices and choices, as far as recorded."""
     from disttrain_cli.planning.units import Cluster
 
     layout, cpu = job.layout, job.profile.device.kind == "cpu"
