@@ -1,10 +1,10 @@
 """Search for the causes that slow a job: recorded steps replayed without one suspect at a time.
 
 A `Suspect` is one fault at one location. `find_causes` removes the suspect that saves most, then,
-with that one removed, the next, until no suspect left saves anything. So causes that hide each
-other are found too, and the rows' savings add up to the saving of removing all of them. Several
-suspects of one kind are one finding if each alone saves little of what all of them save together:
-delayed hosts everywhere, or two equally slow replicas.
+with that one removed, the next, until the rest saves nearly nothing. So causes that hide each other
+are found too, and the rows' savings add up to the saving of removing all of them. Several suspects
+of one kind are one finding if each alone saves little of what all of them save together: delayed
+hosts everywhere, or two equally slow replicas.
 
 Every finding also has its saving if it alone is removed, all else as recorded, and its saving
 without its largest single event.

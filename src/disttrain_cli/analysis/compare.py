@@ -10,7 +10,8 @@ from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.analysis.sampled import WHOLE, Key, Samples, Series
 from disttrain_cli.analysis.significance import LEVEL, Difference, difference, holm
 
-#: No change in percent is given if the figure after exceeds the one before this many times.
+#: No change in percent is given if the figure after exceeds the one before this many times, as the
+#: latter is practically zero.
 MOST_CHANGE = 1e4
 
 

@@ -1,4 +1,4 @@
-"""Cache of results: an analysis of unchanged files is answered without reading them again.
+"""Cache of results: an analysis of unchanged files is returned without reading them again.
 
 The analysis and the data of the report's pictures are stored as JSON in the user's cache folder.
 The key has the path, size and modification time of every input file and of every file of this

@@ -46,7 +46,7 @@ class Record:
     gpus: int
     kind: str  # format of the traces, for the confidence
     shares: dict[str, float]  # fractions of the ranks' time by activity
-    present: float = 1.0  # share of the job's ranks whose traces are there
+    present: float = 1.0  # share of the job's ranks with traces
     # the ranks run on one CPU, so a rank that is ready may wait for a core
     shared_cores: bool = False
     core_wait_s: float | None = None  # seconds per step that a runnable rank waited for a core
@@ -55,7 +55,7 @@ class Record:
     # by rank, the share of its passes that the others of its TP or CP group wait for
     waited_for: Mapping[int, float] = field(default_factory=dict)
     clocks_s: float = 0.0  # remaining error of the hosts' corrected clocks
-    steps_measured: int = 0  # of which at most 32 are replayed
+    steps_measured: int = 0  # at most 32 of them are replayed
 
     @property
     def measured_s(self) -> float:

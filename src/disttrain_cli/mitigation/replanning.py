@@ -119,10 +119,10 @@ class MakeAnew:
         self._found = told, planned
 
     def _out(self, devices: list[int]) -> tuple[list[int], str]:
-        """Return the devices left out with some more, and the name of these.
+        """Return all devices to leave out if some more are, and the name of what these are.
 
-        The name is empty, and nothing more is left out, for several nodes or, on one node, several
-        devices.
+        If they are on several nodes, or several devices of one node, nothing more is left out, and
+        the name is empty.
         """
         before, places = (
             self._planned.plan.plan.left_out,
@@ -135,8 +135,7 @@ class MakeAnew:
         return sorted({*before, *place}), f"{kind} {place.start // len(place)}"
 
     def _made(self, out: list[int]) -> Planned:
-        """Return the best plan on the remaining devices, by the times recorded so far, if there are
-        any.
+        """Return the best plan on the remaining devices, by the times recorded so far, if any.
 
         Raises:
             InfeasibleError: none fits.
@@ -157,10 +156,10 @@ class MakeAnew:
         return Planned(plan.model_copy(update={"plan": layout, "predicted": predicted}), profile)
 
     def _step_s(self, row: dict[str, Any], planned: Planned) -> float:
-        """Return the seconds of a step on another plan, by the planner's predictions for both
-        plans.
+        """Return the seconds of a step on another plan.
 
-        It scales the present step without the cost of the slow rank.
+        It scales the present step, without the cost of the slow rank, by the planner's predictions
+        for both plans.
         """
         from disttrain_cli.planning.predict import predict
         from disttrain_cli.planning.solve import cluster_of

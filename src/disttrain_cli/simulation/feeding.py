@@ -40,8 +40,7 @@ class Feed:
         self.wait_s = np.zeros_like(self._load_s)
 
     def fetch(self, slot: int, asked: Floats) -> Floats:
-        """Return [R] when the replicas have a slot's data, requested at `asked`; call it in slot
-        order."""
+        """Return [R] when the replicas have a slot's data, requested at `asked`; slots in order."""
         later = self._handed[slot + self._prefetch]
         # the first slots were submitted before any request
         np.minimum(later, asked, out=later)
@@ -74,8 +73,7 @@ def feeds_of(pipelines: Sequence[Pipeline]) -> list[Feed]:
 
 
 def load_waits_s(pipeline: Pipeline, feeds: Sequence[Feed]) -> Floats:
-    """Return [n, S, R] the time that each replica waits for a slot's data; NaN for absent
-    replicas."""
+    """Return [n, S, R] each replica's wait for a slot's data; NaN for absent replicas."""
     waits_s = np.where(pipeline.present, np.zeros_like(pipeline.forward_s), np.nan)
     for feed in feeds:
         waits_s[:, feed.stage, : pipeline.replicas[feed.stage]] = feed.wait_s

@@ -100,8 +100,7 @@ class Delayed:
         return times_s
 
     def _parts_of(self, stage: int, delay: int) -> tuple[Floats, Floats | None]:
-        """Return [n, R, 1] weight gradients that follow a stage's backwards, and [R, 1] its last
-        pass.
+        """Return the weight gradients after a stage's backwards [n, R, 1] and its last pass [R, 1].
 
         The last pass is the one before its overlapped reductions, None without such.
         """
@@ -176,8 +175,10 @@ def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
 
 
 def of_replica(pipeline: Pipeline, replica: int) -> Pipeline:
-    """Return the pipeline of one replica, if all stages have the same ones and nothing joins
-    them."""
+    """Return the pipeline of one replica.
+
+    All stages must have the same number of replicas, and no replica may wait for another one.
+    """
     replicas_of = slice(replica, replica + 1)
     return dataclasses.replace(
         pipeline,

@@ -67,8 +67,13 @@ class Program:
     awaited: list[int]  # stages whose latest replica others wait for
 
     def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
-        """Enter durations [n, S, R, ...] of forwards or backwards into `spent` [steps, ranks,
-        ...]."""
+        """Enter durations [n, S, R, ...] of forwards or of backwards in a table of all operations.
+
+        Args:
+            durations: seconds of the passes.
+            is_forward: they are forwards.
+            spent: [steps, ranks, ...] the table.
+        """
         for stage, forward, steps_of in _operations(len(durations), self.depth):
             if forward == is_forward:
                 ranks_of = slice(self.first[stage], self.first[stage + 1])
@@ -77,8 +82,12 @@ class Program:
                 ]
 
     def follow(self, pipeline: Pipeline, weight_s: Floats) -> Floats:
-        """Return [steps, ranks, ...] weight gradients [n, S, R, ...] that follow each step's
-        operations."""
+        """Return [steps, ranks, ...] the weight gradients after each step's operations.
+
+        Args:
+            pipeline: its replicas and delays are used.
+            weight_s: [n, S, R, ...] durations of the weight gradients.
+        """
         spent = np.zeros((self.steps, len(self.stage_of), *weight_s.shape[3:]))
         for stage in range(len(self.depth)):
             own_s = weight_s[:, stage, : pipeline.replicas[stage]]
@@ -209,8 +218,7 @@ def weight_times(
 
 
 def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
-    """Yield (stage, is forward, schedule steps of the slots in order) of all forwards and
-    backwards."""
+    """Yield (stage, is forward, schedule steps of the slots in order) of all passes."""
     for stage, begins in enumerate(depth.tolist()):
         for is_forward, begin in ((True, begins), (False, 2 * int(depth.max()) + 1 - begins)):
             yield stage, is_forward, slice(begin, begin + 2 * slots - 1, 2)

@@ -67,8 +67,7 @@ class Pipeline:
 
     @property
     def lead_s(self) -> Floats:
-        """[S, R] time before every replica's first forward, for weights updated in the step
-        before."""
+        """[S, R] time before the first forward, for weights that the step before updated."""
         if self.gathering is None:
             return np.zeros(self.forward_s.shape[1:])
         return self.gathering.left_s(self.forward_s[0])
@@ -84,7 +83,7 @@ class Pipeline:
         return self.reducing.left_s(np.stack(last_s))
 
     def last_pass_s(self, stage: int, delay: int) -> Floats:
-        """Return [R, ...] the pass that overlaps with a stage's reductions.
+        """Return the passes [R, ...] that overlap with a stage's reductions.
 
         Args:
             stage: index of the stage.

@@ -65,8 +65,7 @@ class Finding:
     problem: Problem
     sequence: int
     operation: str  # operation of most ranks
-    ranks: tuple[int, ...]  # ranks that are missing, differ, are behind,
-    # or have no dump
+    ranks: tuple[int, ...]  # ranks that are missing, differ, are behind, or have no dump
     waiting: tuple[int, ...]  # ranks that are in it
     detail: str
     since_ns: int  # when the first rank issued it

@@ -96,7 +96,7 @@ class Dumped(Struct, frozen=True, kw_only=True):
 
 
 def analyze_dumps(files: Sequence[Path]) -> Dumped:
-    """Judge the dumps of one hang; raises DataError where none can be read."""
+    """Judge the dumps of one hang; raise DataError if none can be read."""
     dumps, said = read_dumps(files)
     seen = groups_of(dumps)
     findings = [

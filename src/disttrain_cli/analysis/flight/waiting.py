@@ -19,7 +19,7 @@ class Position:
     # other ranks that have issued it, and on which it is pending
     inside: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()  # ranks of its group without a dump
-    known: bool = True  # False where a message does not name its peer, or cannot be paired
+    known: bool = True  # False if a message does not name its peer, or cannot be paired
 
     @property
     def pending(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rank of each file, files of one job, and alignment of their clocks."""
+"""Ranks of files, selection of the files of one job, and alignment of their clocks."""
 
 from __future__ import annotations
 

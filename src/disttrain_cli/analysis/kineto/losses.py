@@ -9,7 +9,7 @@ the losses sum to the step. By key of `lost_s`:
   copies and fills, where they are not overlapped with compute.
 - `data`: the device is idle while the CPU loads data (an annotation or operator named after the
   DataLoader).
-- `host`: the device is idle and its host is late: the next kernel was launched only after the
+- `host`: the device is idle and its host delays it: the next kernel was launched only after the
   device had become idle, or, if its launch is not recorded, the host was running operators or
   calls. Before the first kernel of a step and after its last one, for more than 1 ms, the host must
   be recorded running something.
@@ -49,7 +49,7 @@ from disttrain_cli.analysis.walk import Floats
 #: Significance level of a straggler.
 LEAST_SURE = 0.05
 #: If a larger share of the waiting is for one rank, that rank may be the straggler, unless its
-#: p-value is larger than this.
+#: p-value is larger than `MOST_CHANCE`.
 MOST_WAITING, MOST_CHANCE = 0.8, 0.5
 #: Finer kinds of lost time → the key of `lost_s` that they are part of.
 KEY_OF = {

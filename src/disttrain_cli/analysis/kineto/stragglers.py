@@ -1,4 +1,4 @@
-"""Verdicts on stragglers: why they are late, the saving of fixing them, and the confidence."""
+"""Verdicts on stragglers: why they are delayed, the saving of fixing them, and the confidence."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def unlikely(losses: Losses) -> float:
 
 
 def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool) -> str:
-    """Explain why ranks are late, by what they do longer than the others."""
+    """Explain why ranks are delayed, by what they do longer than the others."""
     who, one = name_ranks(sorted(late.ranks)).capitalize(), len(late.ranks) == 1
     if not understood:
         return (

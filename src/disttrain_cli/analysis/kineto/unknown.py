@@ -126,7 +126,7 @@ def idle_without_reason(
     evidence: list[Evidence],
     repaired: float,
 ) -> Verdict:
-    """Return the verdict if the devices idle and no record shows late hosts."""
+    """Return the verdict if the devices idle and no record shows host-side delays."""
     if repaired > MOST_REPAIRED:
         return _unknown(
             f"the devices seem to idle {of_step}, but {100 * repaired:.0f} % of the kernels had"

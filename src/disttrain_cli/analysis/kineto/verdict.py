@@ -1,7 +1,7 @@
 """Verdict on a job with only Kineto traces: stragglers, the host, data, communication, or compute.
 
 If the traces do not show the cause (`unknown`), nothing is blamed: no kernels, most of them of an
-unknown kind, or devices that idle without a record of a late host.
+unknown kind, or devices that idle without a record of host-side delays.
 
 Evidence (`analysis/confidence.py`): of stragglers, one minus the p-value, times the probability
 that fixing them saves enough in more such steps (of those known by waiting alone, their share of

@@ -8,8 +8,7 @@ from msgspec import Meta, Struct
 
 
 class CollectiveKind(Struct, frozen=True, kw_only=True):
-    """All collectives of one kind among equally many ranks; times are per collective, not per
-    rank."""
+    """All collectives of one kind among equally many ranks; times are per collective."""
 
     kind: str
     ranks: int

@@ -209,8 +209,7 @@ class Part(Struct, frozen=True, kw_only=True):
 
 
 class InsideRow(Struct, frozen=True, kw_only=True):
-    """Breakdown of an operation's time, by torch's profile of some steps (train
-    --profile-steps)."""
+    """Breakdown of an operation's time by torch's profile of some steps (`--profile-steps`)."""
 
     unit: str
     stage: int

@@ -178,8 +178,7 @@ def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
 
 
 def _of_a_slot(passes: Passes, ms: Floats, mask: NDArray[np.bool_]) -> float:
-    """Return the time of a microbatch on one rank, mean over ranks and microbatches of the
-    passes."""
+    """Return the time of a microbatch on one rank, mean over the chosen ranks and microbatches."""
     return float(
         ms[mask].sum() / len(np.unique(np.stack([passes.rank[mask], passes.slot[mask]]), axis=1)[0])
     )

@@ -94,8 +94,7 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
 
 
 def _clocks(trace: StudyTrace, sent: Sent, ranks: list[int]) -> list[HostClock]:
-    """Return the clock of every rank relative to the first one's, with bounds loosened by
-    `APART_S`."""
+    """Return each rank's clock relative to the first one's, with bounds looser by `APART_S`."""
     slack_ns, steps = round(1e9 * APART_S), range(len(trace.steps))
     messages = [
         (step, str(one), str(other), round(1e9 * least[step]) + slack_ns)
@@ -156,8 +155,10 @@ def _contradictions(sent: Sent, left_s: Floats) -> int:
 
 
 def _shifted(trace: StudyTrace, shift_s: Floats) -> StudyTrace:
-    """Subtract the clocks' offsets [operations, steps] from the times; steps start with their first
-    row."""
+    """Subtract the clocks' offsets [operations, steps] from the times.
+
+    Steps start with their first row.
+    """
     first = (trace.start - shift_s).min(axis=0)
     return replace(
         trace,

@@ -53,8 +53,7 @@ class NoGraphError(Exception):
 
 @dataclass(frozen=True)
 class StudyGraph:
-    """Operations of all replicas [operations] in the trace's columns, and how they wait for each
-    other."""
+    """Operations of all replicas [operations], in the trace's columns, and their dependencies."""
 
     trace: StudyTrace  # on one clock
     optype: NDArray[np.str_]

@@ -360,8 +360,7 @@ def _replica_is_whole(
 
 
 def _missing(numbers: Ints, count: int) -> list[int]:
-    """Return the first of 0 … count − 1 that are not among the numbers, at most as many as
-    these."""
+    """Return the first of 0 … count − 1 that are not among the numbers, at most as many."""
     return np.setdiff1d(np.arange(min(count, 2 * len(numbers))), numbers).tolist()
 
 

@@ -21,8 +21,7 @@ from disttrain_cli.analysis.walk import Floats
 
 
 def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Finding]:
-    """Return the causes that slow the steps: durations of operations, and launch delays as
-    recorded.
+    """Return the causes that slow the steps: operations' durations, and recorded launch delays.
 
     An operation's launch depends on the durations of others: with those fixed it would be launched
     earlier. So fixes of durations are tried on steps without launch delays, as in the study.
@@ -93,8 +92,7 @@ def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
 
 
 def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect]:
-    """Yield, by stage, operations other than passes that are slower than the median of their
-    type."""
+    """Yield, by stage, operations slower than the median of their type, passes excluded."""
     late = (graph.taken - ideal_of(graph)).clip(0.0)
     late[passes] = 0.0
     for stage in np.unique(graph.stage):

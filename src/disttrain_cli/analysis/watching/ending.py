@@ -27,8 +27,7 @@ class Ending:
         self._heard_s = time.monotonic()
 
     def over(self) -> bool:
-        """Return True if the job has ended, as far as this host can see; False before it has
-        begun."""
+        """Return True if the job has begun and ended, as far as this host can see."""
         held = _held(self._folder.root / ".training")
         self.begun |= held
         if held or not (self._folder.traces / "job.json").exists():

@@ -117,7 +117,12 @@ class Staying:
     long_enough: bool = False
 
     def on(self, first: int, last: int) -> Staying:
-        """Return it after one more look, at steps of which the first is warm-up."""
+        """Return the state after one more look.
+
+        Args:
+            first: first step of the look, which is warm-up.
+            last: last step of the look.
+        """
         looks = self.looks + 1
         since = self.last if self.looks else last
         return Staying(self.where, looks, since, looks >= STAYS and first >= since)
@@ -135,7 +140,7 @@ class Watcher:
         self._root = root
         self._tail = Tail(root / "traces", steps + WARM_UP)
         self._layouts = KnownLayouts()
-        self._step_s: float | None = None  # of the last look
+        self._step_s: float | None = None  # step time of the last look
         self._before: Said | None = None
         self._stood: Said | None = None
         self._staying = Staying()
@@ -150,8 +155,7 @@ class Watcher:
         return now_s is not None and before_s is not None and abs(now_s / before_s - 1) > MOVED
 
     def look(self) -> Look | None:
-        """Analyse the job now; None if there is no new step since the last look, or no complete
-        one.
+        """Analyse the job now; None if there is no new complete step since the last look.
 
         Raises:
             SpecError: job.json of the traces cannot be read.

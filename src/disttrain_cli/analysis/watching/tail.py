@@ -74,8 +74,7 @@ class Tail:
         return grown
 
     def reached(self) -> tuple[object, int]:
-        """Return the identity of the start that is read, and the last step that rank 0 reported in
-        it."""
+        """Return the identity of the start that is read, and the last step that rank 0 reported."""
         self._follow_start()
         if self._reported is None:
             return None, -1
@@ -83,8 +82,7 @@ class Tail:
         return self._written, self._reported.last
 
     def latest_s(self, steps: int) -> float | None:
-        """Return the mean seconds of the last steps that rank 0 reported; None if there are
-        fewer."""
+        """Return the mean seconds of the last steps that rank 0 reported; None if too few."""
         self._follow_start()
         if self._reported is None:
             return None
