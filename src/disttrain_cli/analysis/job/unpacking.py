@@ -1,8 +1,8 @@
 """Reader of disttrain's traces in Chrome JSON (`analyze --perfetto`): the same rows and figures.
 
-The file's header holds what is no event: the job, the ranks' coordinates, which steps are measured,
-and the rows of steps, sizes and samples. Rows of the trace are its events: bars, and counters of
-memory. Times are already on one clock.
+The file's header holds all data other than events: the job, the ranks' coordinates, which steps are
+measured, and the rows of steps, sizes and samples. Rows of the trace are its events: bars, and
+counters of memory. Times are already on one clock.
 """
 
 from __future__ import annotations

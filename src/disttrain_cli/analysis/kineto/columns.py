@@ -79,7 +79,7 @@ class Extent:
     last_ns: int = -(2**63)
 
     def include(self, columns: Columns, chosen: NDArray[np.bool_]) -> None:
-        """Extend it to the chosen rows."""
+        """Extend the range to the chosen rows."""
         if chosen.any():
             starts, lengths = columns["start_ns"][chosen], columns["duration_ns"][chosen]
             self.first_ns = min(self.first_ns, int(starts.min()))

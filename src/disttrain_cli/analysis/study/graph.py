@@ -310,6 +310,6 @@ def _of_part(trace: StudyTrace, passes: list[int], part: int) -> list[int]:
 
 
 def _chain(operations: list[int], after: list[set[int]]) -> None:
-    """Let each operation wait for the one before."""
+    """Make each operation wait for the one before."""
     for before, following in itertools.pairwise(operations):
         after[following].add(before)
