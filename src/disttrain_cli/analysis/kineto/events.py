@@ -109,8 +109,7 @@ def mend_bytes(text: bytes) -> bytes:
 
 
 def mend(text: bytes) -> bytes:
-    """Repair as `mend_bytes`, and bad escapes, raw control characters, nan and inf in lists;
-    slow."""
+    """Repair as `mend_bytes`, and bad escapes, control characters, nan and inf in lists; slow."""
     return _TO_MEND.sub(_mend_token, mend_bytes(text))
 
 
