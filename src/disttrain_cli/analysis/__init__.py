@@ -1,11 +1,11 @@
-"""From traces to a verdict: DuckDB over them, queries as `.sql` files, replay, advice, report.
+"""Trace analysis: from traces to a verdict, by DuckDB queries, replay, remedies and a report.
 
-Start with `analyze.analyze` (what the command calls): `formats` finds out whose traces they are;
-`job/` reads this project's, `kineto/` those of any PyTorch job, `study/` operations of other
-trainers; `cache` keeps what was read once, `remembered` what was found. All end in a
-`result.summary.Analysis`. `queries/` holds one question per file, `walk` replays a step with delays
-removed, `losses` splits the lost time, `what_if` follows the published
-study, `remedies/` says what would help, `verdict` names the cause and `next_commands` what to run.
-`report/` writes the HTML page, `compare` sets two runs side by side, `expressions` evaluates
-`--fail-if`.
+Start with `analyze.analyze` (what the command calls): `formats` detects the format of traces;
+`job/` reads disttrain's, `kineto/` those of any PyTorch job, `study/` operations of other trainers,
+and `flight/` dumps of PyTorch's flight recorder. `cache` keeps the databases built from traces,
+`remembered` the results. All traces end in a `result.summary.Analysis`. `queries/` has one SQL
+query per file, `walk` replays a step without some of its delays, `losses` attributes the lost time
+to causes, `what_if` follows the published study, `job/remedies/` estimates what would help,
+`verdict` names the cause and `next_commands` the command to run next. `report/` writes the HTML
+page, `compare` compares two runs, `expressions` evaluates `--fail-if`.
 """

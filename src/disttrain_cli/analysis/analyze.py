@@ -1,5 +1,4 @@
-"""From traces to an `Analysis`: find out what they are and hand them to the reader of that
-format."""
+"""Entry point of the analysis: detect the traces' format and call the reader of that format."""
 
 from __future__ import annotations
 
@@ -41,12 +40,14 @@ def analyze(paths: list[Path], progress: Progress = silent) -> Analysis:
 def analyze_open(
     paths: list[Path], progress: Progress = silent
 ) -> tuple[Analysis, Callable[[], Pictures]]:
-    """The same, and what draws the report's pictures of the same traces, should a report be
-    wanted."""
+    """Return the analysis and a function that draws the report's pictures of the same traces.
+
+    The traces are opened at most once, and not at all if both results are cached.
+    """
     trace_format, files, left_out = _traces(paths)
     inputs = files_of(trace_format, files)
     named = f"{trace_format} {[str(path) for path in paths]}"
-    # at most once, and not where all is known already
+    # opened at most once, and not at all if both results are cached
     traces = cache(lambda: _open(trace_format, files, progress))
     analysis = remembered(
         inputs, f"analysis {named}", Analysis, lambda: _judge(trace_format, traces())
@@ -68,7 +69,7 @@ def analyze_open(
 
 
 def _traces(paths: list[Path]) -> Traces:
-    """What the paths hold; DataError where that is no trace."""
+    """Return the traces in the paths; raise DataError for dumps of the flight recorder."""
     found = find_format(paths)
     if found.format == "flight recorder":
         raise DataError(
@@ -80,7 +81,7 @@ def _traces(paths: list[Path]) -> Traces:
 
 
 def _open(trace_format: Format, files: list[Path], progress: Progress) -> Any:
-    """The traces as the reader of their format holds them."""
+    """Open the traces with the reader of their format."""
     if trace_format == "kineto":
         from disttrain_cli.analysis.kineto.database import open_kineto
 
@@ -105,7 +106,7 @@ def _judge(trace_format: Format, traces: Any) -> Analysis:
 
 
 def _draw(trace_format: Format, traces: Any, rank: int | None) -> Pictures:
-    """Pictures that show, among others, the rank that the verdict names."""
+    """Draw pictures that include the rank that the verdict names."""
     from disttrain_cli.analysis.report.pictures import kineto_pictures, pictures_of
 
     if trace_format == "kineto":
@@ -118,14 +119,14 @@ def _draw(trace_format: Format, traces: Any, rank: int | None) -> Pictures:
 
 
 def analyze_database(database: Database) -> Analysis:
-    """The same for own traces that are open already."""
+    """Analyse an open database of disttrain's own traces."""
     from disttrain_cli.analysis.job.analysis import analyze_database as analyze_own
 
     return analyze_own(database)
 
 
 def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
-    """Answer one SELECT over the documented views of the traces, read-only.
+    """Run one SELECT over the documented views of the traces, read-only.
 
     Raises:
         DataError: as `analyze`.

@@ -1,8 +1,8 @@
-"""What was read once is kept: a file per set of inputs, in the user's cache folder.
+"""Cache of what is built from traces: one file per set of inputs, in the user's cache folder.
 
-The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a fingerprint of
-the inputs' absolute paths, sizes and times of change and of the reader's version, so whatever
-changed is read again.
+The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a hash of the
+inputs' absolute paths, sizes and modification times and of the reader's version, so changed inputs
+are read again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from disttrain_cli import __version__
 
-#: Files beyond this, all together, are removed, those not used for longest first.
+#: Maximum size of the cache; beyond it, the least recently used files are removed.
 MOST_BYTES = 8 * 2**30
 _ABANDONED_S = 24 * 3600
 
 
 def cache_folder() -> Path:
-    """Where databases are kept."""
+    """Return the folder of the cached files."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (
         Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
@@ -36,18 +36,18 @@ def cache_folder() -> Path:
 def cached(
     inputs: list[Path], version: str, build: Callable[[Path], None], ending: str = ".duckdb"
 ) -> tuple[Path, bool]:
-    """The file built of `inputs`, now where there is none yet; and whether it stays (else the
-    caller removes it).
+    """Return the file built from `inputs`, and True if it stays in the cache.
 
-    A process that builds writes beside the final name and renames at the end: no reader meets half
-    a database, and of two that build at once the last one wins. Where the folder cannot be written,
-    the database goes to a temporary folder of its own.
+    A cached file is returned as it is; otherwise `build` writes it. The caller removes a file that
+    does not stay (`forget`). The file is written under a temporary name and renamed at the end, so
+    no reader opens a partial file; of two processes that build at once, the last one wins. If the
+    cache folder cannot be written, the file is built in a temporary folder.
 
     Args:
         inputs: files that are read.
-        version: of the reader and of all else that the content depends on.
-        build: writes the file at the path it is given.
-        ending: of its name: a database, or JSON.
+        version: version of the reader and of all else that the content depends on.
+        build: writes the file to the path in its argument.
+        ending: suffix of the file's name, `.duckdb` or `.json`.
     """
     folder = cache_folder()
     try:
@@ -75,13 +75,13 @@ def cached(
 
 
 def forget(database: Path) -> None:
-    """Remove a database that does not stay, with its temporary folder."""
+    """Remove a file that is not in the cache, with its temporary folder."""
     shutil.rmtree(database.parent, ignore_errors=True)
 
 
 @cache
 def program() -> str:
-    """The version of this package, and a fingerprint that changes with any of its files."""
+    """Return a hash of this package's version and of each of its files' path, size and time."""
     files: list[Any] = []
     folders = [str(resources.files("disttrain_cli"))]
     while folders:
@@ -114,8 +114,7 @@ def _key(inputs: list[Path], version: str) -> str:
 
 
 def _bound(folder: Path, keep: Path) -> None:
-    """Remove what was not used for longest until the rest fits, and what a killed process left
-    behind."""
+    """Remove the least recently used files beyond `MOST_BYTES`, and old unfinished builds."""
     try:
         for left in folder.glob(".building-*"):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:

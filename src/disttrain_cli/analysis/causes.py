@@ -1,14 +1,13 @@
-"""Which causes slow a job, by what mending each of them gains: recorded steps replayed without one
-of them at a time.
+"""Search for the causes that slow a job: recorded steps replayed without one suspect at a time.
 
-A `Suspect` is one thing that could be mended, at one place. `find_causes` mends the one that gains
-most, then, with that mended, the next, until nothing is left that gains. So causes that hide each
-other are found too, and what the rows claim adds up to what mending all of them gains. Several
-suspects of a kind are one finding where each alone gains little of what all of them do: late hosts
-everywhere, or two equally slow replicas.
+A `Suspect` is one fault at one location. `find_causes` removes the suspect that saves most, then,
+with that one removed, the next, until the rest saves nearly nothing. So causes that hide each other
+are found too, and the rows' savings add up to the saving of removing all of them. Several suspects
+of one kind are one finding if each alone saves little of what all of them save together: delayed
+hosts everywhere, or two equally slow replicas.
 
-Of every finding it is also known what it gains alone, all else as recorded, and what of it hangs on
-a single event.
+Every finding also has its saving if it alone is removed, all else as recorded, and its saving
+without its largest single event.
 """
 
 from __future__ import annotations
@@ -22,57 +21,57 @@ import numpy as np
 from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.walk import Floats
 
-#: A cause that gains less than this share of a step is no fault.
+#: A cause that costs less than this share of a step is no fault.
 LEAST_SHARE = 0.05
-#: The same of what is a limit that nobody reaches: even work, where the data are ordered already
-#: and cannot be cut.
+#: As `LEAST_SHARE`, for upper bounds that cannot be reached: even work, where the data are ordered
+#: already and cannot be cut.
 LEAST_LIMIT_SHARE = 0.1
-#: What gains less than this share is not looked at any more.
+#: The search ends at suspects that save less than this share of a step.
 SMALLEST_SHARE = 0.01
-#: One suspect is named alone where mending it gains this share of what mending all of its kind
-#: does.
+#: One suspect is a finding by itself if removing it saves this share of what removing all of its
+#: kind saves.
 ALONE_SHARE = 0.4
-#: The fewest suspects of a kind are named that gain this share of what all of them do.
+#: Of suspects of one kind, the fewest that save this share of what all of them save are named.
 ENOUGH_SHARE = 0.9
-#: Suspects of a kind that are looked at one by one; the others are mended together.
+#: Suspects of a kind that are replayed one by one; the others are removed together.
 MOST_SUSPECTS = 8
 
-#: Times that a replay takes, [nodes, steps] or [steps] each.
+#: Input of a replay: arrays of seconds, [nodes, steps] or [steps] each.
 State = tuple[Floats, ...]
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """One thing that could be mended."""
+    """A possible fault; `mend` maps recorded times to the times without it."""
 
     cause: str
     place: Place
     mend: Callable[[State], State]
-    # seconds per step that it adds where it adds most: the order in which places are named that
-    # gain only together
+    # seconds per step that it adds to the rank where it adds most: the order in which locations are
+    # named if they save time only together
     most_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause and what mending it gains, seconds by step."""
+    """A cause and the seconds saved in every step by removing it."""
 
     cause: str
-    places: list[Place]  # those that gain most alone first, then those that add most
-    gain_s: Floats  # once the findings before it are mended
-    alone_s: Floats  # all else as recorded
-    # mean of `gain_s` if its largest single event had not happened; None: not told
+    places: list[Place]  # by saving alone, then by seconds added
+    gain_s: Floats  # [steps] once the findings before it are removed
+    alone_s: Floats  # [steps] all else as recorded
+    # mean of `gain_s` without its largest single event; None: unknown
     rest_s: float | None = None
-    limit: bool = False  # whether mending gains less than that: how much less is not known
-    regained: bool = False  # whether it claims only what another plan or ordering regains of it
+    limit: bool = False  # an upper bound: the true saving is less, by an unknown amount
+    regained: bool = False  # reduced to what another plan or ordering saves
 
     @property
     def least_share(self) -> float:
-        """Of a step, what it must gain to be a fault."""
+        """Share of a step that it must save to be a fault."""
         return LEAST_LIMIT_SHARE if self.limit else LEAST_SHARE
 
     def claiming(self, share: float) -> Finding:
-        """The same, of which only a share can be regained."""
+        """Return the finding with its savings reduced to a share, as only that can be regained."""
         return replace(
             self,
             gain_s=self.gain_s * share,
@@ -88,12 +87,13 @@ def find_causes(
     suspects: Sequence[Suspect],
     least_share: float = LEAST_SHARE,
 ) -> tuple[list[Finding], State]:
-    """What slows the steps, what gains most first, and the steps with all of it mended.
+    """Return the causes that slow the steps, largest saving first, and the steps without them.
 
     Args:
-        replay: seconds of every step [steps] of times as in `recorded`.
-        suspects: what could be mended.
-        least_share: of a step, what several suspects must gain to be one finding.
+        replay: returns the seconds of every step [steps] for times such as `recorded`.
+        recorded: recorded times, the input of a replay.
+        suspects: possible faults.
+        least_share: share of a step that several suspects must save together to be one finding.
     """
     first = now = replay(recorded)
     least, smallest = least_share * first.mean(), SMALLEST_SHARE * first.mean()
@@ -130,14 +130,14 @@ def find_causes(
 
 
 def mend(state: State, suspects: Sequence[Suspect]) -> State:
-    """Times without any of these."""
+    """Return the times without any of these faults."""
     return reduce(lambda mended, one: one.mend(mended), suspects, state)
 
 
 def _pick(
     replay: Callable[[State], Floats], state: State, now: Floats, left: list[Suspect], least: float
 ) -> list[Suspect]:
-    """What to mend next: one suspect, or several that gain together only."""
+    """Return the suspects to remove next: one, or several that save time only together."""
 
     def gain(some: Sequence[Suspect]) -> float:
         return float((now - replay(mend(state, some))).mean())
@@ -164,8 +164,10 @@ def _ranked(
     picked: list[Suspect],
     smallest: float,
 ) -> list[Suspect]:
-    """Suspects that gain together: those first that gain most alone, where any does, then those
-    that add most."""
+    """Sort suspects that save time together, largest saving alone first.
+
+    Those that save nothing alone follow, by the seconds that they add.
+    """
     if len(picked) == 1:
         return picked
     gains = {id(one): float((now - replay(mend(state, [one]))).mean()) for one in picked}
@@ -178,7 +180,7 @@ def _ranked(
 def _fewest(
     gain: Callable[[Sequence[Suspect]], float], suspects: list[Suspect], all_s: float
 ) -> list[Suspect]:
-    """The suspects without those that the gain does not need."""
+    """Drop suspects, those that add least first, while the rest save `ENOUGH_SHARE` of `all_s`."""
     kept = suspects
     for one in sorted(suspects, key=lambda one: one.most_s):
         without = [other for other in kept if other is not one]
@@ -188,8 +190,10 @@ def _fewest(
 
 
 def _without_largest(before: State, mended: State) -> State | None:
-    """As before, but for the one time that mending shortens most; None where there is one step
-    only."""
+    """Return `before` with only its largest single event removed; None if there is one step only.
+
+    The event is the one time that differs most between `before` and `mended`.
+    """
     if before[0].shape[1] < 2:
         return None
     shorter = [was - is_now for was, is_now in zip(before, mended, strict=True)]

@@ -1,5 +1,4 @@
-"""Two runs compared: figures of their analyses, and the times of their steps, by operation and
-kernel."""
+"""Comparison of two runs: figures of their analyses, and step times by operation and kernel."""
 
 from __future__ import annotations
 
@@ -11,19 +10,21 @@ from disttrain_cli.analysis.result.summary import Analysis
 from disttrain_cli.analysis.sampled import WHOLE, Key, Samples, Series
 from disttrain_cli.analysis.significance import LEVEL, Difference, difference, holm
 
-#: Beyond this many times the figure before, which then is as good as nothing, a change in percent
-#: says nothing.
+#: No change in percent is given if the figure after exceeds the one before this many times, as the
+#: latter is practically zero.
 MOST_CHANGE = 1e4
 
 
-#: Kernels that take less of a step than this in both runs are put together.
+#: Kernels that take less than this share of a step in both runs are summed in one row.
 LEAST_SHARE = 1e-3
 MEASURES = ("step", "kind", "operation", "kernel")
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One figure in both analyses; null where one of them lacks it. No percentage: from nothing, or
-    of another sign."""
+    """One figure in both analyses; null if one of them lacks it.
+
+    There is no percentage from zero or between figures of different signs.
+    """
 
     what: str
     before: float | None
@@ -32,7 +33,7 @@ class Change(Struct, frozen=True, kw_only=True):
 
 
 def compare(before: Analysis, after: Analysis) -> list[Change]:
-    """Rows of the job, of every unit that both have, and of the losses."""
+    """Compare the figures of the job, of every unit that both runs have, and of the losses."""
     rows = [
         _change(f"job.{name}", getattr(before.job, name), getattr(after.job, name))
         for name in (
@@ -63,7 +64,7 @@ def compare(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _lost_s(analysis: Analysis, cause: str) -> float | None:
-    """What a cause costs; null where the traces do not tell it."""
+    """Return the seconds lost to a cause; None if the traces do not contain them."""
     stragglers = analysis.stragglers
     return None if cause in stragglers.not_told else (stragglers.lost_s or {}).get(cause)
 
@@ -81,23 +82,23 @@ def _change(what: str, before: float | None, after: float | None) -> Change:
 
 
 class TimeChange(Struct, frozen=True, kw_only=True):
-    """What an operation or a kernel took of a step in both runs; null where one lacks it."""
+    """Seconds per step of an operation or a kernel in both runs; null if one lacks it."""
 
     measure: str  # step, kind, operation or kernel
     name: str
     before_s: float | None
     after_s: float | None
     difference_s: float | None
-    low_s: float | None  # 95 % interval of the difference; null where steps are too few to tell
+    low_s: float | None  # 95 % interval of the difference; null if there are too few steps
     high_s: float | None
-    p: float | None  # of the step its own; of other rows Holm's, over all of those
+    p: float | None  # uncorrected for the step; for all other rows Holm's, over those rows
     significant: bool | None
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """Steps of two runs compared.
+    """Comparison of the steps of two runs.
 
-    The step is the primary comparison, stated before any result, so its p-value is not corrected.
+    The step is the primary comparison, chosen before any result, so its p-value is not corrected.
     """
 
     test: str = (
@@ -111,7 +112,7 @@ class Times(Struct, frozen=True, kw_only=True):
 
 
 def compare_times(before: Samples, after: Samples) -> Times:
-    """Compare step, kinds, operations and kernels; the largest differences of each first."""
+    """Compare step, kinds, operations and kernels; the largest differences of each come first."""
     first, second = _without_small(*_with_nothing(before, after))
     found: dict[Key, Difference | None] = {
         key: difference(first[key], second[key]) if key in first and key in second else None
@@ -140,8 +141,11 @@ def compare_times(before: Samples, after: Samples) -> Times:
 
 
 def _with_nothing(before: Samples, after: Samples) -> tuple[Series, Series]:
-    """Both with zeros for what only the other has, where both would name it alike: kernels, and all
-    else of traces of one format."""
+    """Add zeros to both series for keys that only the other one has.
+
+    Only keys that both runs would name alike are added: kernels, and all others if the traces have
+    one format.
+    """
 
     def filled(own: Samples, other: Samples) -> Series:
         lengths = {key[0]: len(values) for key, values in own.series.items()}
@@ -157,7 +161,7 @@ def _with_nothing(before: Samples, after: Samples) -> tuple[Series, Series]:
 
 
 def _without_small(before: Series, after: Series) -> tuple[Series, Series]:
-    """Both with the kernels that hardly matter in either as one row."""
+    """Sum the kernels that take less than `LEAST_SHARE` of a step in both runs in one row."""
     step_s = max(_mean(one.get(WHOLE)) or 0.0 for one in (before, after))
     means: dict[Key, float] = {}
     for one in (before, after):
@@ -183,7 +187,7 @@ def _mean(values: NDArray[np.float64] | None) -> float | None:
 
 
 def _size(row: TimeChange) -> float:
-    """How much a row matters; what only one run has by all of it."""
+    """Return a row's absolute difference, or all of its time if one run lacks it, for sorting."""
     if row.difference_s is not None:
         return abs(row.difference_s)
     return row.before_s or row.after_s or 0.0

@@ -1,5 +1,7 @@
-"""`--fail-if 'slowdown > 1.2 or verdict.cause == data'`: comparisons with figures and words of the
-analysis; nothing is evaluated. `and` binds closer than `or`, parentheses group, `not` turns around.
+"""Conditions of `--fail-if 'slowdown > 1.2 or verdict.cause == data'`, without evaluating any code.
+
+Comparisons read figures and texts of the analysis. `and` binds tighter than `or`, parentheses
+group, `not` negates.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _JOINING = ("and", "or", "not")
-#: Parentheses and `not` that may stand in one another.
+#: Maximum nesting of parentheses and `not`.
 _DEEPEST = 50
 
 Value = float | str | None
@@ -38,16 +40,16 @@ Token = tuple[str, str]  # kind, text
 
 
 def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
-    """Whether the condition holds, and the sentence that says so.
+    """Return True if the condition holds, and the sentence that reports it.
 
-    A comparison is `NAME OPERATOR VALUE`. NAME is a path of the analysis' JSON (`job.mfu`,
-    `verdict.cause`, `stragglers.lost_s.data`, `units.llm.busy_fraction`) or its last part where
-    that is unambiguous among job and stragglers (`slowdown`, `mfu`). VALUE is a number, of which
-    `%` is a hundredth, or a text, with quotes or without; texts are equal or not, and what is null
-    is no text.
+    A comparison is `NAME OPERATOR VALUE`. NAME is a path in the analysis' JSON (`job.mfu`,
+    `verdict.cause`, `stragglers.lost_s.data`, `units.llm.busy_fraction`) or its last part if it is
+    unambiguous in job and stragglers (`slowdown`, `mfu`). VALUE is a number, of which `%` is a
+    hundredth, or a text, with quotes or without. Texts compare by == and != only; null is unequal
+    to every text.
 
     Raises:
-        UsageError: it is no such condition, or names no figure that was measured.
+        UsageError: the condition cannot be parsed, or names no figure that was measured.
     """
     condition = _Condition(expression, values(analysis))
     result = condition.read()
@@ -61,12 +63,12 @@ def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
 
 
 def check(expression: str) -> None:
-    """Raise UsageError where no analysis could answer: it is no condition."""
+    """Raise UsageError if the condition cannot be parsed."""
     _Form(expression, {}).read()
 
 
 def fail_if(analysis: Analysis, expression: str) -> None:
-    """Raise ConditionHoldsError (exit code 5) where the expression holds; UsageError as `holds`."""
+    """Raise ConditionHoldsError (exit code 5) if the expression holds; UsageError as `holds`."""
     result, sentence = holds(analysis, expression)
     if result:
         raise ConditionHoldsError(
@@ -75,8 +77,10 @@ def fail_if(analysis: Analysis, expression: str) -> None:
 
 
 class _Condition:
-    """A condition read from left to right; both sides of `and` and `or` are read, so that every
-    mistake is told."""
+    """Recursive-descent evaluator of a condition.
+
+    It evaluates both sides of `and` and `or`, so that every error is reported.
+    """
 
     def __init__(self, expression: str, known: Mapping[str, Value]) -> None:
         self._expression, self._known = expression, known
@@ -102,7 +106,7 @@ class _Condition:
         return tokens
 
     def _next(self, *texts: str) -> bool:
-        """Step over the next token if it is one of these, unquoted."""
+        """Consume the next token if it is one of these, unquoted."""
         if self._place < len(self._tokens):
             kind, text = self._tokens[self._place]
             if kind in ("word", "mark") and text in texts:
@@ -162,7 +166,7 @@ class _Condition:
         ] = None
         kind, text = given
         if kind == "number" and value is None and name.startswith("verdict.place."):
-            return sign == "!="  # it is at no place
+            return sign == "!="  # the verdict has no such location
         if kind == "number" and value is None:
             raise UsageError(
                 f"--fail-if cannot compare {name!r}",
@@ -204,15 +208,17 @@ class _Condition:
 
 
 class _Form(_Condition):
-    """A condition of which nothing is known but that it is one."""
+    """Condition that is only parsed, without an analysis."""
 
     def _compared(self, name: str, sign: str, given: Token) -> bool:
         return False
 
 
 def values(analysis: Analysis) -> dict[str, Value]:
-    """Every figure, text and null of the analysis by its dotted path; of job and stragglers also by
-    their own name."""
+    """Return every figure, text and null of the analysis by its dotted path.
+
+    Figures of job and stragglers are also there by their last part.
+    """
     plain = analysis.to_json()
     result: dict[str, Value] = {}
 

@@ -1,5 +1,8 @@
-"""What kind of traces a path holds: own Parquet segments, Kineto/Chrome JSON, or operations as
-Parquet; or dumps of PyTorch's flight recorder, which are no traces."""
+"""Detection of the format of traces in a path.
+
+Formats are disttrain's Parquet segments, Kineto/Chrome JSON, operations in Parquet, and dumps of
+PyTorch's flight recorder, which are no traces.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from disttrain_cli.errors import DataError
 RECORD = "Record a trace with: disttrain train"
 Format = Literal["disttrain", "kineto", "operations", "flight recorder"]
 JSON_ENDINGS = (".json", ".json.gz")
-#: What lies in a run's folder and is no trace.
+#: Files of a run's folder that are no traces.
 _NO_TRACE = frozenset({"job.json", "profile.json", "index.parquet"})
-#: Columns without which a Parquet file holds no operations of a job.
+#: Columns that a Parquet file of operations must have.
 _OF_OPERATIONS = frozenset({"dp_rank", "stage", "optype", "duration"})
 Content = Literal["own trace", "trace", "dump", "other"]
-#: Top-level keys of Chrome traces; arguments and headers of theirs may hold any key of a dump.
+#: Top-level keys of Chrome traces; nested arguments and headers may have any key of a dump.
 _OF_TRACES = frozenset({b"traceEvents", b"schemaVersion", b"deviceProperties", b"distributedInfo"})
 _OF_CHROME = frozenset({b"displayTimeUnit", b"baseTimeNanoseconds"})
-#: Own traces that were written as Chrome JSON (`analyze --perfetto`) have this before the events.
+#: Key before the events of disttrain traces in Chrome JSON (`analyze --perfetto`).
 _OWN_CHROME = b"disttrain"
-#: Every dump has the first; one without operations has the others alone.
+#: Top-level keys of a dump: every dump has the version; one without operations has no entries.
 _ENTRIES, _VERSION = b"entries", b"version"
 _OF_GROUPS = frozenset({b"pg_config", b"pg_status"})
 _READ_BYTES = 2**16
@@ -45,16 +48,18 @@ _FORMATS: dict[Content, Format] = {
 
 
 class Traces(NamedTuple):
-    """The one format of all paths, and its files (of own traces, whose reader looks itself, the
-    paths)."""
+    """Format of the traces, and their files.
+
+    The files of disttrain traces are the paths themselves, which their reader searches.
+    """
 
     format: Format
     files: list[Path]
-    said: list[str]  # what had to be left out
+    said: list[str]  # files that were skipped, and why
 
 
 def find_format(paths: list[Path]) -> Traces:
-    """What the paths hold.
+    """Return the format and files of the traces in the paths.
 
     Raises:
         DataError: a path does not exist, the paths hold different formats, or none of their files
@@ -85,7 +90,12 @@ def find_format(paths: list[Path]) -> Traces:
 
 
 def files_of(trace_format: Format, paths: list[Path]) -> list[Path]:
-    """Every file on which the analysis of these paths, as `find_format` gave them, depends."""
+    """Return every file that the analysis of these paths depends on.
+
+    Args:
+        trace_format: format of the traces.
+        paths: `Traces.files` of `find_format`.
+    """
     if trace_format == "disttrain":
         folders = [
             (path / "traces" if (path / "traces").is_dir() else path).resolve() for path in paths
@@ -125,8 +135,7 @@ def _look(path: Path) -> Traces:
 
 
 def _look_through(folder: Path) -> Traces:
-    """What a folder holds: a run's own traces, operations, or files of JSON, the first of these
-    that is there."""
+    """Return the traces in a folder: a run's own, operations in Parquet, or JSON, in this order."""
     if any(
         any(path.glob("rank-*/segment-*")) or (path / "job.json").is_file()
         for path in (folder, folder / "traces")
@@ -200,8 +209,11 @@ def _left_out(files: list[Path], why: str) -> list[str]:
 
 
 def _possible(folder: Path, said: list[str]) -> list[Path]:
-    """JSON files in a folder and in those inside it, and files in it that may be dumps by their
-    names; folders that cannot be listed are said."""
+    """Return the folder's files that may be traces or dumps by their names.
+
+    These are JSON files, also in subfolders, and files of the folder itself with a rank in the
+    name. Folders that cannot be listed are appended to `said`.
+    """
     files: list[Path] = []
 
     def skip(error: OSError) -> None:
@@ -241,7 +253,7 @@ def _content(file: Path) -> Content:
 
 
 def _chunks(file: Path) -> Iterator[bytes]:
-    """The bytes of a file, unpacked, as far as a dump can be long; up to where it is damaged."""
+    """Yield a file's decompressed bytes, up to the size of a dump or up to where it is damaged."""
     with file.open("rb") as source:
         packed = source.peek(2).startswith(b"\x1f\x8b")
         content = gzip.GzipFile(fileobj=source) if packed else source
@@ -251,7 +263,7 @@ def _chunks(file: Path) -> Iterator[bytes]:
                 length += len(chunk)
                 yield chunk
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            return  # the reader takes what it can
+            return  # the reader uses the intact part
 
 
 def _unreadable(file: Path, error: OSError) -> str:
@@ -259,7 +271,7 @@ def _unreadable(file: Path, error: OSError) -> str:
 
 
 def _holds_operations(file: Path) -> bool | None:
-    """Whether a Parquet file has the columns of operations; None where it cannot be read."""
+    """Return True if a Parquet file has the columns of operations; None if it cannot be read."""
     import duckdb
 
     from disttrain_cli.analysis.sql import connect, literals, no_glob

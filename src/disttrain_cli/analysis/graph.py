@@ -1,11 +1,11 @@
-"""Playing recorded steps again with delays removed: what a step would take if…
+"""Replay of recorded steps without some of their delays.
 
-A step is a graph: every pass (forward, backward or weights' part of one rank in one slot) starts
-after the previous pass of its rank and after the passes it receives from:
+A step is a graph: every pass (forward, backward or weight gradients of one rank in one slot) starts
+after the previous pass of its rank and after the passes that it receives from:
 
     start = max(end of previous pass + handover, ends of sources) + transfer + load + gap
 
-With every term as recorded this gives the recorded step back; the difference is reported as
+With every term as recorded this reproduces the recorded step; the difference is reported as
 unexplained. Steps share one graph, so a replay is one walk over it (`walk`) with all steps side by
 side [passes, steps].
 """
@@ -23,8 +23,7 @@ from disttrain_cli.spec.trace import FORWARD
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds of every pass, [passes, steps]; `update_s` [steps] follows the last pass of a
-    step."""
+    """Seconds of every pass, [passes, steps]; `update` [steps] follows the last pass of a step."""
 
     compute: Floats
     transfer: Floats
@@ -36,18 +35,18 @@ class Delays:
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes of a step: what each computes, where and for which slot."""
+    """Passes of a step: rank, slot, operation, unit, stage, replica and depth of each."""
 
     rank: Ints
     slot: Ints
-    operation: Ints  # place in `COMPUTE`
+    operation: Ints  # index in `COMPUTE`
     unit: list[str]
     stage: Ints
     replica: Ints
     depth: Ints
 
     def groups(self, *columns: str) -> Ints:
-        """A number per pass, equal where the columns are."""
+        """Number the passes so that numbers are equal if all `columns` are."""
         keys = [
             np.unique(np.asarray(getattr(self, column)), return_inverse=True)[1]
             for column in columns
@@ -59,36 +58,37 @@ class Passes:
 
 @dataclass(frozen=True)
 class Graph(Passes):
-    """Passes of a step in the order of `walk`, with what was recorded of them."""
+    """Passes of a step in the order of `walk`, with their recorded times."""
 
     walk: Walk
     steps: Ints
-    predicted: Floats  # [passes, steps] seconds that the profile expects for the recorded work
+    predicted: Floats  # [passes, steps] seconds that the profile predicts for the recorded work
     recorded: Delays
     window: Floats  # [steps]
-    devices: dict[str, float]  # unit → devices for which one of its ranks stands
-    late: Floats  # [passes, steps] part of `recorded.gap` in which a rehearsal's own host was late
-    # [passes, steps] part of `recorded.compute` in exchanges with a TP or CP group; NaN: not known
+    devices: dict[str, float]  # unit → devices that one of its ranks represents
+    # [passes, steps] part of `recorded.gap` due to start delays of a rehearsal's own host
+    late: Floats
+    # [passes, steps] part of `recorded.compute` in TP or CP collectives; NaN: unknown
     exchanged: Floats
-    # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
+    # [passes] seconds that the profile predicts for a transfer; infinite if it has none
     expected: Floats
-    # that it expects of reduction and optimizer after the last pass; infinite likewise
+    # seconds that it predicts for reduction and optimizer after the last pass; infinite likewise
     expected_update_s: float
-    # [passes] group of ranks without a trace (`lost`) that may have sent what a pass waits for; -1:
+    # [passes] index in `lost` of ranks without a trace that may have sent the input of a pass; -1:
     # none
     unheard: Ints
     lost: list[list[tuple[str, int, int]]]  # unit, stage and replica of the ranks of each group
-    crowded: float  # compute of all ranks ÷ (window × cores) where they share cores, else 0
+    crowded: float  # compute of all ranks ÷ (window × cores) if they share cores, else 0
 
     def replay(self, delays: Delays) -> Floats:
-        """Seconds of every step [steps] with these delays."""
+        """Return the seconds of every step [steps] with these delays."""
         after_sources = delays.transfer + delays.load + delays.gap + delays.compute
         return self.walk.ends(after_sources, delays.handover).max(axis=0) + delays.update
 
     def without_delays(self) -> Delays:
-        """As recorded, but transfers as they should be, and no waits for data or host.
+        """Return the recorded delays with ideal transfers and no waits for data or host.
 
-        A transfer takes the median of its unit and operation, or what the profile expects of its
+        A transfer takes the median of its unit and operation, or what the profile predicts for its
         link, if that is less; so does the end of the step.
         """
         recorded = self.recorded
@@ -108,8 +108,10 @@ class Graph(Passes):
         )
 
     def cuts(self) -> dict[tuple[str, int], list[int]]:
-        """Passes by the cut that they receive over, named by the stage before it; those that
-        receive nothing by theirs.
+        """Return the passes of each cut that they receive over.
+
+        A cut is named by the unit and stage before it; passes that receive nothing are under their
+        own unit and stage.
         """
         cuts: dict[tuple[str, int], list[int]] = {}
         for index, feeding in enumerate(self.walk.sources):
@@ -118,7 +120,7 @@ class Graph(Passes):
         return cuts
 
     def links(self, values: Floats) -> dict[tuple[str, int], float]:
-        """Sums per step by the cut that the passes received over."""
+        """Sum values per step over the passes that receive over each cut."""
         fed = np.array([len(feeding) > 0 for feeding in self.walk.sources])
         sums = values.mean(axis=1) * fed
         return {
@@ -127,7 +129,7 @@ class Graph(Passes):
 
 
 def group_mean(values: Floats, groups: Ints) -> Floats:
-    """Each pass's mean over its group and all steps, [passes, steps]."""
+    """Return each pass's mean over its group and all steps, [passes, steps]."""
     sums, sizes = np.bincount(groups, values.sum(axis=1)), np.bincount(groups) * values.shape[1]
     return np.repeat((sums / np.maximum(1, sizes))[groups, None], values.shape[1], axis=1)
 

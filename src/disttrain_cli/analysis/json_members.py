@@ -1,7 +1,7 @@
-"""Members of a JSON object that arrives in chunks, one after the other and in one pass.
+"""Incremental reader of the members of a JSON object that arrives in chunks, in one pass.
 
-Values are skipped by regular expressions and kept only while they are short, so memory and time
-are bounded whatever lies before the member that is looked for.
+Values are skipped by regular expressions and stored only if they are short, so memory and time are
+bounded whatever precedes the member that is looked for.
 """
 
 from __future__ import annotations
@@ -9,38 +9,43 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-#: Values longer than this are not kept, nor more than this of all values.
+#: Longest value that is stored, and most bytes of all stored values.
 LONGEST, MOST_BYTES = 8 * 2**20, 64 * 2**20
 _FLAT = rb'[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+'
-#: Text up to a bracket that counts; brackets around nothing but a flat text are passed with it.
+#: Text up to the next bracket that changes the depth; brackets around flat text are part of it.
 _RUN = re.compile(_FLAT + rb"(?:[{\[]" + _FLAT + rb"[}\]]" + _FLAT + rb")*+", re.DOTALL)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _SCALAR = re.compile(rb'[^",{}\[\]]*(?=[",{}\[\]])')
-#: What may be before a document: a byte-order mark, and zeros of a file system.
+#: Bytes that may precede a document: a byte-order mark, and zeros of a file system.
 _LEADING = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf]*(?=[^ \t\r\n\0\xef\xbb\xbf])")
 _BETWEEN = re.compile(rb"[ \t\r\n,]*(?=[^ \t\r\n,])")
 _COLON = re.compile(rb"[ \t\r\n]*:?[ \t\r\n]*(?=[^ \t\r\n:])")
 
 
 class Members:
-    """Iterate over the keys of an object; at each, `rest` begins with its value.
+    """Iterator over the keys of an object; at each key, `rest` begins with its value.
 
-    Whoever stops at a key goes on with `rest` and the chunks that are left.
+    A caller that stops at a key can continue with `rest` and the remaining chunks.
     """
 
     def __init__(self, chunks: Iterator[bytes], inside: bytes | None = None) -> None:
-        """Read an object from its beginning, or from its text `inside` it, behind a value."""
+        """Read an object from its beginning, or continue inside one.
+
+        Args:
+            chunks: text of the document.
+            inside: text inside the object, after a value; None to begin at the document's start.
+        """
         self._chunks = chunks
         self._text, self._at = inside or b"", 0
-        #: First byte of the document that is no space.
+        #: First byte of the document that is no whitespace.
         self.begins = b"{" if inside is not None else self._first()
         self.ended = False  # the object's closing brace was read
-        self.values: dict[bytes, bytes] = {}  # of the keys before the present one
-        self._left = MOST_BYTES  # that may still be kept
+        self.values: dict[bytes, bytes] = {}  # of the keys before the current one
+        self._left = MOST_BYTES  # bytes that may still be stored
 
     @property
     def rest(self) -> bytes:
-        """Text that was taken from the chunks and is not read."""
+        """Text that was taken from the chunks and is not read yet."""
         return self._text[self._at :]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -66,7 +71,7 @@ class Members:
         return self._text[self._at - 1 : self._at]
 
     def _pass(self, pattern: re.Pattern[bytes]) -> bytes | None:
-        """Go behind what fits the pattern; None where the document ends before it does."""
+        """Consume a match of the pattern; return None if the document ends first."""
         while (found := pattern.match(self._text, self._at)) is None:
             if not self._more():
                 return None
@@ -74,8 +79,7 @@ class Members:
         return found.group()
 
     def _more(self) -> bool:
-        """Take as much text again as is not read, so that nothing is read often; False at the end
-        of the document."""
+        """Double the unread text, so that nothing is scanned often; return False at the end."""
         parts = [self.rest]
         missing = max(len(parts[0]), 1)
         while missing > 0 and (chunk := next(self._chunks, None)) is not None:
@@ -85,7 +89,7 @@ class Members:
         return len(parts) > 1
 
     def _value(self) -> bytes | None:
-        """Go behind the next value and return it; None where it is long or does not end."""
+        """Consume the next value and return it; None if it is too long or unterminated."""
         kind = self._text[self._at : self._at + 1]
         if kind == b'"':
             return self._pass(_STRING)
@@ -96,7 +100,7 @@ class Members:
         self._at += 1
         while True:
             run = _RUN.match(self._text, self._at)
-            assert run is not None  # it fits the empty text
+            assert run is not None  # it matches the empty text
             self._at = run.end()
             bracket = self._text[self._at : self._at + 1]
             if bracket in (b"", b'"'):  # the text ends, perhaps within a string

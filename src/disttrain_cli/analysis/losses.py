@@ -1,17 +1,25 @@
-"""How much of a step each cause costs: successive replays as the delays return, in a fixed order.
+"""Seconds of a step that each cause costs: replays in which the delays return in a fixed order.
 
-The ideal: every pass takes its unit's mean time for its operation (slow ranks left out), the units
-share the GPUs so that all are equally busy, transfers take the median (or what the profile expects,
-if less), nothing waits for data or the host. Then return, one after another: `unit` the real share
-of the GPUs · `intra_microbatch` uneven work over the replicas of a slot · `inter_microbatch` uneven
-work over the slots · `stage` uneven stages of a unit · `worker` ranks that are slow for their work
-· `communication` real transfers, sends and the update at the end · `data` waits for data · `host`
-moments in which neither work nor rank explains the time. What is then missing from the recorded
-time is `unexplained`, waits for ranks without a trace too, so the parts sum to (recorded − ideal).
-Work is what the profile predicts for the recorded sizes.
+In the ideal step every pass takes its unit's mean time for its operation (slow ranks left out), the
+units share the GPUs so that all are equally busy, transfers take the median (or what the profile
+predicts, if less), and nothing waits for data or the host. Then the delays return one after
+another:
 
-Where ranks share cores and keep them busy, a slow message is a rank that waits for a core: what
-transfers take above the usual is then the host's.
+    unit              the real partition of the GPUs
+    intra_microbatch  uneven work over the replicas of a slot
+    inter_microbatch  uneven work over the slots
+    stage             uneven stages of a unit
+    worker            ranks that are slow for their work
+    communication     real transfers, sends and the update at the end
+    data              waits for data
+    host              time that neither work nor rank explains
+
+The remaining difference to the recorded time is `unexplained`, which includes waits for ranks
+without a trace, so the parts sum to (recorded − ideal). Work is what the profile predicts for the
+recorded sizes.
+
+If ranks share cores and keep them busy, a slow message is a rank that waits for a core: transfer
+time above the usual then counts as `host`.
 """
 
 from __future__ import annotations
@@ -39,59 +47,60 @@ CAUSES = (
     "unexplained",
 )
 
-#: Cores are crowded where the passes of all ranks need this share of them: who is ready may have
-#: to wait.
+#: Cores are oversubscribed if the passes of all ranks need this share of them: a ready rank may
+#: have to wait.
 CROWDED = 0.5
-#: A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing
-#: is said.
+#: A rank that deviates by this share in a step is intermittently slow; with fewer passes in a step
+#: the deviation is ignored.
 AT_TIMES, FEWEST_PASSES = 0.03, 4
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Seconds per replayed step."""
+    """Losses of the replayed steps, in seconds, and the factors that explain them."""
 
     ideal: Floats  # [steps]
     measured: Floats  # [steps]
     lost: dict[str, Floats]  # cause → [steps]
-    busy: dict[str, float]  # unit → compute seconds of one of its usual ranks per step
+    busy: dict[str, float]  # unit → compute seconds per step of one of its typical ranks
     stage_factor: dict[tuple[str, int], float]  # (unit, stage) → its time over the unit's mean
     rank_factor: dict[int, float]  # rank → its time over what its work and stage explain
     # (unit, replica) → work of its heaviest slot over the slot's mean
     replica_work: dict[tuple[str, int], float]
-    # (unit, replica) → share of the slots in which it has most work
+    # (unit, replica) → share of the slots in which its work is largest
     heaviest: dict[tuple[str, int], float]
     slot_work: dict[tuple[str, int], float]  # (unit, slot) → work over the mean slot
-    # (unit, replica) → seconds per step that its ranks wait for data at most
+    # (unit, replica) → longest wait for data of any of its ranks, seconds per step
     data_wait: dict[tuple[str, int], float]
-    # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
+    # (unit, stage) → seconds of a step lost in transfers over the cut after it, summed over ranks
     links: dict[tuple[str, int], float]
     gap: dict[int, float]  # rank → seconds per step that no row covers
-    steps: Ints  # [steps] their numbers
-    # compute of all ranks ÷ time of the cores that they share; 0 where every rank has a device
+    steps: Ints  # [steps] numbers of the steps
+    # compute of all ranks ÷ time of the cores that they share; 0 if every rank has a device
     crowded: float
 
 
 @dataclass(frozen=True)
 class Explained:
-    """How long passes take as what makes them differ returns, [passes, steps], and the factors."""
+    """Times of passes as their differences return one by one, [passes, steps], and the factors."""
 
-    mean: Floats  # of the unit and operation, slow ranks left out
-    uneven: Floats  # with the replicas' work
-    worked: Floats  # and the slots'
-    staged: Floats  # and the stages' own times
-    # and the ranks' (as the stages', where they differ from step to step, in each of them)
+    mean: Floats  # mean of the unit and operation, slow ranks left out
+    uneven: Floats  # and the work of the replicas
+    worked: Floats  # and the work of the slots
+    staged: Floats  # and the factors of the stages
+    # and the factors of the ranks (in single steps, if stages or ranks deviate in them)
     ranked: Floats
     intra: Floats  # work of a pass's replica over its slot's mean
     slot: Floats  # work of a slot over the mean
 
 
 def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
-    """What of the times of passes their unit, work, stage and rank explain.
+    """Attribute the times of passes to their unit, work, stage and rank.
 
     Args:
+        passes: passes of a step.
         compute: seconds of every pass, [passes, steps].
-        predicted: work of every pass in any measure, the same shape; 0 where it is not known.
+        predicted: work of every pass in any measure, the same shape; 0 if unknown.
     """
     operations = passes.groups("unit", "operation")
     mean = group_mean(compute, operations)
@@ -117,7 +126,8 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
     """Replay the recorded steps with the delays returning one by one.
 
     Args:
-        why: `explain` of the recorded passes, where that is known.
+        graph: passes of a step with their recorded times.
+        why: `explain` of the recorded passes, if it is computed already.
     """
     recorded, undelayed = graph.recorded, graph.without_delays()
     why = why or explain(graph, recorded.compute, graph.predicted)
@@ -130,7 +140,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
 
     computes = [why.mean * share, why.mean, why.uneven, why.worked, why.staged, why.ranked]
     times = [graph.replay(replace(undelayed, compute=compute)) for compute in computes]
-    # levelling can lengthen the filling of a pipeline with few slots
+    # equally busy units can lengthen the warm-up of a pipeline with few slots
     times[0] = np.minimum(times[0], times[1])
     usual = undelayed.transfer
     heard = np.where(
@@ -170,10 +180,11 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
 
 
 def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
-    """The seconds as an analysis gives them: means, and step by step.
+    """Convert losses to an analysis' rows: means, and step by step.
 
     Args:
-        not_told: causes of which the traces tell nothing.
+        losses: seconds per replayed step.
+        not_told: causes that the traces contain nothing about.
     """
     lost = {cause: seconds.tolist() for cause, seconds in losses.lost.items()}
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
@@ -195,8 +206,11 @@ def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
 
 
 def successive(times: list[Floats]) -> dict[str, Floats]:
-    """Seconds by cause of replays in the order of `CAUSES`, from the ideal to the recorded
-    steps."""
+    """Return the seconds of each cause, from replays in the order of `CAUSES`.
+
+    Args:
+        times: the ideal steps, then one replay per cause; the last are the recorded steps.
+    """
     return {
         cause: after - before
         for cause, before, after in zip(CAUSES, times[:-1], times[1:], strict=True)
@@ -204,7 +218,7 @@ def successive(times: list[Floats]) -> dict[str, Floats]:
 
 
 def per_rank(passes: Passes, values: Floats) -> dict[str, float]:
-    """By unit, the sum over the passes of one of its ranks in a step."""
+    """Return, by unit, the mean per rank and step of the sum over passes."""
     units = np.asarray(passes.unit)
     return {
         unit: (
@@ -217,7 +231,7 @@ def per_rank(passes: Passes, values: Floats) -> dict[str, float]:
 
 
 def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
-    """Seconds of a step, of the rank of each replica that has most."""
+    """Return, by replica, the seconds per step of its rank that has most."""
     ranks, first = np.unique(graph.rank, return_index=True)
     times: dict[tuple[str, int], float] = {}
     for rank, index in zip(ranks, first, strict=True):
@@ -229,7 +243,7 @@ def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
 
 
 def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
-    """The factors of `Losses`: by how much stages, ranks, replicas' and slots' work differ."""
+    """Return the factors of `Losses`: how much stages, ranks, replicas' and slots' work differ."""
     units = np.asarray(passes.unit)
     members = {unit: units == unit for unit in dict.fromkeys(passes.unit)}
 
@@ -259,8 +273,10 @@ def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
 
 
 def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
-    """By unit and replica, the share of slots and steps in which it has most work, shared where
-    several have."""
+    """Return, by unit and replica, the share of slots and steps in which its work is largest.
+
+    Replicas with equal work share the slot.
+    """
     heaviest: dict[tuple[str, int], float] = {}
     for unit in dict.fromkeys(passes.unit):
         passes_of = np.flatnonzero(
@@ -269,7 +285,7 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
         _, first = np.unique(
             np.stack([passes.slot[passes_of], passes.replica[passes_of]]), axis=1, return_index=True
         )
-        passes_of = passes_of[first]  # one of the stages and TP ranks of each replica
+        passes_of = passes_of[first]  # one stage and TP rank of each replica
         slots, slot = np.unique(passes.slot[passes_of], return_inverse=True)
         best, many = np.zeros((len(slots), intra.shape[1])), np.zeros((len(slots), intra.shape[1]))
         np.maximum.at(best, slot, intra[passes_of])
@@ -284,11 +300,10 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
 
 
 def _work(passes: Passes, predicted: Floats, operations: Ints) -> tuple[Floats, Floats]:
-    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where
-    nothing is predicted.
+    """Return the work of each pass's replica, and of its slot, over the unit's mean.
 
-    Of a replica counts what its stages have over what they usually have: some of them may have no
-    trace.
+    Both are 1 where nothing is predicted. A replica's work counts relative to what its stages
+    usually have, as some of its stages may have no trace.
     """
     replicas = passes.groups("unit", "operation", "slot", "replica")
     usual = group_mean(predicted, passes.groups("unit", "stage", "operation"))
@@ -302,9 +317,9 @@ def _work(passes: Passes, predicted: Floats, operations: Ints) -> tuple[Floats, 
 
 
 def _shared(factor: Floats, passes: Passes) -> Floats:
-    """Of the ranks' factors, what the ranks of a stage have in common: their (lower) median.
+    """Return the factor that the ranks of a stage have in common: their (lower) median.
 
-    So one slow rank makes no slow stage, also where a stage has two.
+    So one slow rank makes no slow stage, also if a stage has two ranks.
     """
     out = np.empty_like(factor)
     ranks, operations = passes.groups("rank"), passes.groups("unit", "operation", "depth")
@@ -316,17 +331,17 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
 
 
 def _at_times(factor: Floats, ranks: Ints, stages: Ints, operations: Ints) -> tuple[Floats, Floats]:
-    """By how much a stage, and a rank, is slower or faster in a step than mostly, while others are
-    not.
+    """Return the factors of stages, and of ranks, that deviate in single steps while others do not.
 
-    Those are the other stages of the unit, and the other ranks of the stage. A step counts in which
-    the median of the passes is off by `AT_TIMES`, and clearly so: not for one late pass.
+    The others are the other stages of the unit, and the other ranks of the stage. A step counts if
+    the median of the passes deviates by `AT_TIMES` and by three standard errors, so that one slow
+    pass does not suffice.
 
     Args:
-        factor: time of every pass over what its rank mostly takes for the work, [passes, steps].
+        factor: time of every pass over the usual time of its rank for the work, [passes, steps].
         ranks: a number per pass, of its rank, stage and operation.
-        stages: of its stage and operation.
-        operations: of its unit and operation.
+        stages: a number per pass, of its stage and operation.
+        operations: a number per pass, of its unit and operation.
     """
     order = np.argsort(ranks, kind="stable")
     firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
@@ -352,7 +367,7 @@ def _at_times(factor: Floats, ranks: Ints, stages: Ints, operations: Ints) -> tu
 
 
 def _usual_of(values: Floats, groups: Ints) -> Floats:
-    """The lower median of each group in every step, given back to every member."""
+    """Return the lower median of each group in every step, broadcast to every member."""
     usual = np.empty_like(values)
     for group in np.unique(groups):
         usual[groups == group] = np.quantile(values[groups == group], 0.5, axis=0, method="lower")
@@ -360,7 +375,7 @@ def _usual_of(values: Floats, groups: Ints) -> Floats:
 
 
 def _sum(values: Floats, groups: Ints) -> Floats:
-    """Sum over each group within a step, given back to every member."""
+    """Return the sum over each group within a step, broadcast to every member."""
     totals = np.zeros((groups.max() + 1, values.shape[1]))
     np.add.at(totals, groups, values)
     return totals[groups]
@@ -371,5 +386,5 @@ def _mean_rows(values: Floats, groups: Ints) -> Floats:
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """above ÷ below, of the same shape; 1 where there is nothing below."""
+    """Return above ÷ below, elementwise; 1 where `below` is not positive."""
     return np.divide(above, below, out=np.ones_like(above), where=below > 0)

@@ -1,4 +1,4 @@
-"""The next commands that verdicts and remedies name."""
+"""Next commands that verdicts and remedies suggest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ HOST_GAPS = (
 
 
 def plan_again(paths: list[Path]) -> str:
-    """Measure by the analysed run what its plan was made of, and plan with that.
+    """Return the command that calibrates the profile by the analysed run and plans again.
 
     Args:
-        paths: what was analysed: a run's folder or its `traces` folder.
+        paths: analysed paths: a run's folder or its `traces` folder.
     """
     path = paths[0].parent if paths[0].name == "traces" else paths[0]
     run = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -35,7 +35,7 @@ def plan_again(paths: list[Path]) -> str:
 
 
 def slow_rank(rank: int) -> str:
-    """What a rank takes over what its work should, by step."""
+    """Return the command that lists, by step, a rank's time over its predicted time."""
     return (
         'disttrain analyze --sql "SELECT step, avg(duration_ns / predicted_ms) FROM operations '
         f'WHERE rank = {rank} AND predicted_ms > 0 GROUP BY step ORDER BY step"'

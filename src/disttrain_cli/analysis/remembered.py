@@ -1,8 +1,8 @@
-"""What was found in traces is kept: the same files asked again are answered without reading them.
+"""Cache of results: an analysis of unchanged files is returned without reading them again.
 
-Kept are the analysis and, where a report was wanted, what it draws, as JSON in the user's cache
-folder. They are of exactly these files: the key has the path, size and time of change of every one,
-and of every file of this program.
+The analysis and the data of the report's pictures are stored as JSON in the user's cache folder.
+The key has the path, size and modification time of every input file and of every file of this
+program.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Result = TypeVar("Result")
 def remembered(
     inputs: list[Path], about: str, kind: type[Result], find: Callable[[], Result]
 ) -> Result:
-    """What `find` finds in `inputs`, now or before.
+    """Return the cached result for `inputs`, or compute it by `find` and cache it.
 
     Args:
-        inputs: every file that it depends on.
-        about: what it is, and all else that it depends on.
-        kind: of what is found: a struct or a dataclass.
-
+        inputs: every file that the result depends on.
+        about: name of the result, and all else that it depends on.
+        kind: type of the result: a struct or a dataclass.
+        find: computes the result.
     """
 
     def build(file: Path) -> None:
@@ -48,5 +48,5 @@ def remembered(
 
     try:
         return known()
-    except msgspec.MsgspecError:  # the file was damaged: found once more
+    except msgspec.MsgspecError:  # damaged file: compute the result again
         return known()

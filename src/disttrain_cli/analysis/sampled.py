@@ -1,9 +1,9 @@
-"""Times of every step of a run, by kind, operation and kernel, from traces of any format: the
-samples by which two runs are compared.
+"""Step times of a run by kind, operation and kernel, from traces of any format.
 
-Seconds are means over the ranks (of an operation of a unit, over the unit's), waiting included.
-A rank is idle where it runs no operation or kernel and waits for no data; of Kineto traces it waits
-for data where only an event named after the DataLoader runs.
+They are the samples by which two runs are compared. Seconds are means over the ranks (for an
+operation of a unit, over the unit's ranks), waiting included. A rank is idle while it runs no
+operation or kernel and waits for no data; in Kineto traces it waits for data while only an event
+named after the DataLoader runs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import run_folder
 from disttrain_cli.spec.trace import COMPUTE
 
-#: `kind` is compute, communication, data (where the traces have it), idle, and of Kineto memory.
+#: A `kind` is compute, communication, data (if the traces have it), idle and, for Kineto, memory.
 Measure = Literal["step", "kind", "operation", "kernel"]
 Key = tuple[Measure, str]
-Told = tuple[Key, int, float]  # seconds of a step
+Told = tuple[Key, int, float]  # key, step, seconds
 Series = dict[Key, NDArray[np.float64]]
 WHOLE: Key = ("step", "step")
 DATA: Key = ("kind", "data")
 IDLE: Key = ("kind", "idle")
 
-#: Kinds of own operations; evaluation and checkpoints are no part of a step.
+#: Kinds of disttrain's operations; evaluation and checkpoints are not part of a step.
 KINDS = dict.fromkeys((*COMPUTE, "step"), "compute") | {"load": "data"}
 OUTSIDE = ("evaluation", "checkpoint", "memory")
 
-#: Each is one question: rows of steps, of what happened in them, and of how many ranks there are.
+#: One query per format: rows of steps, of what happened in them, and of the number of ranks.
 OWN = """
 SELECT 'step' AS what, step, '' AS unit, '' AS operation, window_s AS value
 FROM windows WHERE measured
@@ -80,19 +80,19 @@ GROUP BY step"""
 
 
 class Samples(NamedTuple):
-    """Seconds by what they are of, one per step; what did not happen in a step took none."""
+    """Seconds by key, one value per step; 0 in steps without the key."""
 
     format: str
     series: Series
 
     @property
     def steps(self) -> int:
-        """Steps that were measured."""
+        """Number of measured steps."""
         return max((len(values) for values in self.series.values()), default=0)
 
 
 def samples_of(paths: list[Path], progress: Progress = silent) -> Samples:
-    """Samples of the measured steps; raises DataError as `analyze` does."""
+    """Return samples of the measured steps; raises DataError as `analyze` does."""
     kind = find_format(paths).format
     read = {"disttrain": _own, "kineto": _kineto, "operations": _study}
     if kind not in read:
@@ -118,7 +118,7 @@ def _own(paths: list[Path], progress: Progress) -> Series:
     series = _series(told)
     folder = run_folder(paths[0])
     profiles = folder and folder / "traces" / "kineto"
-    if profiles and any(profiles.glob("*.json.gz")):  # of some of its steps
+    if profiles and any(profiles.glob("*.json.gz")):  # profiles cover some of the steps
         kernels = _kineto([profiles], progress)
         series |= {key: values for key, values in kernels.items() if key[0] == "kernel"}
     return series
@@ -129,7 +129,7 @@ def _kineto(paths: list[Path], progress: Progress) -> Series:
     ((ranks,),) = [[count] for what, *_, count in rows if what == "ranks"]
     told: list[Told] = []
     for what, step, kind, operation, name, seconds in rows:
-        number = -1 if step is None else step  # without marks all is one
+        number = -1 if step is None else step  # without step marks the whole trace is one step
         if what == "step":
             told.append((WHOLE, number, seconds))
         elif what in ("data", "idle"):
@@ -159,15 +159,15 @@ def _study(paths: list[Path], progress: Progress) -> Series:
 
 
 def _series(told: Sequence[Told]) -> Series:
-    """Sums by key and step, in the order of steps; 0 for a step without the key."""
+    """Sum the seconds by key and step, in the order of steps; 0 for a step without the key."""
     steps = sorted({step for _, step, _ in told})
     place = {step: number for number, step in enumerate(steps)}
     sums: dict[Key, NDArray[np.float64]] = {}
     for key, step, seconds in told:
         sums.setdefault(key, np.zeros(len(steps)))[place[step]] += seconds
-    if WHOLE in sums:  # what was recorded outside the marked steps is no step
+    if WHOLE in sums:  # operations outside the marked steps are in no step
         marked = sums[WHOLE] > 0
         sums = {key: values[marked] for key, values in sums.items()}
-    if IDLE in sums:  # a difference of sums, exact to the ns of the traces
+    if IDLE in sums:  # a difference of sums: rounded to the traces' nanoseconds
         sums[IDLE] = sums[IDLE].round(9) + 0.0
     return sums

@@ -1,15 +1,15 @@
 """Test of whether two runs differ by more than their steps differ among themselves.
 
-Of every figure there is a sample per step. Steps next to each other resemble each other, so each
-run's are first averaged to at most `MOST_BATCHES` means of consecutive steps (batch means);
-Welch's t-test compares the means of these, for unequal variances. The step is the primary
-comparison, chosen before any result, and is tested at `LEVEL` by itself. All other figures are one
-family: their p-values are Holm's, so the chance that any of those called significant is noise stays
-below `LEVEL`. The interval of a difference is that of the same test at 95 %, of this figure alone,
-so that of a significant step excludes zero.
+Every figure has a sample per step. Neighbouring steps are correlated, so each run's samples are
+first averaged to at most `MOST_BATCHES` means of consecutive steps (batch means); Welch's t-test
+compares the means of these, for unequal variances. The step is the primary comparison, chosen
+before any result, and is tested at `LEVEL` by itself. All other figures are one family: their
+p-values are Holm's, so the probability that any of those called significant is noise stays below
+`LEVEL`. The interval of a difference is that of the same test at 95 %, for this figure alone, so
+the interval of a significant step excludes zero.
 
-Where noise has a correlation of 0.8 from step to step, a single figure at 5 % calls 7 % of equal
-runs of 200 steps different (51 % without batches), and 27 % of runs of 40 steps.
+With a correlation of 0.8 from step to step, a single figure at 5 % calls 7 % of equal runs of 200
+steps different (51 % without batches), and 27 % of runs of 40 steps.
 
 The test does not cover how much two starts of one run differ: steps are of one start each.
 """
@@ -25,13 +25,15 @@ from numpy.typing import NDArray
 
 LEVEL = 0.05
 MOST_BATCHES = 10
-RESOLUTION = 1e-9  # of times: what differs less is equal
+RESOLUTION = 1e-9  # relative; times that differ less are equal
 LEAST_STEPS = 3  # of each run; fewer do not show the noise
 
 
 class Difference(NamedTuple):
-    """After less before, with the 95 % interval and the p-value of this figure alone; None where
-    steps are too few to estimate the noise."""
+    """Difference after − before, with this figure's 95 % interval and p-value.
+
+    Interval and p-value are None if there are too few steps to estimate the noise.
+    """
 
     mean: float
     low: float | None
@@ -63,15 +65,17 @@ def difference(before: NDArray[np.float64], after: NDArray[np.float64]) -> Diffe
 
 
 def batches(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means of at most `MOST_BATCHES` runs of consecutive values of nearly equal length; few values
-    unchanged."""
+    """Return at most `MOST_BATCHES` means of consecutive values, in nearly equal parts.
+
+    As many values or fewer are returned unchanged.
+    """
     if len(values) <= MOST_BATCHES:
         return values
     return np.array([part.mean() for part in np.array_split(values, MOST_BATCHES)])
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's adjusted p-values; None stays, and is not counted."""
+    """Return Holm's adjusted p-values; None stays None and does not count."""
     order = sorted(
         (number for number, p in enumerate(p_values) if p is not None),
         key=lambda number: p_values[number] or 0.0,

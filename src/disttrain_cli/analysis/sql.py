@@ -1,5 +1,4 @@
-"""What every format's database shares: queries as `.sql` files, and one SELECT of a stranger
-answered safely."""
+"""Access to the databases of all formats: `.sql` queries, and one safe SELECT of the user."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from disttrain_cli.errors import DataError, UsageError
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection, Statement
 
-#: Rows of an answer to a stranger; more would fill the memory, and nobody reads them.
+#: Most rows of the answer to a user's query: more would fill the memory, and nobody reads them.
 MOST_ANSWERED = 1_000_000
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a query answered."""
+    """Columns and rows of a query's result."""
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
@@ -33,8 +32,10 @@ class Table:
 def connect(
     database: Path | str = ":memory:", read_only: bool = False, **settings: Any
 ) -> DuckDBPyConnection:
-    """A database that looks at no variables of Python and draws no progress bar, which DuckDB would
-    on our stdout."""
+    """Open a database without access to Python variables and without DuckDB's progress bar.
+
+    The progress bar would be drawn on stdout.
+    """
     import duckdb
 
     connection = duckdb.connect(
@@ -47,14 +48,13 @@ def connect(
 def open_cached(
     inputs: list[Path], version: str, build: Callable[[Path], None]
 ) -> DuckDBPyConnection:
-    """A read-only connection to the database that `build` makes of `inputs`, now or before (see
-    `cache.cached`).
+    """Return a read-only connection to the database built from `inputs` (see `cache.cached`).
 
-    A damaged database of the cache is built once more; one that does not stay goes with the
-    connection.
+    A damaged database in the cache is built once more; one that does not stay in the cache is
+    removed with the connection.
 
     Raises:
-        DataError: what `build` raises, or the database cannot be written.
+        DataError: `build` raised it, or the database cannot be written.
     """
     import duckdb
 
@@ -78,17 +78,22 @@ def open_cached(
 
 
 def lock(connection: DuckDBPyConnection) -> None:
-    """From now on it opens no further file, loads no extension and keeps its settings."""
+    """Forbid the connection to open further files, load extensions or change settings."""
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
 
 
 def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Iterable[str]]) -> Table:
-    """Answer one SELECT over views, which `views` names, of a connection that can reach nothing
-    else.
+    """Run one SELECT on a connection that can reach nothing but the documented views.
+
+    Args:
+        connection: restricted to the views (`lock`).
+        query: the user's text.
+        views: returns the names of the views, for error messages.
 
     Raises:
-        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
+        UsageError: the query is not one SELECT statement, or DuckDB refuses it, or it returns more
+            than `MOST_ANSWERED` rows.
     """
     import duckdb
 
@@ -112,8 +117,10 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
 
 
 def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Table:
-    """The first rows that a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in
-    every query."""
+    """Run a statement in a thread and return its first rows; Ctrl-C interrupts it.
+
+    DuckDB alone does not react to Ctrl-C in every query.
+    """
 
     answered: Future[Table] = Future()
 
@@ -122,7 +129,7 @@ def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Tabl
             cursor = connection.execute(statement)
             names = [column[0] for column in cursor.description or []]
             answered.set_result(Table(names, cursor.fetchmany(MOST_ANSWERED + 1)))
-        except BaseException as error:  # for whoever asked
+        except BaseException as error:  # raised again by the caller
             answered.set_exception(error)
 
     thread = Thread(target=run, daemon=True)
@@ -130,7 +137,7 @@ def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Tabl
         thread.start()
         return answered.result()
     except KeyboardInterrupt:
-        # again and again: a query that has yet to begin does not hear of it
+        # repeatedly: a query that has not started yet ignores an interrupt
         while thread.is_alive():
             connection.interrupt()
             thread.join(0.1)
@@ -144,25 +151,25 @@ def _known(views: Iterable[str]) -> str:
 def rows_of(
     connection: DuckDBPyConnection, text: str, parameters: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of an SQL text of ours, by the names of its columns."""
+    """Run an SQL text of this package and return its rows by the names of the columns."""
     cursor = connection.execute(text, parameters or None)
     names = [column[0] for column in cursor.description or []]
     return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
 def query_text(name: str) -> str:
-    """The text of `queries/NAME.sql`."""
+    """Return the text of `queries/NAME.sql`."""
     return (resources.files("disttrain_cli.analysis") / "queries" / f"{name}.sql").read_text(
         encoding="utf-8"
     )
 
 
 def literals(names: Iterable[Path | str], *forms: Callable[[str], str]) -> str:
-    """A SQL list of quoted names, each in every given form (as it is without one)."""
+    """Return an SQL list of quoted names, each in all `forms` (unchanged if there are none)."""
     written = [form(str(name)) for name in names for form in forms or (str,)]
     return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in written) + "]"
 
 
 def no_glob(name: str) -> str:
-    """The name with the characters that DuckDB would expand standing for themselves."""
+    """Escape the characters that DuckDB would expand in a file name."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -1,7 +1,7 @@
-"""What could be mended in recorded passes of any format: slow ranks and stages, uneven work.
+"""Suspects in recorded passes of any format: slow ranks and stages, uneven work.
 
-Each takes out of the passes' times what `losses.Explained` has for it, so mending several takes out
-all of theirs.
+Removing a suspect divides its factor of `losses.Explained` out of the passes' times, so removing
+several divides out all of theirs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from disttrain_cli.analysis.walk import Floats, Ints
 
 
 class Scale(Protocol):
-    """Gives what is replayed with the times of its passes multiplied by a factor, and more added
-    [passes, steps]."""
+    """Function that scales the passes' times in a replay's input and adds seconds to them.
+
+    Factor and seconds are [passes, steps].
+    """
 
     def __call__(self, state: State, factor: Floats, more: Floats) -> State: ...
 
@@ -30,16 +32,19 @@ class Scale(Protocol):
 def of_passes(
     passes: Passes, why: Explained, scale: Scale, where: Mapping[int, Place]
 ) -> Iterator[Suspect]:
-    """Uneven work and stages by unit, and ranks that are slow for their work.
+    """Yield uneven work and stages by unit, and ranks that are slow for their work.
 
     Args:
-        where: the place of every rank.
+        passes: passes of a step.
+        why: `explain` of their times.
+        scale: scales the times of the passes.
+        where: location of every rank.
     """
     units = np.asarray(passes.unit)
 
     none, ones = np.zeros_like(why.worked), np.ones_like(why.worked)
     ranks = passes.groups("rank", "operation")
-    level = why.mean * why.slot  # of replicas that have nothing in a slot, which would get some
+    level = why.mean * why.slot  # for replicas without work in a slot, which would get some
     missing = np.where(
         why.worked > 0,
         0.0,
@@ -78,12 +83,14 @@ def by_rank(
     added: Floats,
     mend: Callable[[NDArray[np.bool_]], Callable[[State], State]],
 ) -> list[Suspect]:
-    """A suspect for every rank to which most is added, and one for all others.
+    """Return a suspect for every rank to which most is added, and one for all others.
 
     Args:
-        ranks: of every operation [operations].
+        cause: the suspects' cause.
+        ranks: rank of every operation [operations].
+        where: location of every rank.
         added: seconds of every operation [operations, steps].
-        mend: takes which operations, and gives what mends them.
+        mend: returns the function that removes the fault from the operations of a mask.
     """
     sums = {int(rank): float(added[ranks == rank].sum(axis=0).mean()) for rank in np.unique(ranks)}
     order = sorted((rank for rank in sums if sums[rank] > 0), key=lambda rank: -sums[rank])
@@ -104,13 +111,13 @@ def by_rank(
 
 
 def most_s(passes: Passes, added: Floats) -> float:
-    """Seconds of a step that are added to the passes of one rank, of the one with most."""
+    """Return the seconds per step added to the passes of the rank with most."""
     _, numbers = np.unique(passes.rank, return_inverse=True)
     return float(np.bincount(numbers, added.clip(0.0).mean(axis=1)).max(initial=0.0))
 
 
 def common(places: list[Place]) -> Place:
-    """What several places have in common."""
+    """Return the fields that several locations have in common."""
     first = places[0]
     return replace(
         first,

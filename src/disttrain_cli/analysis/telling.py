@@ -1,4 +1,4 @@
-"""Causes in words: the place, the figures behind it, and what to do."""
+"""Explanations of causes: location, evidence, and what to do."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ from disttrain_cli.analysis.result.verdicts import Evidence, Place, Remedy
 from disttrain_cli.analysis.suspects import common
 
 Name = TypeVar("Name")
-#: A replica is named that is the heaviest in this share of the slots; else it is now one, now
-#: another.
+#: A replica is named only if it is the heaviest in this share of the slots.
 OFTEN = 0.75
-#: Predictions further off than this are measured again before they are planned with.
+#: If a prediction is further off than this, the profile is measured again before planning.
 TRUSTED_ERROR_PCT = 25.0
-#: What happens at the end of a step.
+#: Operations at the end of a step.
 _UPDATES = {"reduce": "gradient reduction", "step": "optimizer step"}
-#: Places that are named one by one.
+#: Most locations that are named individually.
 MOST_PLACES = 8
-#: Share of a step that a replay may miss it by.
+#: Largest error of a replay, as a share of the step.
 MOST_UNEXPLAINED = 0.2
 
 
 @dataclass(frozen=True)
 class Record:
-    """Figures of the steps that verdicts need besides the causes."""
+    """Figures of the steps that verdicts need in addition to the causes."""
 
     losses: Losses
     where: Mapping[int, Place]  # by rank
     comparisons: list[Comparison]  # predictions and measurements
     gpus: int
-    kind: str  # of traces, for the confidence
-    shares: dict[str, float]  # where the ranks' time goes, as fractions
-    present: float = 1.0  # share of the job's ranks whose traces are there
+    kind: str  # format of the traces, for the confidence
+    shares: dict[str, float]  # fractions of the ranks' time by activity
+    present: float = 1.0  # share of the job's ranks with traces
     # the ranks run on one CPU, so a rank that is ready may wait for a core
     shared_cores: bool = False
-    core_wait_s: float | None = None  # of a step, in which a rank could run and had no core
+    core_wait_s: float | None = None  # seconds per step that a runnable rank waited for a core
     remedies: Sequence[Remedy] = ()
     operations: Sequence[OperationRow] = ()
-    # by rank, the share of its passes for which the others of its TP or CP group wait for it
+    # by rank, the share of its passes that the others of its TP or CP group wait for
     waited_for: Mapping[int, float] = field(default_factory=dict)
-    clocks_s: float = 0.0  # by which hosts' corrected clocks may still be off
-    steps_measured: int = 0  # of which at most 32 are replayed
+    clocks_s: float = 0.0  # remaining error of the hosts' corrected clocks
+    steps_measured: int = 0  # at most 32 of them are replayed
 
     @property
     def measured_s(self) -> float:
@@ -64,7 +63,7 @@ class Record:
 
     @property
     def sampled(self) -> str:
-        """Which steps the seconds are of, where these are not all measured ones."""
+        """Note on which steps the seconds are of, if not all measured steps are replayed."""
         replayed = len(self.losses.measured)
         if replayed >= self.steps_measured:
             return ""
@@ -72,29 +71,30 @@ class Record:
 
     @property
     def pipelined(self) -> bool:
-        """True where the ranks are several stages, of one unit or of several."""
+        """True if the ranks are of several stages, of one unit or of several."""
         return len({(place.unit, place.stage) for place in self.where.values()}) > 1
 
     @property
     def known(self) -> float:
-        """Of all evidence, how much is there."""
+        """Factor from 0 to 1 for how complete the evidence is."""
         return known(self.unexplained, len(self.losses.measured), self.present)
 
     @property
     def unexplained(self) -> float:
-        """Share of the steps that no recorded operation or message explains; negative where they
-        explain too much."""
+        """Share of the steps that no recorded operation or message explains.
+
+        It is negative if the replay takes longer than the steps.
+        """
         return float(self.losses.lost["unexplained"].mean()) / self.measured_s
 
     @property
     def contradicts(self) -> bool:
-        """Whether the traces are so far from what a replay of them gives that no cause can be
-        told."""
+        """True if the replay differs so much from the traces that no cause can be named."""
         return abs(self.unexplained) > MOST_UNEXPLAINED
 
 
 class Told(NamedTuple):
-    """A cause for people."""
+    """Explanation of a cause: a sentence (`told`), its evidence, advice and next command."""
 
     place: Place
     told: str
@@ -104,7 +104,7 @@ class Told(NamedTuple):
 
 
 def tell(record: Record, finding: Finding) -> Told:
-    """A cause in words."""
+    """Explain a cause."""
     return _DETAILS[finding.cause](record, finding)
 
 
@@ -348,8 +348,10 @@ def _communication(record: Record, finding: Finding) -> Told:
 
 
 def _update(record: Record, finding: Finding) -> Told:
-    """The end of a step: named by the operation that exceeds the profile most, where that explains
-    half of the gain."""
+    """Explain a slow end of a step.
+
+    It is named by the operation that exceeds the profile most, if that explains half of the saving.
+    """
     rows = [row for row in record.operations if row.operation in _UPDATES]
     row = max(rows, key=lambda one: one.effect_ms, default=None)
     if row is None or row.effect_ms < 500 * finding.gain_s.mean():
@@ -478,7 +480,7 @@ def _host(record: Record, finding: Finding) -> Told:
 
 
 def _late_host(record: Record) -> str | None:
-    """The host whose ranks are delayed; None where several are alike."""
+    """Return the host whose ranks are delayed; None if several are alike."""
     of_host: dict[str, float] = {}
     for rank, seconds in record.losses.gap.items():
         if (where := record.where.get(rank)) is not None and where.host is not None:
@@ -487,7 +489,7 @@ def _late_host(record: Record) -> str | None:
 
 
 def _ranks(places: list[Place]) -> str:
-    """Ranks … and …, of those that are named."""
+    """Format "Ranks … and …" of the locations that have a rank."""
     names = [f"{one.rank}" for one in places if one.rank is not None]
     shown = names[:MOST_PLACES] + (
         [f"{len(places) - MOST_PLACES} more"] if len(places) > MOST_PLACES else []
@@ -500,7 +502,7 @@ def _ranks(places: list[Place]) -> str:
 
 
 def _alone(seconds: Mapping[Name, float]) -> Name | None:
-    """The one that stands out, with more than twice what the next one has; or None."""
+    """Return the key with more than twice the seconds of the next one; None if there is none."""
     first, *others = sorted(seconds, key=lambda one: -seconds[one])
     return first if others and seconds[first] > 2 * seconds[others[0]] else None
 

@@ -1,5 +1,4 @@
-"""From lost seconds to a verdict: the cause, its place, how sure, the figures behind it, and what
-to do."""
+"""Verdict from lost seconds: cause, location, confidence, evidence and advice."""
 
 from __future__ import annotations
 
@@ -28,16 +27,16 @@ _FEWER_RANKS = (
     "The ranks share the cores of one machine, so a rank that is ready to compute or receive may"
     " wait for a core. Fewer ranks, or one device per rank, show whether that is the only reason."
 )
-#: Causes that lie in the data.
+#: Causes in the data.
 UNEVEN = ("intra_microbatch", "inter_microbatch")
-#: Causes that a job leaves behind with a host.
+#: Causes that a job avoids by running without a host.
 OF_HOSTS = ("worker", "host")
-#: Causes that lie in the ranks themselves or between them.
+#: Causes in the ranks or between them.
 IN_RANKS = ("worker", "communication", "host")
 
 
 def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
-    """The findings as rows, in their order; those that cost nearly nothing are left out."""
+    """Return the findings as rows, in their order, without those that cost nearly nothing."""
     rows = []
     for finding in (
         findings if not record.contradicts else [one for one in findings if one.cause == "unknown"]
@@ -65,11 +64,11 @@ def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
 
 
 def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
-    """Name the cause whose removal saves most, and the others that save enough; or say that none
-    does.
+    """Name the cause whose removal saves most and others that save enough, or that there is none.
 
     Args:
-        findings: what slows the steps (`causes.find_causes`).
+        record: figures of the steps.
+        findings: causes that slow the steps (`causes.find_causes`).
     """
     measured_s = record.measured_s
     if record.contradicts and not any(one.cause == "unknown" for one in findings):
@@ -128,7 +127,7 @@ def _steps(record: Record) -> list[Evidence]:
 
 
 class _Remark(NamedTuple):
-    """What a headline adds to the cause, and the figures behind it."""
+    """Sentences that a headline adds to the cause, and their evidence."""
 
     notes: list[str]
     evidence: list[Evidence]
@@ -137,13 +136,13 @@ class _Remark(NamedTuple):
 def _remarks(
     record: Record, findings: Sequence[Finding], main: Finding, large: Sequence[Finding]
 ) -> Iterator[_Remark]:
-    """What hides the main finding, what else costs time, and how often it is there."""
+    """Yield what hides the main finding, what else costs time, and in how many steps it occurs."""
     if main.alone_s.mean() < 0.5 * main.gain_s.mean():
         yield _hidden(record, findings, main)
     for one in findings:
         if one is not main:
             yield _also(record, one, one in large)
-    # these causes make a unit slower by themselves, and fewer shared cores all units
+    # worker, host and stage make a unit slower by themselves, shared cores make all units slower
     if record.shared_cores or main.cause not in (*OF_HOSTS, "stage"):
         yield _Remark(_slower_than_predicted(record), [])
     yield _how_often(record, main)
@@ -188,12 +187,12 @@ def _how_often(record: Record, main: Finding) -> _Remark:
 
 
 def _crowded(record: Record, finding: Finding) -> bool:
-    """Whether what is found of ranks may only be that they waited for a core that all share."""
+    """Return True if a finding about ranks may only be their waiting for shared cores."""
     return record.shared_cores and record.losses.crowded > CROWDED and finding.cause in IN_RANKS
 
 
 def _told(record: Record, finding: Finding) -> Told:
-    """A cause in words, which says so where ranks may only have waited for a shared core."""
+    """Explain a cause, with a note if ranks may only have waited for a shared core."""
     told = tell(record, finding)
     if not _crowded(record, finding):
         return told
@@ -232,7 +231,7 @@ def _fewer_ranks(record: Record) -> str:
 
 
 def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
-    """Nothing gains enough: what there is, and what it costs."""
+    """Return the verdict that no cause saves enough, with the small causes and their costs."""
     measured_s, losses, evidence = record.measured_s, record.losses, _steps(record)
     small = sorted(
         (one for one in findings if one.gain_s.mean() >= SMALLEST_SHARE * measured_s),
@@ -267,7 +266,7 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
         )
     slower = _slower_than_predicted(record)
     notes = [note.removesuffix(".") for note in slower]
-    # what cores were short of hides who is slow: it is said first, and the rest is half as sure
+    # oversubscribed cores hide slow ranks: they are reported first, and the confidence is halved
     waits = (record.core_wait_s or 0.0) > LEAST_SHARE * measured_s
     crowded = bool(notes) and (record.shared_cores or waits)
     headline = ". ".join([*notes, headline] if crowded else [headline, *notes])
@@ -309,35 +308,33 @@ def _calm(record: Record, findings: Sequence[Finding]) -> Verdict:
 
 
 def _sure(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
-    """Confidence in a cause; half of it where ranks may only have waited for a core."""
+    """Return the confidence in a cause, halved if ranks may only have waited for a core."""
     halved = 2 if _crowded(record, finding) else 1
     return round(calibrated(_raw(record, finding, others), record.kind) / halved, 3)
 
 
 def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
-    """Evidence for a cause, 0 to 1 (`confidence`); of the verdict's, also that no other one gains
-    more."""
+    """Return the evidence for a cause, 0 to 1 (see `confidence`), reduced by rivals in `others`."""
     shares = finding.gain_s / record.losses.measured
     raw = exceeds(shares, finding.least_share) * record.known
     if _one_event(record, finding):
         raw /= 2
-    if finding.cause == "communication":  # clocks that are off look like it
+    if finding.cause == "communication":  # clock errors look like slow transfers
         raw *= max(0.0, 1.0 - record.clocks_s / float(finding.gain_s.mean()))
     rivals = [one.alone_s / record.losses.measured for one in others]
     return min([raw, *(raw * exceeds(shares - rival, 0.0) for rival in rivals)])
 
 
 def _one_event(record: Record, finding: Finding) -> bool:
-    """Whether a cause gains enough only because of a single pass, transfer or wait of a single
-    step."""
+    """Return True if a cause saves enough only due to one pass, transfer or wait of one step."""
     least_s = finding.least_share * record.measured_s
     return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
 
 
 def _slower_than_predicted(record: Record) -> list[str]:
-    """A sentence where every unit is slower than predicted, or where ranks share cores the steps.
+    """Return a sentence if every unit, or on shared cores the step, is slower than predicted.
 
-    On devices of their own the profile is wrong, or all of them are slow: no trace shows which.
+    On separate devices either the profile is wrong or all of them are slow: no trace shows which.
     """
     step = _predicted_step(record)
     if record.shared_cores:
@@ -369,7 +366,7 @@ def _slower_than_predicted(record: Record) -> list[str]:
 
 
 def _waited(record: Record, step: Comparison) -> str:
-    """Time that ranks waited for cores, where the kernel reports it."""
+    """Format the time that ranks waited for cores, if the kernel reports it."""
     waited_s = record.core_wait_s
     if waited_s is None:
         return "which is the likely reason"
@@ -380,7 +377,7 @@ def _waited(record: Record, step: Comparison) -> str:
 
 
 def _predicted_step(record: Record) -> Comparison | None:
-    """The predicted and measured step, by the profile at the recorded sizes if that is known."""
+    """Return the predicted and measured step, by the profile at the recorded sizes if known."""
     steps = {row.basis: row for row in record.comparisons if row.what == "iteration_s"}
     return steps.get("same work") or steps.get("plan")
 
@@ -392,7 +389,7 @@ def _by(step: Comparison) -> str:
 
 
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
-    """Evidence of the saving by a perfect division of the devices that no layout has: no fault."""
+    """Return evidence of the saving by an ideal partition of the devices, which no layout has."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
     kept = float(record.losses.lost["unit"].mean()) - regained
     return (
@@ -412,7 +409,7 @@ def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
 
 
 def _helped(record: Record, main: Finding, told: Told) -> Told:
-    """The same with the remedy that fits, and its command."""
+    """Return the explanation with the remedy that fits, and its command."""
     remedies, cause, more = record.remedies, main.cause, ""
     remedy = fitting(remedies, cause)
     if cause == "unit" and remedy is not None:
@@ -441,8 +438,11 @@ def _helped(record: Record, main: Finding, told: Told) -> Told:
 
 
 def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:
-    """The remedy that helps one of the causes most: without more devices, by a plan, not only at
-    most, if possible; or None."""
+    """Return the remedy that helps one of the causes most, or None.
+
+    Remedies without more devices come first, then those found by planning, then exact ones before
+    upper bounds.
+    """
     worth = [remedy for remedy in remedies if remedy.cause in causes and remedy.worth]
     return min(
         worth,
@@ -461,7 +461,7 @@ def _gain_of(remedy: Remedy, measured_s: float) -> str:
 
 
 def unknown(reason: str) -> Verdict:
-    """The verdict when no step can be replayed."""
+    """Return the verdict if no step can be replayed."""
     return Verdict(
         cause="unknown",
         headline=f"No verdict: {reason}.",

@@ -1,8 +1,7 @@
-"""The views that `--sql` can ask, from `queries/views.yaml`: how they are shown, and kept apart
-from what is inside.
+"""Views that `--sql` can query, from `queries/views.yaml`, separate from the internal tables.
 
-Tables and views of ours lie in the schema `internal`; `main` has one view for each that is
-documented, with exactly its documented columns, and `columns`, which explains them.
+Internal tables and views are in the schema `internal`; `main` has one view for each documented one,
+with exactly its documented columns, and `columns`, which explains them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ INTERNAL = "internal"
 
 @dataclass(frozen=True)
 class View:
-    """What one row is, the internal view that it shows, and column → what it means."""
+    """Documentation of a view: what a row is, the internal view it shows, and its columns."""
 
     about: str
     of: str
@@ -30,7 +29,7 @@ class View:
 
 @cache
 def documented_views(family: Family) -> dict[str, View]:
-    """By name, what traces of a kind can be asked."""
+    """Return the documented views of a family of traces, by name."""
     import yaml
 
     text = (resources.files("disttrain_cli.analysis") / "queries" / "views.yaml").read_text(
@@ -53,13 +52,18 @@ def documented_views(family: Family) -> dict[str, View]:
 
 
 def inside(connection: DuckDBPyConnection) -> None:
-    """What is made from now on is internal."""
+    """Create everything from now on in the internal schema."""
     connection.execute(f"CREATE SCHEMA IF NOT EXISTS {INTERNAL}; USE {INTERNAL}")
 
 
 def publish(connection: DuckDBPyConnection, family: Family, *later: str) -> None:
-    """Make the documented views of what lies inside, but for those that are made `later`, and
-    `columns`."""
+    """Create the documented views and the table `columns`.
+
+    Args:
+        connection: its internal tables and views exist.
+        family: family of the traces.
+        later: views that the caller creates later.
+    """
     for name, view in documented_views(family).items():
         if name not in later:
             connection.execute(
@@ -70,7 +74,7 @@ def publish(connection: DuckDBPyConnection, family: Family, *later: str) -> None
 
 
 def explain(connection: DuckDBPyConnection, family: Family) -> None:
-    """Make the table `columns`."""
+    """Create the table `columns`."""
     views = documented_views(family)
     told = [
         (name, column, meaning)
@@ -85,12 +89,12 @@ def explain(connection: DuckDBPyConnection, family: Family) -> None:
 
 
 def ask_published(connection: DuckDBPyConnection) -> None:
-    """Names without a schema are those of the documented views."""
+    """Resolve names without a schema to the documented views."""
     connection.execute("SET search_path = 'main'")
 
 
 def ask_internal(connection: DuckDBPyConnection) -> None:
-    """Names without a schema are those of our own tables and views."""
+    """Resolve names without a schema to the internal tables and views."""
     connection.execute(f"SET search_path = '{INTERNAL}'")
 
 

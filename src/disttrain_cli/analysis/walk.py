@@ -1,11 +1,11 @@
-"""The replay engine: when everything ends that waits for something else, all steps side by side.
+"""Replay engine: the end of every node of a dependency graph, for all steps side by side.
 
     end = max(end of the one before on its rank + lag, ends of its sources) + time
 
-Which sources feed a node may differ from step to step.
+The sources that feed a node may differ from step to step.
 
-A graph is walked level by level; what is in a level depends on earlier levels only. `replay` makes
-such a graph of our own traces, `study.graph` of operation-level ones.
+A graph is walked level by level; the nodes of a level depend on earlier levels only. `job.graph`
+builds such a graph from disttrain's traces, `study.graph` from operation-level ones.
 """
 
 from __future__ import annotations
@@ -24,33 +24,39 @@ Feeds = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes that depend on earlier levels only. Many are fed by the same ones, so each set is
-    looked at once."""
+    """Nodes that depend on earlier levels only.
+
+    Many nodes have the same sources, so each set of sources is evaluated once.
+    """
 
     nodes: slice
-    fed: Ints  # those of them that have sources, counted from the level's first
-    set_of: Ints  # the set of sources of each of these
-    starts: Ints  # where each set begins
-    sources: Ints  # the sets, one after the other
-    # [sources, steps] −∞ in steps in which one does not feed, else 0; None: all always do
+    fed: Ints  # nodes with sources, counted from the level's first
+    set_of: Ints  # index of the set of sources of each of these
+    starts: Ints  # offset of each set in `sources`
+    sources: Ints  # the sets, concatenated
+    # [sources, steps] −∞ in steps in which a source does not feed, else 0; None: all always feed
     absent: Floats | None
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A graph in the order in which it is walked; all numbers are those of this order."""
+    """A graph in topological order; all indices are those of this order."""
 
-    node: Ints  # by number, the number that the node had before
-    previous: Ints  # node before it on its rank, -1 = none
+    node: Ints  # original index of each node
+    previous: Ints  # previous node on its rank, -1 = none
     sources: list[Ints]
-    # by node [its sources, steps]: whether it waits for them in a step; None: always
+    # by node [its sources, steps]: True if it waits for a source in a step; None: always
     feeds: list[Feeds] | None
     levels: list[Level]
 
     def ends(self, time: Floats, lag: Floats | None = None) -> Floats:
-        """When every node ends, [nodes, steps], of seconds that each takes and waits after the one
-        before it."""
-        end = np.zeros((len(time) + 1, time.shape[1]))  # the last row: nothing before it
+        """Return the end of every node, [nodes, steps].
+
+        Args:
+            time: seconds that each node takes [nodes, steps].
+            lag: seconds that each waits after the node before it on its rank; None: 0.
+        """
+        end = np.zeros((len(time) + 1, time.shape[1]))  # the last row: end of "no previous node"
         for level in self.levels:
             ready = end[self.previous[level.nodes]]
             if lag is not None:
@@ -68,12 +74,12 @@ class Walk:
 
 
 def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = None) -> Walk | None:
-    """The order in which a graph can be walked, or None where something waits for itself.
+    """Sort a graph topologically; return None if it has a cycle.
 
     Args:
-        previous: by node the one before it on its rank, -1 = none.
-        sources: by node those that it waits for.
-        feeds: by node [its sources, steps], in which steps it does; None: in all.
+        previous: by node the previous one on its rank, -1 = none.
+        sources: by node the nodes that it waits for.
+        feeds: by node [its sources, steps], True in steps in which it waits; None: in all.
     """
     count = len(previous)
     sorter = graphlib.TopologicalSorter(
@@ -112,7 +118,7 @@ def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Leve
         sources[index].tobytes() + (b"" if feeds is None else feeds[index].tobytes())
         for index in fed
     ]
-    sets = dict(zip(names, fed, strict=True))  # of each set one node that has it
+    sets = dict(zip(names, fed, strict=True))  # one node of each set
     numbers = {name: number for number, name in enumerate(sets)}
     members = [sources[index] for index in sets.values()]
     always = feeds is None or all(feeds[index].all() for index in sets.values())

@@ -1,9 +1,9 @@
 """Slowdowns as in "Understanding Stragglers in Large Model Training Using What-if Analysis".
 
-The study's ideal takes the **mean** compute time per operation and the **median** transfer over all
-ranks alike; S = time without delays at the host and for data ÷ time of the ideal; S_x restores
-group x in the ideal. Where stages differ by design (units) its ideal misleads: `losses` has this
-project's own.
+The study's ideal takes the **mean** compute time per operation and the **median** transfer, over
+all ranks alike; S = time without delays at the host and for data ÷ time of the ideal; S_x restores
+group x in the ideal. If stages differ by design (units) its ideal misleads: `losses` has this
+project's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _seconds(graph: Graph, delays: Delays) -> float:
 
 
 def _where(pick: Any, chosen: Delays, other: Delays) -> Delays:
-    """The delays of `chosen` for the picked passes, of `other` for the rest."""
+    """Return the delays of `chosen` for the picked passes, of `other` for the rest."""
     rows = pick[:, None]
     return replace(
         other,

@@ -1,6 +1,6 @@
-"""Acting on what `disttrain watch` finds while a job runs.
+"""Reaction to verdicts of `disttrain watch` while a job runs.
 
 Start with `looking_after.looked_after`, in which training and rehearsals run: `monitor` runs
-`disttrain watch` as a process of its own, `replanning` makes plans without what is slow or lost.
-`runtime.launching.supervise` starts the ranks again on such a plan.
+`disttrain watch` as a separate process, `replanning` makes plans without slow or lost devices.
+`runtime.launching.supervise` restarts the ranks on such a plan.
 """

@@ -1,4 +1,4 @@
-"""A job that is watched while it runs, and re-planned where its run file asks for that."""
+"""Monitoring of a running job, and replanning if its run file requests it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ def looked_after(
     note: Callable[[str], None],
     emulated: bool = False,
 ) -> Iterator[MakeAnew | None]:
-    """Watch a job while it runs; gives who plans anew where `train.on_straggler` asks for that.
+    """Monitor a job while it runs; yield its replanner if `train.on_straggler` requests one.
 
-    A rehearsal is watched only then, from its first step on.
+    A rehearsal is monitored only then, from its first step on.
 
     Args:
-        folder: of the run, or of its rehearsal.
-        file: the plan's.
-        note: called from a thread of its own.
+        run: the run.
+        folder: folder of the run, or of its rehearsal.
+        plan: the plan that the job starts with.
+        profile: the profile of that plan.
+        file: file of the plan.
+        note: called from a separate thread.
+        emulated: the job is a rehearsal.
     """
     if run.file.train.on_straggler != "replan":
         with nullcontext() if emulated else monitored(folder.root, note):

@@ -1,5 +1,7 @@
-"""`disttrain watch` as a process of lowest priority while a run trains: started, listened to,
-started again when it dies, and ended with the process that started it."""
+"""Monitor of a run: `disttrain watch` as a process of lowest priority while the run trains.
+
+The process is restarted when it fails, and ends with the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from disttrain_cli.runtime.launching.launch import end_with
 
 #: Shorter runs are not monitored.
 AFTER_S = 60.0
-#: Delay of the first restart, doubled for each further one up to the longest; after a process that
-#: lived that long it is the first again.
+#: Delay of the first restart, doubled for each further one up to the longest; reset after a process
+#: that ran that long.
 RESTART_S, LONGEST_RESTART_S = 1.0, 300.0
 LOWEST_PRIORITY = 19
-#: Less certain verdicts are left to `disttrain watch`: most are of ranks that wait for cores.
+#: Less certain verdicts are not reported: most are about ranks that wait for cores.
 LEAST_CONFIDENCE = 0.5
 
 
@@ -41,10 +43,10 @@ def monitored(
 
     Args:
         root: the run's folder.
-        note: called from a thread of its own.
+        note: called from a separate thread.
         on_row: called from that thread with every line of `disttrain watch --json`.
         after_s: seconds until it starts; None: `AFTER_S`.
-        every_s: seconds between two verdicts at least; None: the default of `disttrain watch`.
+        every_s: minimum seconds between two verdicts; None: the default of `disttrain watch`.
     """
     monitor = _Monitor(root, note, on_row, every_s)
     timer = threading.Timer(AFTER_S if after_s is None else after_s, monitor.run)
@@ -58,7 +60,7 @@ def monitored(
 
 
 class _Monitor:
-    """The process and the thread that reads its rows."""
+    """The watch process and the thread that reads its rows."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class _Monitor:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Keep a process running until the run is over or `end`."""
+        """Keep a process running until the run is over or `end` is called."""
         delay_s = RESTART_S
         while (process := self._start()) is not None:
             started_s = time.monotonic()
@@ -96,7 +98,7 @@ class _Monitor:
         with self._lock:
             self._ended.set()
         if self._process is not None:
-            self._process.kill()  # one that is stopped, too
+            self._process.kill()  # also ends a stopped process
             self._process.wait()
 
     @property
@@ -104,7 +106,7 @@ class _Monitor:
         return self._root / "logs" / "watch.log"
 
     def _start(self) -> subprocess.Popen[str] | None:
-        """The process; None once the monitor has ended."""
+        """Start the process; return None once the monitor has ended."""
         with self._lock:
             if self._ended.is_set():
                 return None
@@ -130,13 +132,13 @@ class _Monitor:
         return self._process
 
     def _listen(self, process: subprocess.Popen[str]) -> str | None:
-        """Pass rows on until the process ends; return the error that it reports."""
+        """Forward rows until the process ends; return the error that it reports."""
         assert process.stdout is not None
         slowed = False
         for line in process.stdout:
             try:
                 row = json.loads(line)
-            except ValueError:  # it ended while it wrote
+            except ValueError:  # the process ended during a write
                 return None
             if self._ended.is_set() or "error" in row:
                 return row["error"]["what"] if "error" in row else None
@@ -159,7 +161,7 @@ def _sentence(row: dict[str, Any], root: Path) -> str:
 
 
 def _learned(row: dict[str, Any]) -> str:
-    """A sentence on losses that show a fault; empty where they show none."""
+    """Return a sentence on losses that show a fault; empty if they show none."""
     learned = row.get("learning")
     if learned is None or not learned["advice"]:
         return ""

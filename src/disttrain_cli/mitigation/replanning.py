@@ -1,11 +1,11 @@
-"""`train.on_straggler: replan`: plans without the devices that slow a job, or that it has lost.
+"""`train.on_straggler: replan`: plans without devices that slow a job or are lost.
 
-While the ranks run, verdicts of `disttrain watch` are heard. One of a slow rank that stays becomes
-a plan on the devices that are left: the run's profile, calibrated with the traces so far, and the
-planner. Where that gains enough, whoever looks after the ranks (`launching.supervise`) has them
-save and end, and starts them again on it.
+While the ranks run, verdicts of `disttrain watch` are received. A persistent verdict on a slow rank
+leads to a plan on the remaining devices: the run's profile, calibrated with the traces so far, and
+the planner. If that saves enough, the supervisor (`launching.supervise`) lets the ranks save and
+end, and restarts them on it.
 
-What is left out is the device of the slow rank or, where the cluster has several nodes, its node.
+The device of the slow rank is left out or, if the cluster has several nodes, its node.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from disttrain_cli.spec.rundir import RunDir, replans_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import is_own_file, write_whole
 
-#: Of a step, what a plan without a slow device must gain.
+#: Least share of a step that a plan without a slow device must save.
 LEAST_GAIN = 0.05
-#: A verdict less sure is not acted upon.
+#: Least confidence of a verdict that leads to a new plan.
 LEAST_SURE = 0.5
 
 
 class MakeAnew:
-    """The `supervise.Replanner` of a run.
+    """Replanner of a run (`supervise.Replanner`).
 
     Args:
-        folder: the run's, or that of its rehearsal.
-        planned: what runs now.
-        path: of the plan's file, which new plans replace; of a rehearsal, in its own folder.
-        say: what the user should know.
-        emulated: the ranks run on devices of the run's own profile: it is not replaced.
+        run: the run.
+        folder: folder of the run, or of its rehearsal.
+        planned: the present plan and its profile.
+        path: the plan's file, which new plans replace; for a rehearsal, in its folder.
+        say: reports a message to the user.
+        emulated: the ranks run on devices of the run's own profile, which is not replaced.
     """
 
     def __init__(
@@ -57,29 +58,29 @@ class MakeAnew:
         self._found: tuple[str, Planned] | None = None
 
     def hear(self, row: dict[str, Any]) -> None:
-        """A line of `disttrain watch --json`."""
+        """Process a line of `disttrain watch --json`."""
         if row["stays"] and row["blamed_ranks"] and row["confidence"] >= LEAST_SURE:
             self._consider(row)
 
     def ready(self) -> bool:
-        """Whether there is a better plan than the present one."""
+        """Return True if there is a better plan than the present one."""
         return self._found is not None
 
     def take(self) -> tuple[str, Planned]:
-        """Why it is better, and the plan, which is now the run's."""
+        """Adopt the better plan as the run's; return the reason, and the plan."""
         assert self._found is not None, "somebody asked whether it is ready"
         (why, planned), self._found = self._found, None
         return why, self._keep(why, planned)
 
     def goes_with(self, device: int) -> range:
-        """The devices that are left out with one, itself included."""
+        """Return the devices that are left out together with one, itself included."""
         cluster = self._run.file.cluster
         each = cluster.gpus_per_node if cluster.nodes > 1 else 1
         first = device // each * each
         return range(first, first + each)
 
     def without(self, device: int) -> tuple[str, Planned] | None:
-        """A plan that is now the run's, without a device that is gone; None where none fits."""
+        """Adopt a plan without a lost device as the run's; None if none fits."""
         out, named = self._out([device])
         try:
             planned = self._made(out)
@@ -91,11 +92,10 @@ class MakeAnew:
         return why, self._keep(why, planned)
 
     def _consider(self, row: dict[str, Any]) -> None:
-        """Find a plan without the ranks that a verdict blames, and keep it where it gains
-        enough."""
+        """Make a plan without the ranks that a verdict blames, and store it if it saves enough."""
         layout = self._planned.plan.plan
         out, named = self._out([layout.devices[rank] for rank in row["blamed_ranks"]])
-        if not named:  # slow together: not their devices' fault
+        if not named:  # slow together: not the fault of their devices
             return
         try:
             planned = self._made(out)
@@ -119,8 +119,11 @@ class MakeAnew:
         self._found = told, planned
 
     def _out(self, devices: list[int]) -> tuple[list[int], str]:
-        """What is left out with some devices, besides what is already, and its name; none of
-        several nodes, or of several devices where there is one node."""
+        """Return all devices to leave out if some more are, and the name of what these are.
+
+        If they are on several nodes, or several devices of one node, nothing more is left out, and
+        the name is empty.
+        """
         before, places = (
             self._planned.plan.plan.left_out,
             {self.goes_with(device) for device in devices},
@@ -132,7 +135,7 @@ class MakeAnew:
         return sorted({*before, *place}), f"{kind} {place.start // len(place)}"
 
     def _made(self, out: list[int]) -> Planned:
-        """The best plan on what is left, by the times recorded so far, as far as there are any.
+        """Return the best plan on the remaining devices, by the times recorded so far, if any.
 
         Raises:
             InfeasibleError: none fits.
@@ -153,8 +156,11 @@ class MakeAnew:
         return Planned(plan.model_copy(update={"plan": layout, "predicted": predicted}), profile)
 
     def _step_s(self, row: dict[str, Any], planned: Planned) -> float:
-        """A step on another plan: the present one without what the slow rank costs, by what the
-        planner says of both."""
+        """Return the seconds of a step on another plan.
+
+        It scales the present step, without the cost of the slow rank, by the planner's predictions
+        for both plans.
+        """
         from disttrain_cli.planning.predict import predict
         from disttrain_cli.planning.solve import cluster_of
         from disttrain_cli.planning.units import units_of
@@ -166,7 +172,7 @@ class MakeAnew:
         return mended_s * planned.plan.predicted.iteration_s / present_s
 
     def _keep(self, why: str, planned: Planned) -> Planned:
-        """Make a plan the run's: files, and a line of `logs/replans.jsonl`."""
+        """Adopt a plan as the run's: write its files, and a line of `logs/replans.jsonl`."""
         from disttrain_cli.planning.picture import draw
         from disttrain_cli.planning.predict import simulated_step
         from disttrain_cli.planning.solve import cluster_of
@@ -194,8 +200,10 @@ class MakeAnew:
 
 
 def goes_on_with(folder: RunDir, plan: Plan) -> Plan:
-    """The plan in a job's folder, where the job began with another one and was planned anew
-    (`logs/replans.jsonl`); else that one."""
+    """Return the plan in a job's folder if the job was replanned from `plan`; else `plan`.
+
+    `logs/replans.jsonl` lists the replans.
+    """
     told = replans_file(folder.logs)
     layout = began = fingerprint(plan.plan)
     for line in told.read_text().splitlines() if told.exists() else ():
@@ -203,7 +211,7 @@ def goes_on_with(folder: RunDir, plan: Plan) -> Plan:
             row = json.loads(line)
             if row["instead_of"] == layout:
                 layout = fingerprint(Layout.model_validate(row["plan"]))
-    with suppress(SpecError):  # it was removed
+    with suppress(SpecError):  # the file was removed
         if layout != began and fingerprint((kept := read_plan(folder.plan)).plan) == layout:
             return kept
     return plan

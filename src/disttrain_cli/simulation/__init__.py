@@ -1,7 +1,7 @@
-"""The pipeline simulator: times of every stage, replica and slot in, a timeline out. No torch.
+"""Pipeline simulator: from times of every stage, replica and slot to a timeline. No torch.
 
-Start with `pipeline` (devices of their own, vectorised); `sharing` does the same for ranks that
-share the cores of one machine; `timeline` is what both take and return. `step` makes a pipeline
-from a layout's costs, `feeding` lets it wait for its data, `faults` makes parts of it slower,
-`grouping` joins replicas into processes, as a rehearsal runs them.
+Start with `pipeline` (separate devices, vectorised); `shared_cores` simulates ranks that share the
+cores of one machine; `timeline` has the input and output of both. `step` builds a pipeline from a
+layout's costs, `feeding` adds waits for data, `faults` slows parts of it, `grouping` joins replicas
+into processes, as in a rehearsal.
 """

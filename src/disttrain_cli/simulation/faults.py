@@ -1,5 +1,4 @@
-"""Faults of a rehearsal, in the simulator: the same step with something slower than the profile
-says."""
+"""Faults of a rehearsal in the simulator: a step with parts that are slower than in the profile."""
 
 from __future__ import annotations
 
@@ -22,11 +21,12 @@ EDIT = "Correct it in the run file."
 def check_faults(
     stages: Sequence[CostedStage], faults: Sequence[FaultSpec], profile: Profile
 ) -> None:
-    """Refuse faults that this layout cannot have.
+    """Reject faults that this layout cannot have.
 
     Raises:
         SpecError: a unit, stage or replica that the layout lacks, a link after the last stage, or a
-            worker where nothing is prepared; names the field and what is allowed.
+            worker of a unit without data preparation; the message names the field and the allowed
+            values.
     """
     prepared = list(dict.fromkeys(stage.unit.name for stage in stages if _loads(profile, stage)))
     for number, fault in enumerate(faults):
@@ -38,7 +38,7 @@ def check_faults(
 
 
 def _loads(profile: Profile, stage: CostedStage) -> bool:
-    """Whether preparing what a stage loads takes time, as far as the profile knows."""
+    """Return True if preparing the data that a stage loads takes time, by the profile."""
     return any(
         item_s(profile, module) * profile.modules[module].work_per_sequence.items > 0.0
         for module in stage.begins
@@ -48,10 +48,11 @@ def _loads(profile: Profile, stage: CostedStage) -> bool:
 def placed(
     faults: Sequence[FaultSpec], first: Layout, now: Layout, llm: str, gpus_per_node: int
 ) -> list[FaultSpec]:
-    """The faults in terms of a layout: a fault belongs to devices, not to what they work on.
+    """Return the faults in terms of a layout: a fault belongs to devices, not to their work.
 
-    Of slow nodes come the slow ranks on them. Slow ranks, stages and hosts are named by their place
-    in the `first` layout, and move with their devices; of links and workers stays what has a place.
+    A slow node becomes slow ranks on it. Slow ranks, stages and hosts are named by their
+    coordinates in the `first` layout, and move with their devices; faults of links and workers stay
+    if their coordinates exist.
     """
     replicas = [
         (stage, replica, set(of_replica))
@@ -86,7 +87,7 @@ def placed(
 
 
 def devices_of(layout: Layout, stage: Stage) -> list[list[int]]:
-    """By replica of a stage, its devices."""
+    """Return the devices of each replica of a stage."""
     devices, width = layout.devices, stage.unit.tp_cp_size
     return [
         [devices[rank] for rank in stage.ranks[first : first + width]]
@@ -112,18 +113,17 @@ def _slow_devices(fault: FaultSpec, first: Layout, llm: str, gpus_per_node: int)
 
 
 def begun(faults: Iterable[FaultSpec], step: int) -> list[FaultSpec]:
-    """The faults that a step has."""
+    """Return the faults that are active in a step."""
     return [fault for fault in faults if fault.from_step <= step]
 
 
 def inject(
     pipeline: Pipeline, stages: Sequence[CostedStage], faults: Sequence[FaultSpec]
 ) -> Pipeline:
-    """The pipeline with every fault's factor on the times it concerns; `stages` are those of its
-    layout.
+    """Multiply the pipeline's times by the factors of the faults; `stages` are those of its layout.
 
     Raises:
-        SpecError: as `check_faults`; a slow worker where the pipeline is not fed.
+        SpecError: as `check_faults`; a slow worker if the pipeline's data are not simulated.
     """
     forward_s, backward_s = pipeline.forward_s.copy(), pipeline.backward_s.copy()
     transfer_s = pipeline.transfer_s.copy()
@@ -161,8 +161,7 @@ def inject(
 def slowdown(
     faults: Sequence[FaultSpec], slow: str, unit: str, stage: int, replica: int | None = None
 ) -> float:
-    """Times as long as without faults: of a kind, at one place, as `inject` has it for all places
-    at once."""
+    """Return the factor of all faults of one kind at one location; `inject` applies all of them."""
     return math.prod(
         fault.factor
         for fault in faults
@@ -174,7 +173,7 @@ def slowdown(
 
 
 def waited(faults: Sequence[FaultSpec], unit: str, stage: int, replica: int, cp_rank: int) -> float:
-    """Share of its passes in which a rank waits for slow ones of its CP group."""
+    """Return the share of its passes in which a rank waits for slow ones of its CP group."""
     others = [
         fault.factor
         for fault in faults
@@ -185,8 +184,7 @@ def waited(faults: Sequence[FaultSpec], unit: str, stage: int, replica: int, cp_
 
 
 def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
-    """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such
-    place."""
+    """Return the indices of the stages that a fault affects; SpecError if the layout lacks them."""
     of_unit = [index for index, stage in enumerate(stages) if stage.unit.name == fault.unit]
     if not of_unit:
         raise _error(

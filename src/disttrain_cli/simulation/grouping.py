@@ -1,7 +1,6 @@
-"""Several replicas of a stage in one process, in lockstep: how a rehearsal carries more devices
-than processes.
+"""Several replicas of a stage in one process, in lockstep: more devices than processes.
 
-A process takes for each slot as long as the slowest of its replicas.
+A rehearsal runs so. For each slot a process takes as long as the slowest of its replicas.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from disttrain_cli.spec.plan import Layout
 
 
 def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
-    """The pipeline of the processes, which are its replicas.
+    """Return the pipeline whose replicas are the processes.
 
     Args:
-        shares: by stage, the number of consecutive replicas in each of its processes; alike for the
+        pipeline: pipeline of all replicas.
+        shares: by stage, the number of consecutive replicas in each of its processes; equal for the
             stages of a unit.
     """
     assert [sum(share) for share in shares] == pipeline.replicas.tolist()
@@ -45,9 +45,9 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
 
 
 def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
-    """By unit, how many replicas each process of one of its stages stands for: as even as possible.
+    """Return, by unit, the number of replicas in each process of one of its stages, evenly divided.
 
-    A process stands for whole replicas, for one at least.
+    A process represents complete replicas, at least one.
     """
     shares = []
     for unit in layout.units:
@@ -57,10 +57,10 @@ def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
 
 
 def finest(layout: Layout, gpus_per_node: int, most: int = 24) -> int:
-    """GPUs per process, as few as make at most `most` processes: a divisor of a node's GPUs, or
-    several nodes.
+    """Return the fewest GPUs per process that need at most `most` processes.
 
-    Where the plan has more stages than that, as few as make one process per stage.
+    The number divides a node's GPUs, or is a multiple of them. If the plan has more stages than
+    `most`, there is one process per stage.
     """
     stages = sum(unit.pp for unit in layout.units)
     divisors = (gpus for gpus in range(1, gpus_per_node) if gpus_per_node % gpus == 0)

@@ -1,10 +1,9 @@
-"""Iteration times of many steps at once, nothing else: what searches over orderings and over delays
-of weights' gradients ask of the simulator.
+"""Iteration times of many steps at once, for searches over orderings and weight-gradient delays.
 
-The steps share stages, transfers and replicas and differ in durations or delays only. The very
-numbers of `simulate`, which keeps when everything happened; here one vectorised update per schedule
-step serves all K steps, so that one costs microseconds. Only additions and maxima: the same on
-every machine.
+The steps share stages, transfers and replicas and differ in durations or delays only. The times are
+equal to those of `simulate`, which also returns the timeline; here one vectorised update per
+schedule step serves all K steps, so that one costs microseconds. Only additions and maxima are
+used: the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from numpy.typing import NDArray
 from disttrain_cli.simulation.pipeline import Program, following, program_of
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
-NUMBERS = 16_384  # that one update handles, about: more fall out of the fast caches
-TABLE_NUMBERS = 1 << 24  # that a table of all updates holds
-MOST_PARTS = 256  # stages with a delay, of which the weights' parts are kept
+NUMBERS = 16_384  # numbers per update, about: more do not fit into the fast caches
+TABLE_NUMBERS = 1 << 24  # numbers in a table of all updates
+MOST_PARTS = 256  # cached weight gradients, by stage and delay
 
 
 def steps_s(pipelines: Sequence[Pipeline]) -> Floats:
-    """[K] times of steps of one layout whose data are always there."""
+    """Return [K] times of steps of one layout without waits for data."""
     parts_s = zip(*(pipeline.parts_s for pipeline in pipelines), strict=True)
     return iterations_s(pipelines[0], *(np.stack(part_s, axis=-1) for part_s in parts_s))
 
@@ -33,10 +32,12 @@ def steps_s(pipelines: Sequence[Pipeline]) -> Floats:
 def iterations_s(
     pipeline: Pipeline, forward_s: Floats, backward_s: Floats, weight_s: Floats | None = None
 ) -> Floats:
-    """[K] times of the pipeline with other durations [n, S, R, K]; data are always there.
+    """Return [K] times of the pipeline with other durations [n, S, R, K], without waits for data.
 
     Args:
-        pipeline: its own durations count for nothing.
+        pipeline: its durations are ignored.
+        forward_s, backward_s: durations of the passes.
+        weight_s: weight gradients of split backwards; None: backwards are not split.
     """
     program, steps = program_of(pipeline), forward_s.shape[-1]
     times_s = np.empty(steps)
@@ -56,8 +57,10 @@ def iterations_s(
 
 
 class Delayed:
-    """A pipeline with backwards in two parts, whose weights' parts have other delays; data are
-    always there. What steps have in common is computed once."""
+    """A pipeline with split backwards, for various delays of the weight gradients.
+
+    There are no waits for data. What the steps have in common is computed once.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         assert pipeline.weight_s is not None
@@ -71,7 +74,7 @@ class Delayed:
         self._parts = lru_cache(MOST_PARTS)(self._parts_of)
 
     def times_s(self, delays: NDArray[np.int64]) -> Floats:
-        """[K] times for some delays [K, S] of all stages."""
+        """Return [K] times for delays [K, S] of all stages."""
         pipeline, program, times_s = self.pipeline, self._program, np.empty(len(delays))
         ranks, reducing = len(program.stage_of), self._reducing
         for chunk in _chunks(program, len(delays)):
@@ -82,7 +85,7 @@ class Delayed:
                 places = program.backwards_of(stage)
                 which, counts = np.unique(mine[:, stage], return_counts=True)
                 for number, delay in enumerate(which[np.argsort(-counts, kind="stable")].tolist()):
-                    # the most frequent one everywhere first: searches change one stage at a time
+                    # the most frequent one first, for all: searches change one stage at a time
                     having = np.flatnonzero(mine[:, stage] == delay) if number else slice(None)
                     after_s, own_s = self._parts(stage, delay)
                     follow_s[places][..., having] = after_s
@@ -97,8 +100,10 @@ class Delayed:
         return times_s
 
     def _parts_of(self, stage: int, delay: int) -> tuple[Floats, Floats | None]:
-        """[n, R, 1] weights' parts that follow the backwards of a stage, and [R, 1] the last pass
-        before its reductions, if there are such."""
+        """Return the weight gradients after a stage's backwards [n, R, 1] and its last pass [R, 1].
+
+        The last pass is the one before its overlapped reductions, None without such.
+        """
         replicas = int(self.pipeline.replicas[stage])
         after_s = following(self._weight_s[:, stage, :replicas], delay)[..., None]
         if self._reducing is None:
@@ -107,12 +112,12 @@ class Delayed:
 
 
 def _of_ranks(pipeline: Pipeline, each_s: Floats) -> Floats:
-    """[ranks, K] of times [S, R, K]; K is 1 where there is none."""
+    """Convert times [S, R, K] to [ranks, K]; K is 1 if that axis is missing."""
     return each_s[pipeline.present].reshape(int(pipeline.replicas.sum()), -1)
 
 
 def _chunks(program: Program, count: int) -> Iterator[slice]:
-    """So many steps in as many as one update and memory handle."""
+    """Yield slices of `count` steps that fit into one update and memory."""
     ranks = len(program.stage_of)
     size = max(1, min(NUMBERS // ranks, TABLE_NUMBERS // (ranks * program.steps)))
     for begin in range(0, count, size):
@@ -126,8 +131,15 @@ def _run(
     follow_s: Floats | None,
     exposed_s: Floats,
 ) -> Floats:
-    """[K] times of steps with operations of these durations [steps, ranks, K], weights' parts after
-    them, and reductions [ranks, K] after the last ones; as in `pipeline._step`."""
+    """Return [K] times of steps, computed as in `pipeline._step`.
+
+    Args:
+        pipeline: stages, transfers and replicas.
+        program: its schedule.
+        spent_s: [steps, ranks, K] durations of the operations.
+        follow_s: [steps, ranks, K] weight gradients after them; None: backwards are not split.
+        exposed_s: [ranks, K] reductions after the last operations.
+    """
     count = (spent_s if follow_s is None else follow_s).shape[-1]
     ranks, stages = len(program.stage_of), len(program.depth)
     hold_s = program.hold_s[:, program.stage_of, None]
@@ -156,14 +168,17 @@ def _run(
 
 
 def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
-    """[K] times of the pipeline with its slots in other orders [K, n]."""
-    # [S, R, n, K]: steps lie side by side in memory
+    """Return [K] times of the pipeline with its slots in other orders [K, n]."""
+    # [S, R, n, K]: steps are contiguous in memory
     ordered = [np.moveaxis(times_s, 0, -1)[..., orders.T] for times_s in pipeline.parts_s]
     return iterations_s(pipeline, *(np.moveaxis(times_s, 2, 0) for times_s in ordered))
 
 
 def of_replica(pipeline: Pipeline, replica: int) -> Pipeline:
-    """The pipeline of one replica, where all stages have the same ones and nothing joins them."""
+    """Return the pipeline of one replica.
+
+    All stages must have the same number of replicas, and no replica may wait for another one.
+    """
     replicas_of = slice(replica, replica + 1)
     return dataclasses.replace(
         pipeline,

@@ -1,20 +1,19 @@
-"""1F1B over units of different DP, every rank with a device of its own: one vectorised update per
-schedule step.
+"""1F1B over units of different DP on separate devices: one vectorised update per schedule step.
 
 DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step
 2S-1-s+2m, where S is the length of the longest line of stages and s a stage's depth: S less the
-stages from it to the end, so that lines side by side end together. The two have different parities,
-so at every step a stage does one operation at most, and it waits for its own last one and for the
-one that its neighbour did a step before. All replicas of all stages lie in one vector; what each of
-them waits for depends on the step's parity only and is looked up beforehand. Where several stages
-hand over to one, it waits for the others of them too, and one that hands over to several for the
-backwards of all of them (of lines behind it that are not as long the last stage has time to spare
-between a slot's two passes). Sends do not hold up the sender. A slot enters a unit when all
-replicas of the unit before have finished it, because images are split over replicas one by one.
-Where the data of a slot have to be prepared, its forward waits for them too (`feeding`). Weights'
-parts hold up nobody but their own rank, which computes them between a backward and what it does
-next (Qi et al. 2024, arXiv 2401.10241). Messages behind passes (`costs.overlap`) hold up a rank's
-first forward, and the step's end.
+stages from it to the end, so that parallel lines end together. The two have different parities, so
+at every step a stage does one operation at most, and it waits for its own last one and for the one
+that its neighbour did a step before. All replicas of all stages are in one vector; what each of
+them waits for depends on the step's parity only and is looked up beforehand. If several stages feed
+one, it waits for all of them, and one that feeds several waits for the backwards of all of them (if
+lines after it are shorter, their last stage has time to spare between a slot's two passes). Sends
+do not block the sender. A slot enters a unit when all replicas of the unit before have finished it,
+because images are distributed over replicas one by one. If the data of a slot have to be prepared,
+its forward waits for them too (`feeding`). Weight gradients of split backwards delay only their own
+rank, which computes them between a backward and its next operation (Qi et al. 2024, arXiv
+2401.10241). Messages overlapped with passes (`costs.overlap`) delay a rank's first forward, and the
+step's end.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ Ints = NDArray[np.int64]
 
 
 def simulate(pipeline: Pipeline) -> Timeline:
-    """Timeline of one training step, the first of a run. O(steps · replicas of all stages), in
-    memory too."""
+    """Return the timeline of one training step, the first of a run.
+
+    Time and memory are O(steps · replicas of all stages).
+    """
     return simulate_steps([pipeline])[0]
 
 
 def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
-    """Timelines of consecutive steps, the first of them the run's first; times from the start of
-    each step.
+    """Return timelines of consecutive steps, the first of them the run's first.
 
-    All ranks begin a step together, when the one before is over; what was prepared ahead of it is
-    ready.
+    Times count from the start of each step. All ranks begin a step together, when the one before is
+    over; data prepared ahead of it are ready.
     """
     feeds, timelines = feeds_of(pipelines), []
     for pipeline in pipelines:
@@ -54,22 +54,26 @@ def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank does at each step of the schedule; the ranks of all stages lie in one
-    vector."""
+    """Operation of every rank at each step of the schedule; all stages' ranks are in one vector."""
 
     steps: int
     first: Ints  # [S+1] first rank of every stage
     stage_of: Ints  # [ranks]
     depth: Ints  # [S]
-    hold_s: Floats  # [steps, S] transfer before a stage's operation; -inf: it does nothing
-    # ranks, a stage more that they wait for, transfer by step
+    hold_s: Floats  # [steps, S] transfer before a stage's operation; -inf: no operation
+    # ranks, an additional stage that they wait for, transfer by step
     joins: list[tuple[slice, int, Floats]]
-    sources: list[Ints]  # for even and odd steps, [ranks] entry of the clock that they wait for
-    awaited: list[int]  # stages of which somebody waits for the latest replica
+    sources: list[Ints]  # for even and odd steps, [ranks] index in the clock that they wait for
+    awaited: list[int]  # stages whose latest replica others wait for
 
     def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
-        """Enter durations [n, S, R, ...] of forwards or backwards into `spent` [steps, ranks,
-        ...]."""
+        """Enter durations [n, S, R, ...] of forwards or of backwards in a table of all operations.
+
+        Args:
+            durations: seconds of the passes.
+            is_forward: they are forwards.
+            spent: [steps, ranks, ...] the table.
+        """
         for stage, forward, steps_of in _operations(len(durations), self.depth):
             if forward == is_forward:
                 ranks_of = slice(self.first[stage], self.first[stage + 1])
@@ -78,7 +82,12 @@ class Program:
                 ]
 
     def follow(self, pipeline: Pipeline, weight_s: Floats) -> Floats:
-        """[steps, ranks, ...] weights' parts [n, S, R, ...] that follow each step's operations."""
+        """Return [steps, ranks, ...] the weight gradients after each step's operations.
+
+        Args:
+            pipeline: its replicas and delays are used.
+            weight_s: [n, S, R, ...] durations of the weight gradients.
+        """
         spent = np.zeros((self.steps, len(self.stage_of), *weight_s.shape[3:]))
         for stage in range(len(self.depth)):
             own_s = weight_s[:, stage, : pipeline.replicas[stage]]
@@ -86,7 +95,7 @@ class Program:
         return spent
 
     def backwards_of(self, stage: int) -> tuple[slice, slice]:
-        """Where a table [steps, ranks] has the backwards of a stage."""
+        """Return the index of a stage's backwards in a table [steps, ranks]."""
         slots = self.steps // 2 - int(self.depth.max())
         begin = 2 * int(self.depth.max()) + 1 - int(self.depth[stage])
         return slice(begin, begin + 2 * slots - 1, 2), slice(
@@ -95,10 +104,12 @@ class Program:
 
 
 def following(weight_s: Floats, delay: int) -> Floats:
-    """[n, R, ...] weights' parts that follow the backward of each slot, of those [n, R, ...] of a
-    stage (`timeline.weights_after`)."""
+    """Return [n, R, ...] weight gradients after each slot's backward, from a stage's [n, R, ...].
+
+    `timeline.weights_after` has their order.
+    """
     slots = len(weight_s)
-    first = max(0, slots - 1 - delay)  # of the parts after the last backward
+    first = max(0, slots - 1 - delay)  # of the weight gradients after the last backward
     follow_s = np.zeros_like(weight_s)
     follow_s[delay:-1] = weight_s[:first]
     follow_s[-1] = weight_s[first:].sum(axis=0)
@@ -110,7 +121,7 @@ def _delay(pipeline: Pipeline, stage: int) -> int:
 
 
 def program_of(pipeline: Pipeline) -> Program:
-    """The schedule of a pipeline without its durations."""
+    """Return the schedule of a pipeline without its durations."""
     slots, stages, _ = pipeline.forward_s.shape
     to_end = pipeline.to_end
     depth = to_end.max() - to_end
@@ -133,7 +144,7 @@ def program_of(pipeline: Pipeline) -> Program:
 
 
 def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
-    """One step; the feeds go on from the one before."""
+    """Simulate one step; the feeds continue from the one before."""
     program, slots = program_of(pipeline), len(pipeline.forward_s)
     first, stage_of, depth = program.first, program.stage_of, program.depth
     ranks, stages = len(stage_of), len(depth)
@@ -145,7 +156,7 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     arrived, latest = clock[:ranks], clock[ranks:-1]
     arrived[:] = pipeline.lead_s[pipeline.present]
     follow_s = None if pipeline.weight_s is None else program.follow(pipeline, pipeline.weight_s)
-    free = arrived if follow_s is None else arrived.copy()  # when each rank can go on
+    free = arrived if follow_s is None else arrived.copy()  # when each rank can continue
     held = np.empty(ranks)
     fed = [
         (feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1]))
@@ -192,7 +203,7 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
 def weight_times(
     pipeline: Pipeline, backward_end: Floats
 ) -> tuple[Floats, Floats] | tuple[None, None]:
-    """Start and end of every weights' part, [n, S, R], from the ends of the backwards."""
+    """Return start and end of all weight gradients, [n, S, R], from the ends of the backwards."""
     if pipeline.weight_s is None:
         return None, None
     slots = len(backward_end)
@@ -207,14 +218,14 @@ def weight_times(
 
 
 def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
-    """(stage, is forward, schedule steps of the slots in order) of all forwards and backwards."""
+    """Yield (stage, is forward, schedule steps of the slots in order) of all passes."""
     for stage, begins in enumerate(depth.tolist()):
         for is_forward, begin in ((True, begins), (False, 2 * int(depth.max()) + 1 - begins)):
             yield stage, is_forward, slice(begin, begin + 2 * slots - 1, 2)
 
 
 def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> list[Ints]:
-    """For even and odd steps, [ranks] the entry of the clock that every rank's operation waits for.
+    """Return, for even and odd steps, [ranks] the index in the clock that each operation waits for.
 
     A forward waits for the stage before, a backward for the one after (the last of several): for
     the same replica, or at the border of two units for the latest one. Stages with the step's

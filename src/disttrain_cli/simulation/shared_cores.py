@@ -1,10 +1,9 @@
-"""1F1B where all ranks share the cores of one machine: event-driven processor sharing, for few
-ranks.
+"""1F1B on the shared cores of one machine: event-driven processor sharing, for few ranks.
 
 Times were measured with `shared_by` processes on `cores` cores at once, so each got min(1,
 cores/shared_by) of a core. With k ranks computing each gets min(1, cores/k): operations run faster
-than measured while others wait, and slower when more are busy than were during the measurement.
-Messages need cores too: none run behind passes, whatever the pipeline says.
+than measured while others wait, and slower if more are busy than during the measurement. Messages
+need cores too: none overlap with passes, whatever the pipeline's fields.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ KINDS = range(len(COMPUTE))
 
 
 def speed(busy: int, cores: int, shared_by: int) -> float:
-    """Speed of an operation relative to the measured one while `busy` ranks compute."""
+    """Return the speed of an operation relative to the measured one while `busy` ranks compute."""
     return min(1.0, cores / busy) / min(1.0, cores / shared_by)
 
 
 def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
-    """Timeline of one training step of ranks that share `cores` cores; their data are always
-    there."""
+    """Return the timeline of one training step of ranks on shared cores, without waits for data."""
     assert pipeline.load_s is None
     slots, stages, _ = pipeline.forward_s.shape
     replicas, later = pipeline.replicas.tolist(), pipeline.weight_delay
@@ -35,7 +33,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     ]
     inputs = [[_inputs(pipeline, stage, what) for what in KINDS] for stage in range(stages)]
     durations = [times_s.tolist() for times_s in pipeline.parts_s]
-    # by [operation][slot][stage]: when it began and ended on each replica, and on all of them
+    # by [operation][slot][stage]: begin and end on each replica, and end on all of them
     shape = (len(KINDS), *pipeline.forward_s.shape)
     starts, ends = (np.full(shape, np.nan).tolist() for _ in range(2))
     complete = np.full(shape[:-1], np.inf).tolist()
@@ -43,7 +41,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     position = {
         (stage, replica): 0 for stage in range(stages) for replica in range(replicas[stage])
     }
-    running: dict[tuple[int, int], float] = {}  # rank → work left, in s at the measured speed
+    running: dict[tuple[int, int], float] = {}  # rank → remaining work, in s at the measured speed
     now = 0.0
     while position:
         arrivals: list[float] = []
@@ -88,8 +86,7 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
 
 
 def _inputs(pipeline: Pipeline, stage: int, what: int) -> list[tuple[int, float, bool]]:
-    """Where an operation's inputs come from: stage, transfer in s, and whether another unit is
-    entered."""
+    """Return an operation's inputs: stage, transfer in s, and True if it crosses into a unit."""
     if what == WEIGHTS:
         return []
     cuts = pipeline.before(stage) if what == FORWARD else pipeline.after(stage)

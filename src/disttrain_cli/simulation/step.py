@@ -1,5 +1,4 @@
-"""One training step of a layout as the simulator takes it, from the work of every replica in every
-slot."""
+"""Simulator input for one training step of a layout, from the work of every replica and slot."""
 
 from __future__ import annotations
 
@@ -28,8 +27,16 @@ def pipeline_of(
     loads: dict[str, Floats],
     gpus_per_node: int,
 ) -> Pipeline:
-    """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3], of
-    modules whose items are dealt out over a TP group of every rank [n slots, DP · TP, 3]."""
+    """Return the step of a layout as simulator input.
+
+    Args:
+        profile: costs of the modules.
+        layout: the layout.
+        stages: its stages.
+        loads: by module [n slots, DP, 3]; for modules whose items are distributed over a TP group,
+            of every rank [n slots, DP · TP, 3].
+        gpus_per_node: devices of a node.
+    """
     return pipelines_of(profile, layout, stages, [loads], gpus_per_node)[0]
 
 
@@ -40,7 +47,7 @@ def pipelines_of(
     several: Sequence[dict[str, Floats]],
     gpus_per_node: int,
 ) -> list[Pipeline]:
-    """Steps of a layout that differ in their loads."""
+    """Return steps of a layout that differ in their loads."""
     times_s = [_times_s(layout, stages, loads) for loads in several]
     split = any(stage.weight_delay is not None for stage in stages)
     reducing, gathering = (
@@ -73,10 +80,10 @@ def pipelines_of(
 
 
 def _times_s(layout: Layout, stages: list[CostedStage], loads: dict[str, Floats]) -> Floats:
-    """[operations, n, S, R] times of all passes."""
+    """Return [operations, n, S, R] times of all passes."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
     times_s = np.zeros((len(COMPUTE), *shape))
-    known: dict[tuple[str, bytes], Floats] = {}  # many stages hold the same layers
+    known: dict[tuple[str, bytes], Floats] = {}  # many stages have the same layers
     for number, stage in enumerate(stages):
         for cost in stage.costs:
             for part_s, part_ms in zip(times_s, cost.parts_ms, strict=True):
@@ -95,8 +102,16 @@ def fed(
     workers: int,
     prefetch: int,
 ) -> Pipeline:
-    """The step with data that `workers` cores prepare for every replica, `prefetch` slots ahead;
-    `loads` as above."""
+    """Return the step with data that `workers` cores prepare for every replica.
+
+    Args:
+        pipeline: the step.
+        profile: costs of the modules.
+        stages: stages of the layout.
+        loads: as in `pipeline_of`.
+        workers: cores per replica.
+        prefetch: slots that are prepared ahead.
+    """
     load_s = np.zeros_like(pipeline.forward_s)
     for number, stage in enumerate(stages):
         load_s[:, number, : stage.unit.dp] = prepare_s(profile, stage, loads, workers)

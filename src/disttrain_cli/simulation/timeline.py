@@ -1,5 +1,4 @@
-"""What a simulation takes and returns: times per (slot, stage, replica), and when everything
-happened.
+"""Input and output of a simulation: times per (slot, stage, replica), and the timeline.
 
 Shape letters: n slots · S stages of the whole pipeline · R replicas of the widest unit. Entries of
 replicas that a stage does not have are NaN in a timeline.
@@ -22,61 +21,60 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The work of one step: stages numbered through all units, each before those that take its
-    output.
+    """Work of one step; stages are numbered through all units, each before those that it feeds.
 
-    Several stages may hand over to one, which then starts a slot when all of them have finished it;
-    one may hand over to several, and starts a slot's backward when all of them have finished it.
+    Several stages may feed one, which then starts a slot when all of them have finished it; one may
+    feed several, and starts a slot's backward when all of them have finished it.
     """
 
     replicas: NDArray[np.int64]  # [S] replicas of each stage
-    entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
+    entry: NDArray[np.bool_]  # [S] the stage is the first of its unit
     # stages on both sides of every cut, sender first (`spec.stage_graph.stage_cuts`)
     cuts: tuple[tuple[int, int], ...]
     forward_s: Floats  # [n, S, R]
     backward_s: Floats  # [n, S, R]
-    transfer_s: Floats  # [S-1] time of one crossing of each cut, either way
+    transfer_s: Floats  # [cuts] time of one crossing, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
-    # where messages run behind passes, instead of the two before: reductions, which the norm waits
-    # for and with it the step's end; optimizer steps and gathers, which then begin the next step
+    # if messages overlap with passes, these replace `reduce_s` and `step_s`: reductions, which the
+    # gradient norm and so the step's end wait for; optimizer steps and gathers, which then begin
+    # the next step
     reducing: Hidden | None = None
     gathering: Hidden | None = None
-    # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
+    # [n, S, R] preparation of a slot's data; None: always ready (`feeding`)
     load_s: Floats | None = None
-    prefetch: int = 1  # slots that are prepared ahead of the one that a replica asks for
-    # [n, S, R] the weights' parts of backwards in two parts, which `backward_s` are without then,
-    # and [S] how many slots later they are computed; None: all backwards are whole
+    prefetch: int = 1  # slots that are prepared ahead of the requested one
+    # [n, S, R] weight gradients of split backwards, which `backward_s` then does not include, and
+    # [S] the number of slots by which they are deferred; None: backwards are not split
     weight_s: Floats | None = None
     weight_delay: NDArray[np.int64] | None = None
 
     @property
     def present(self) -> NDArray[np.bool_]:
-        """[S, R] which replicas exist."""
+        """[S, R] True for replicas that exist."""
         return np.arange(self.forward_s.shape[2])[None, :] < self.replicas[:, None]
 
     @property
     def parts_s(self) -> list[Floats]:
-        """[n, S, R] each: forwards, backwards and, where these have two parts, weights' parts."""
+        """[n, S, R] each: forwards, backwards and, if these are split, weight gradients."""
         parts = [self.forward_s, self.backward_s]
         return parts if self.weight_s is None else [*parts, self.weight_s]
 
     @property
     def computing_s(self) -> Floats:
-        """[n, S, R] all parts of a slot together."""
+        """[n, S, R] compute of a slot, all passes together."""
         return sum(self.parts_s[1:], self.parts_s[0])
 
     @property
     def lead_s(self) -> Floats:
-        """[S, R] before every replica's first forward, for the weights that the step before
-        updated."""
+        """[S, R] time before the first forward, for weights that the step before updated."""
         if self.gathering is None:
             return np.zeros(self.forward_s.shape[1:])
         return self.gathering.left_s(self.forward_s[0])
 
     @property
     def exposed_s(self) -> Floats:
-        """[S, R] reduction after every replica's last pass."""
+        """[S, R] exposed reduction after every replica's last pass."""
         if self.reducing is None:
             whole_s = self.reduce_s.reshape(-1, *(1,) * (self.forward_s.ndim - 2))
             return np.broadcast_to(whole_s, self.forward_s.shape[1:])
@@ -85,51 +83,55 @@ class Pipeline:
         return self.reducing.left_s(np.stack(last_s))
 
     def last_pass_s(self, stage: int, delay: int) -> Floats:
-        """[R, ...] the pass behind which a stage's reductions run, if its weights' parts came so
-        many slots later."""
+        """Return the passes [R, ...] that overlap with a stage's reductions.
+
+        Args:
+            stage: index of the stage.
+            delay: number of slots by which its weight gradients are deferred.
+        """
         assert self.reducing is not None
         operation = int(self.reducing.operation[stage])
         slots = last_slots(len(self.forward_s), delay if operation == WEIGHTS else None)
-        # added in the order of the slots, whatever their layout in memory
+        # summed in the order of the slots, whatever their layout in memory
         return reduce(np.add, self.parts_s[operation][slots.start :, stage])
 
     @property
     def closing_s(self) -> float:
-        """From the last reduction to the step's end."""
+        """Seconds from the last reduction to the step's end."""
         return self.step_s if self.gathering is None else 0.0
 
     @property
     def to_end(self) -> NDArray[np.int64]:
-        """[S] stages from each one to the end of its line, itself included."""
+        """[S] number of stages from each one to the end of its line, itself included."""
         return np.array(stages_to_end(self.cuts, len(self.replicas)))
 
     def before(self, stage: int) -> list[int]:
-        """Numbers of the cuts before a stage: over which it takes what others hand over."""
+        """Return the indices of the cuts before a stage, over which it receives."""
         return [cut for cut, (_, taker) in enumerate(self.cuts) if taker == stage]
 
     def after(self, stage: int) -> list[int]:
-        """Numbers of the cuts after a stage."""
+        """Return the indices of the cuts after a stage."""
         return [cut for cut, (sender, _) in enumerate(self.cuts) if sender == stage]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every forward and backward in s, [n, S, R], and what follows from them."""
+    """Start and end of every forward and backward in s, [n, S, R], and derived figures."""
 
     forward_start: Floats
     forward_end: Floats
     backward_start: Floats
     backward_end: Floats
     iteration_s: float
-    # [n, S, R] from asking for a slot's data to having them, where they are prepared
+    # [n, S, R] from the request of a slot's data to their arrival, if they are prepared
     load_wait_s: Floats | None = None
-    # of weights' parts, where backwards have two
+    # weight gradients of split backwards
     weight_start: Floats | None = None
     weight_end: Floats | None = None
 
     @property
     def busy_s(self) -> Floats:
-        """[S, R] time that every rank computes; NaN for replicas that do not exist."""
+        """[S, R] compute time of every rank; NaN for replicas that do not exist."""
         busy = self.forward_end - self.forward_start + self.backward_end - self.backward_start
         if self.weight_start is not None and self.weight_end is not None:
             busy += self.weight_end - self.weight_start
@@ -146,13 +148,12 @@ class Timeline:
 
 
 def operations(slots: int, to_end: int, delay: int | None = None) -> list[tuple[int, int]]:
-    """Order of a stage's operations as (its place in `COMPUTE`, slot): DeepSpeed's TrainSchedule
-    (1F1B).
+    """Return a stage's operations in order as (index in `COMPUTE`, slot): TrainSchedule's 1F1B.
 
-    With `to_end` stages from it to the end, the backward of slot k comes after the forward of slot
-    k + to_end - 1, or of the last slot. Weights' parts come `delay` slots later; None: backwards
-    have one part. Those that are left at the end are computed layer by layer, over all their slots:
-    here, as in traces, each has the time that it takes, one after the other.
+    With `to_end` stages from it to the end, the backward of slot k follows the forward of slot k +
+    to_end - 1, or of the last slot, as in DeepSpeed. Weight gradients are deferred by `delay`
+    slots; None: backwards are not split. Those that remain at the end are computed layer by layer,
+    over all their slots: here, as in traces, each takes its own time, one after the other.
     """
     ahead = to_end - 1
     order = [(FORWARD, slot) for slot in range(min(ahead, slots))]
@@ -165,7 +166,7 @@ def operations(slots: int, to_end: int, delay: int | None = None) -> list[tuple[
 
 
 def weights_after(slot: int, slots: int, delay: int | None) -> range:
-    """Slots whose weights' parts follow the backward of a slot."""
+    """Return the slots whose weight gradients follow the backward of a slot."""
     if delay is None:
         return range(0)
     if slot + 1 == slots:

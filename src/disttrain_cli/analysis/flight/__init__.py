@@ -1,7 +1,6 @@
-"""Dumps of PyTorch's flight recorder: what every rank of a job that hangs has asked its process
-groups for.
+"""Dumps of PyTorch's flight recorder: the operations that each rank of a hanging job has issued.
 
 Start at `verdict`: the cause. `dumps` reads the files (pickles with a reader that knows no class,
-or JSON), `matching` sets what ranks did in each group side by side, `waiting` says who waits for
-whom.
+or JSON), `matching` compares the operations of a group's ranks, `waiting` determines which rank
+waits for which.
 """

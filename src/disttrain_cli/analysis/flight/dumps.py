@@ -1,7 +1,7 @@
-"""Reading dumps: pickles by a reader that makes plain values alone, or JSON; a file per rank.
+"""Reader of flight recorder dumps, one file per rank: JSON, or pickles restricted to plain values.
 
-Format 2.x of torch's FlightRecorder (`torch/csrc/distributed/c10d/FlightRecorder*.hpp`). Which rank
-wrote a file is in its name alone, as its last number.
+Format 2.x of torch's FlightRecorder (`torch/csrc/distributed/c10d/FlightRecorder*.hpp`). The rank
+that wrote a file is only in its name, as its last number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from disttrain_cli.errors import DataError
 
 #: Larger files are refused: a dump of 20,000 entries with stacks has some 30 MiB.
 MOST_BYTES = 64 << 20
-#: Memory that the values of a pickle may take: so many times its bytes, and a little more.
+#: Limit on the memory of a pickle's values: a multiple of its bytes, plus a constant.
 MOST_TIMES, SPARE_BYTES = 64, 64 << 20
 #: The rank: the last number of a name, unless it has more digits, as a date has.
 RANK = re.compile(r"(?<!\d)(\d{1,7})\D*$")
@@ -38,7 +38,7 @@ GZIP = b"\x1f\x8b"
 
 
 class Frame(Struct, frozen=True):
-    """A line of Python on the stack, the innermost first."""
+    """A line of Python on the stack; the innermost comes first."""
 
     name: str
     filename: str
@@ -48,12 +48,12 @@ class Frame(Struct, frozen=True):
 #: The entry that ends a group of coalesced operations; operations that torch itself coalesces have
 #: names in lower case before it.
 CLOSING = re.compile(r"([A-Z_]+_)?coalesced$")
-#: A message: what it is, and the two ranks of the group.
+#: A message: its direction, and the two ranks in the group.
 MESSAGE = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)$")
 
 
 class Entry(Struct, frozen=True):
-    """An operation that a rank has asked a group for."""
+    """An operation that a rank has issued to a process group."""
 
     record_id: int
     process_group: tuple[str, str]  # name, description
@@ -70,16 +70,16 @@ class Entry(Struct, frozen=True):
     time_created_ns: int = 0
     time_discovered_completed_ns: int | None = None
     frames: list[Frame] = []
-    batch_size: int = 1  # operations asked for as one; torch writes no such field
+    batch_size: int = 1  # operations issued as one; set here, not by torch
 
     @property
     def operation(self) -> str:
-        """all_reduce, or send 0->1, whose ranks are those of the group."""
+        """Operation without its backend: all_reduce, or send 0->1 with ranks in the group."""
         return self.profiling_name.partition(":")[2] or self.profiling_name
 
     @property
     def is_message(self) -> bool:
-        """True of a send or receive, or of what ends a batch of them."""
+        """True for a send or receive, or for the entry that ends a batch of them."""
         return self.is_p2p or self.operation.partition(" ")[0] in ("send", "recv")
 
     @property
@@ -89,14 +89,16 @@ class Entry(Struct, frozen=True):
 
     @property
     def pending(self) -> bool:
-        """Whether it has not ended, as far as is known: gloo's are never told to have, and are
-        retired."""
+        """True if it has not ended, as far as is known.
+
+        Gloo's operations are never marked as completed, only as retired.
+        """
         over_gloo = self.profiling_name.startswith("gloo:")
         return self.state != "completed" and not (over_gloo and self.retired)
 
 
 class Config(Struct, frozen=True):
-    """A group as it was made."""
+    """Configuration of a process group."""
 
     name: str = ""
     desc: str = ""
@@ -104,7 +106,7 @@ class Config(Struct, frozen=True):
 
 
 class Dump(Struct, frozen=True):
-    """What one rank wrote."""
+    """Dump of one rank."""
 
     version: str
     entries: list[Entry] = []
@@ -112,7 +114,7 @@ class Dump(Struct, frozen=True):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes plain values alone: names of classes and functions are refused, whatever they are."""
+    """Unpickler of plain values only; it refuses all names of classes and functions."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(
@@ -128,10 +130,10 @@ def is_pickled_dump(text: bytes, more: Iterator[bytes]) -> bool:
 
 
 def read_dumps(files: Sequence[Path]) -> tuple[dict[int, Dump], list[str]]:
-    """The dumps by rank, and what was left out.
+    """Read the dumps by rank; also return what was left out.
 
     Raises:
-        DataError: none can be read, or two are of one rank.
+        DataError: no dump can be read, or two are of one rank.
     """
     dumps: dict[int, Dump] = {}
     said: list[str] = []
@@ -167,9 +169,9 @@ def with_states(dump: Dump) -> Dump:
     """Return the dump in the order of its records, with the states that torch leaves out.
 
     Operations inside a coalescing group (`batch_isend_irecv`, `_coalescing_manager`) stay scheduled
-    for ever (pytorch/pytorch#137969): their state is that of the entry that ends the group.
-    Messages get it each; collectives become one, as they have one sequence number. Collectives of a
-    group run in order, so what stayed scheduled before a completed one has completed.
+    forever (pytorch/pytorch#137969): their state is that of the entry that ends the group. Messages
+    each get it; collectives are merged into one, as they share a sequence number. Collectives of a
+    group run in order, so one that is still scheduled before a completed one has completed.
     """
     groups: dict[tuple[str, str], list[Entry]] = {}
     ordered = sorted(dump.entries, key=lambda entry: entry.record_id)
@@ -196,7 +198,7 @@ def with_states(dump: Dump) -> Dump:
 
 
 def _close(entries: list[Entry]) -> None:
-    """Give the state of the last entry to those whose group it ends, and take it away."""
+    """Remove the last entry and copy its state to the operations of the group that it ends."""
     closing = entries.pop()
     first = len(entries)
     while first:
@@ -221,15 +223,17 @@ def _close(entries: list[Entry]) -> None:
 
 
 def _ends(closing: Entry, entry: Entry) -> bool:
-    """Return True if `entry` is of the group that `closing` ends; some versions of torch do not say
-    that it was one of messages."""
+    """Return True if `entry` is in the coalescing group that `closing` ends.
+
+    Some versions of torch do not record that the group was one of messages.
+    """
     if entry.is_message:
         return entry.p2p_seq_id == closing.p2p_seq_id
     return not closing.is_p2p and entry.collective_seq_id == closing.collective_seq_id
 
 
 def _joined(entries: Sequence[Entry]) -> Entry:
-    """One entry for collectives that a rank asked for as one."""
+    """Merge collectives that a rank issued as one into one entry."""
     names = dict.fromkeys(entry.operation for entry in entries)
     return replace(
         entries[0],
@@ -242,13 +246,13 @@ def _joined(entries: Sequence[Entry]) -> Entry:
 
 
 def rank_of(file: Path) -> int | None:
-    """The rank in a file's name: its last number."""
+    """Return the rank in a file's name: its last number."""
     found = RANK.search(file.name)
     return None if found is None else int(found[1])
 
 
 def _read(file: Path) -> Dump:
-    """ValueError where a file is no dump."""
+    """Read one dump; raise ValueError if the file is none."""
     with file.open("rb") as source:
         packed = source.peek(2).startswith(GZIP)
         try:
@@ -261,7 +265,7 @@ def _read(file: Path) -> Dump:
         return _checked(_unpickled(content))
     try:
         return msgspec.json.decode(content, type=Dump)
-    except msgspec.DecodeError as error:  # also where values are of other types
+    except msgspec.DecodeError as error:  # also raised for values of other types
         raise ValueError(f"no dump: {error}") from None
 
 
@@ -271,14 +275,17 @@ def _unpickled(content: bytes) -> Any:
             return _PlainUnpickler(io.BytesIO(content)).load()
     except MemoryError:
         raise ValueError("it asks for more memory than there is") from None
-    except Exception as error:  # whatever bytes can make the unpickler raise
+    except Exception as error:  # the unpickler can raise anything on arbitrary bytes
         raise ValueError(f"no pickle of plain values: {str(error)[:120]}") from None
 
 
 @contextmanager
 def _at_most(more_bytes: int) -> Iterator[None]:
-    """MemoryError inside where the process asks for so much more: a few bytes of a pickle can ask
-    for gigabytes (a far place of its memo). Only where /proc tells what it has."""
+    """Limit the memory that the process may allocate inside the block; MemoryError beyond it.
+
+    A few bytes of a pickle can request gigabytes (a large index into its memo). Without /proc,
+    which reports the memory in use, there is no limit.
+    """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -296,7 +303,7 @@ def _at_most(more_bytes: int) -> Iterator[None]:
 
 
 def _checked(value: Any) -> Dump:
-    """The dump that plain values are; only fields that it has are looked at, to their own depth."""
+    """Convert plain values to a dump; only the fields of `Dump` are read, to their own depth."""
     try:
         return msgspec.convert(value, Dump)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -304,7 +311,7 @@ def _checked(value: Any) -> Dump:
 
 
 def ranks_of(config: Config) -> tuple[int, ...]:
-    """The ranks of a group, as far as its configuration says them."""
+    """Return the ranks of a group that its configuration lists; empty if it lists none."""
     try:
         ranks = json.loads(config.ranks) if isinstance(config.ranks, str) else config.ranks
     except (ValueError, RecursionError):

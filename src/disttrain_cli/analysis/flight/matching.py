@@ -1,14 +1,14 @@
-"""What the ranks of each group did in it, collective by collective, side by side.
+"""Comparison of the operations that the ranks of each process group have issued.
 
 Ranks of a group join its collectives in one order, so those with the same sequence number must be
-one: the same operation, sizes and types on every rank. Where they are not, most ranks are taken to
-be right, and of two opinions that of the lowest rank.
+one: the same operation, sizes and types on every rank. If they differ, the majority of ranks is
+taken to be right, and in a tie the lowest rank.
 
 Messages from one rank to another are received in the order in which they were sent, whatever their
-sequence numbers, which count all messages of a rank. So the third send is that of the third
-receive, where both recorders have kept all; where one has dropped its first, the last that have
-ended on both sides belong together, or, where one side alone waits, their neighbours if these are
-closer in time and can be two ends of one message.
+sequence numbers, which count all messages of a rank. So the third send belongs to the third
+receive, if both recorders hold all messages. If one has dropped its first ones, the last messages
+that have ended on both sides belong together, or, if only one side waits, their neighbours if these
+are closer in time and can be two ends of one message.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Problem = Literal[
     "no dump",
     "not finished",
 ]
-#: Operations that every rank may give other sizes to, by their names without underscores
-#: (all_to_all, ALLTOALLV_BASE, all_gather_v, reduce_scatter_v_single), and those into or out of
-#: which only one rank gives or takes tensors.
+#: Operations with different sizes on every rank, by their names without underscores (all_to_all,
+#: ALLTOALLV_BASE, all_gather_v, reduce_scatter_v_single), and those that have inputs or outputs on
+#: one rank only.
 UNEVEN = re.compile(r"alltoall|(gather|scatter)v(base|single)?\b")
 FROM_ONE, TO_ONE = "scatter", "gather"
 
@@ -53,39 +53,38 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What to call it: its description where it has one."""
+        """Name in sentences: its description if it has one."""
         return self.description or f"group {self.name}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first collective of a group that not all of its ranks took part in alike."""
+    """The first collective of a group that not all of its ranks have joined alike."""
 
     group: Group
     problem: Problem
     sequence: int
-    operation: str  # of most ranks
-    ranks: tuple[int, ...]  # that are missing, or have another one, or have not got as far, or
-    # have no dump
-    waiting: tuple[int, ...]  # that are in it
+    operation: str  # operation of most ranks
+    ranks: tuple[int, ...]  # ranks that are missing, differ, are behind, or have no dump
+    waiting: tuple[int, ...]  # ranks that are in it
     detail: str
-    since_ns: int  # when the first rank asked for it
+    since_ns: int  # when the first rank issued it
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A group, and the entries of each of its ranks, of which dumps are known."""
+    """A group with the entries of each of its ranks that has a dump."""
 
     group: Group
     entries: Mapping[int, list[Entry]]
 
 
 def groups_of(dumps: Mapping[int, Dump]) -> list[Seen]:
-    """The groups in which ranks have done anything.
+    """Return the groups with operations.
 
-    Groups of one name are one only if their ranks are the same: `split_group` names them alike. A
-    group whose ranks nobody says (gloo's) has those that have an entry of it; the default group has
-    all.
+    Groups of the same name are one group only if their ranks are equal: `split_group` uses one name
+    for several. A group without a configured list of ranks (gloo's) has the ranks with an entry of
+    it; the default group has all.
     """
     found: dict[Group, dict[int, list[Entry]]] = defaultdict(dict)
     unknown: dict[tuple[str, str], dict[int, list[Entry]]] = defaultdict(dict)
@@ -115,14 +114,14 @@ def _plain(description: str) -> str:
 
 
 def first_problem(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None:
-    """The first collective of a group that is not in order; messages apart."""
+    """Return the first collective of a group that is not in order; messages are ignored."""
     by_rank = {
         rank: {entry.collective_seq_id: entry for entry in entries if not entry.is_message}
         for rank, entries in seen.entries.items()
     }
     dropped = {rank for rank in by_rank if overflowed(dumps[rank])}
     kept = [min(own) for rank, own in by_rank.items() if own and rank in dropped]
-    first = max(kept, default=0)  # what came before is not recorded everywhere
+    first = max(kept, default=0)  # earlier collectives are not recorded on all ranks
     for sequence in sorted({number for own in by_rank.values() for number in own}):
         if sequence < first:
             continue
@@ -130,7 +129,7 @@ def first_problem(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None:
         if not any(entry.pending for entry in there.values()) and any(
             not own and rank in dropped for rank, own in by_rank.items()
         ):
-            continue  # they may have joined it before all that their recorders have kept
+            continue  # they may have joined it before the first entry that their recorders hold
         finding = _judge(seen, sequence, there)
         if finding is not None:
             return finding
@@ -138,42 +137,45 @@ def first_problem(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None:
 
 
 def overflowed(dump: Dump) -> bool:
-    """Return True if the recorder has dropped this rank's first entries."""
+    """Return True if the recorder has dropped the first entries of this rank."""
     return bool(dump.entries) and dump.entries[0].record_id > 0
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Messages of a group from one rank to another, in order on both sides."""
+    """Messages of a group from one rank to another, in the order of both sides."""
 
     sender: int
     receiver: int
     sends: Sequence[Entry]
     receives: Sequence[Entry]
-    complete: bool  # both recorders have kept all of them
+    complete: bool  # both recorders hold all of them
 
     def pairs(self) -> Iterator[tuple[Entry | None, Entry | None]]:
-        """Every send with its receive, None where one has not been asked for; nothing where the
-        recorders have kept too little to pair any."""
+        """Return every send with its receive, None for an end that was not issued.
+
+        There are no pairs if the recorders hold too little to match any.
+        """
         shift = 0 if self.complete else self._shift()
         if shift is None:
             return iter(())
         return zip_longest(self.sends[max(shift, 0) :], self.receives[max(-shift, 0) :])
 
     def _shift(self) -> int | None:
-        """Return the number of kept sends less that of kept receives of the same messages, None if
-        it is not known.
+        """Return the number of recorded sends less that of receives of the same messages, or None.
 
-        It is the difference of those that have ended, or, where one side alone has a pending
-        message, one more or less, as that message may have ended on the other side. Of these it is
-        the one whose pairs were enqueued at the closest times. Where the first pairs none, another
-        one counts only if its pairs are closer than half the median time between messages.
+        It is the difference of those that have ended, or, if only one side has a pending message,
+        one more or less, as that message may have ended on the other side. Of these it is the one
+        whose pairs were enqueued at the closest times. If the first pairs none, another one counts
+        only if its pairs are closer than half the median time between messages. None means that it
+        is not known.
         """
         sides = self.sends, self.receives
         ended = [sum(not one.pending for one in side) for side in sides]
         usual = ended[0] - ended[1]
         if all(some < len(side) for some, side in zip(ended, sides, strict=True)):
-            return usual  # clocks that differ do not separate messages that both sides wait in
+            # times cannot decide: clocks may differ, and both sides have a pending message
+            return usual
         apart_ns: dict[int, float] = {}
         for shift in (usual, usual - 1, usual + 1):
             if not -ended[1] <= shift <= ended[0]:
@@ -202,8 +204,10 @@ class Channel:
 
 
 def _can_be_one(send: Entry, receive: Entry) -> bool:
-    """Return False if the receive has ended and the send has not even left: it was asked for later,
-    or is no part of a batch that waits for other peers."""
+    """Return False if the receive has ended although the send is pending and was issued later.
+
+    A pending send in a batch may have been sent already: the batch may wait for other peers.
+    """
     if receive.pending or not send.pending:
         return True
     ended_ns = receive.time_discovered_completed_ns
@@ -211,7 +215,7 @@ def _can_be_one(send: Entry, receive: Entry) -> bool:
 
 
 def channels_of(seen: Seen, dumps: Mapping[int, Dump]) -> list[Channel]:
-    """The channels of a group on which there are messages."""
+    """Return the channels of a group that have messages."""
     ranks = seen.group.ranks
     sides: dict[tuple[int, int], tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
     for entries in seen.entries.values():
@@ -236,8 +240,7 @@ def channels_of(seen: Seen, dumps: Mapping[int, Dump]) -> list[Channel]:
 
 
 def first_wrong_message(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None:
-    """The first message of a group that cannot end as its receive takes another number of bytes
-    than were sent."""
+    """Return the first message of a group that cannot end, as its two ends differ in bytes."""
     wrong = [
         (send, receive, channel)
         for channel in channels_of(seen, dumps)
@@ -263,7 +266,7 @@ def first_wrong_message(seen: Seen, dumps: Mapping[int, Dump]) -> Finding | None
 
 
 def _bytes(message: Entry) -> int:
-    """Bytes that a message has; torch records its tensor as both in- and output."""
+    """Return the bytes of a message; torch records its tensor as both in- and output."""
     sizes = message.input_sizes or message.output_sizes
     dtypes = message.input_dtypes or message.output_dtypes
     return sum(
@@ -303,7 +306,8 @@ def _judge(seen: Seen, sequence: int, there: Mapping[int, Entry]) -> Finding | N
     if absent:
         return finding("missing", absent, example, "", [*there])
     pending = [rank for rank, entry in there.items() if entry.pending]
-    begun = [rank for rank, entry in there.items() if entry.state != "scheduled"]  # never gloo's
+    # gloo's never start
+    begun = [rank for rank, entry in there.items() if entry.state != "scheduled"]
     if pending and begun and len(begun) < len(there):
         return finding(
             "not started", [rank for rank in there if rank not in begun], example, "", begun
@@ -321,9 +325,11 @@ def _sizes(entry: Entry) -> str:
 
 
 def _elements(entry: Entry, index: int) -> str:
-    """Sizes as NCCL has them: numbers of elements, and no shapes. Where a rank's one
-    tensor is that of its `index` in a list for all ranks (uneven all_gather, reduce_scatter), the
-    list alone must be equal."""
+    """Return sizes as NCCL compares them: numbers of elements, not shapes.
+
+    If a rank's one tensor is that of its `index` in a list for all ranks (uneven all_gather,
+    reduce_scatter), only the list must be equal.
+    """
     if UNEVEN.search(entry.operation.lower().replace("_", "")):
         return ""
     given, taken = _totals(entry.input_sizes), _totals(entry.output_sizes)
@@ -348,12 +354,12 @@ def _dtypes(entry: Entry) -> str:
 
 
 def _in_and_out(entry: Entry, given: object, taken: object) -> str:
-    """What goes in and comes out, without what only one rank has."""
+    """Format inputs and outputs, without those that only one rank has."""
     parts = [f"in {given}"] * (entry.operation != FROM_ONE)
     return " ".join(parts + [f"out {taken}"] * (entry.operation != TO_ONE))
 
 
-#: What must be equal on all ranks, in the order in which it is looked at, and what is shown of it.
+#: What must be equal on all ranks, in the order of the checks, and how it is shown.
 DIFFERENCES: tuple[tuple[Problem, Callable[[Entry, int], str], Callable[[Entry], str]], ...] = (
     ("other operation", lambda entry, _: entry.operation, lambda entry: entry.operation),
     ("other count", lambda entry, _: _operations(entry), _operations),
@@ -363,7 +369,7 @@ DIFFERENCES: tuple[tuple[Problem, Callable[[Entry, int], str], Callable[[Entry],
 
 
 def _usual(values: Mapping[int, str]) -> str:
-    """What most ranks have; of several such, what the lowest of them has."""
+    """Return the value of most ranks; in a tie, that of the lowest rank."""
     counts = Counter(values.values())
     most = max(counts.values())
     return next(value for _, value in sorted(values.items()) if counts[value] == most)

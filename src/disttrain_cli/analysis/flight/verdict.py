@@ -1,10 +1,9 @@
-"""Why a job hangs, from its flight recorder's dumps.
+"""Cause of a hang, from the flight recorder's dumps.
 
-A rank waits where an operation of its own is pending, for the ranks that have not asked for it: the
-group's others for a collective, the peers for a message or a batch of messages. Where all have
-asked for it, it is held up by those of them that wait elsewhere. Ranks that are waited for, wait
-for nobody and are not held up are the cause; an operation that ranks disagree about is, before
-anything else.
+A rank with a pending operation waits for the ranks that have not issued it: the group's others for
+a collective, the peers for a message or a batch of messages. If all have issued it, it is blocked
+by those of them that wait elsewhere. Ranks that are waited for, wait for no rank and are not
+blocked are the cause; an operation on which ranks disagree takes precedence.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from disttrain_cli.analysis.flight.waiting import (
     positions_of,
 )
 
-#: What ranks disagree about, by problem; these come before anything that they wait for.
+#: Property on which ranks disagree, by problem; these precede anything that ranks wait for.
 DISAGREE = {
     "other operation": "operation",
     "other count": "number of operations",
@@ -43,15 +42,15 @@ DISAGREE = {
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where a rank is: its first operation that has not ended, or else its last one."""
+    """Position of a rank: its first operation that has not ended, or else its last one."""
 
     rank: int
-    waits: bool  # whether that operation is pending
+    waits: bool  # that operation is pending
     operation: str
     group: str
     sequence: int
     state: str
-    line: str  # of Python that asked for it: file:line (function), "" where no stack was kept
+    line: str  # Python line that issued it: file:line (function), "" if no stack was recorded
     waits_for: list[int]
 
 
@@ -69,7 +68,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class HangVerdict(Struct, frozen=True, kw_only=True):
-    """What the dumps say."""
+    """Verdict from the dumps."""
 
     cause: str  # a `matching.Problem`, "message", "circle", "unknown", or "nothing pending"
     sentence: str
@@ -79,7 +78,7 @@ class HangVerdict(Struct, frozen=True, kw_only=True):
 
 
 class Dumped(Struct, frozen=True, kw_only=True):
-    """All of it: `--json` prints this."""
+    """Analysis of the dumps, as `--json` prints it."""
 
     format: str = "flight recorder"
     version: str
@@ -91,13 +90,13 @@ class Dumped(Struct, frozen=True, kw_only=True):
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The document of `--json`."""
+        """Return the document of `--json`."""
         built: dict[str, Any] = msgspec.to_builtins(self)
         return built
 
 
 def analyze_dumps(files: Sequence[Path]) -> Dumped:
-    """Judge the dumps of one hang; raises DataError where none can be read."""
+    """Judge the dumps of one hang; raise DataError if none can be read."""
     dumps, said = read_dumps(files)
     seen = groups_of(dumps)
     findings = [
@@ -157,7 +156,7 @@ def _place(rank: int, position: Position | None) -> Place:
 
 
 def _line(entry: Entry) -> str:
-    """The innermost line that is not torch's own."""
+    """Return the innermost line outside of torch."""
     for frame in entry.frames:
         if "/torch/" not in frame.filename.replace("\\", "/"):
             return f"{frame.filename}:{frame.line} ({frame.name})"
@@ -360,7 +359,7 @@ def _collective(found: Finding) -> str:
 
 
 def _subject(numbers: Sequence[int]) -> str:
-    """Ranks at the beginning of a sentence."""
+    """Format ranks at the beginning of a sentence."""
     return name_ranks(numbers).capitalize()
 
 

@@ -1,4 +1,4 @@
-"""Where each rank is, and whom it waits for there."""
+"""Position of each rank, and the ranks that it waits for there."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from disttrain_cli.analysis.flight.matching import Group, Seen, channels_of
 
 @dataclass(frozen=True)
 class Position:
-    """A rank's first operation that has not ended (all messages of a batch are one), or else its
-    last one."""
+    """A rank's first operation that has not ended, or else its last one; a batch counts as one."""
 
     entry: Entry
     group: Group
-    waits_for: frozenset[int] = frozenset()  # ranks that have not asked for it
-    inside: frozenset[int] = frozenset()  # other ranks that have, and for which it has not ended
+    waits_for: frozenset[int] = frozenset()  # ranks that have not issued it
+    # other ranks that have issued it, and on which it is pending
+    inside: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()  # ranks of its group without a dump
-    known: bool = True  # False where a message does not name its peer, or cannot be paired
+    known: bool = True  # False if a message does not name its peer, or cannot be paired
 
     @property
     def pending(self) -> bool:
@@ -27,12 +27,12 @@ class Position:
         return self.entry.pending
 
 
-#: A message by rank and record → its peer, and the peer's other end of it where it was asked for.
+#: A message by rank and record → its peer, and the peer's end of it, if issued.
 Answers = Mapping[tuple[int, int], tuple[int, Entry | None]]
 
 
 def positions_of(seen: Sequence[Seen], dumps: Mapping[int, Dump]) -> dict[int, Position]:
-    """The position of every rank that has recorded anything."""
+    """Return the position of every rank that has recorded an operation."""
     answers = _answers(seen, dumps)
     found: dict[int, Position] = {}
     for rank, dump in dumps.items():
@@ -107,7 +107,12 @@ def _answers(seen: Sequence[Seen], dumps: Mapping[int, Dump]) -> Answers:
 
 
 def causes_of(positions: Mapping[int, Position], ranks: Sequence[int]) -> list[int]:
-    """Ranks with a dump (`ranks`) that others wait for, and that nothing holds up, as is known."""
+    """Return the ranks with a dump that others wait for and that, as far as known, none blocks.
+
+    Args:
+        positions: position by rank.
+        ranks: ranks with a dump.
+    """
     asked = {other for position in positions.values() for other in position.waits_for}
     unknown = {rank for rank, position in positions.items() if not position.known}
     return sorted(
@@ -116,7 +121,7 @@ def causes_of(positions: Mapping[int, Position], ranks: Sequence[int]) -> list[i
 
 
 def circle_of(positions: Mapping[int, Position]) -> list[int]:
-    """Ranks that are held up by themselves, by way of others."""
+    """Return ranks that are blocked by themselves through other ranks."""
 
     def reached_from(rank: int) -> set[int]:
         reached: set[int] = set()
@@ -131,8 +136,11 @@ def circle_of(positions: Mapping[int, Position]) -> list[int]:
 
 
 def _held_up_by(rank: int, positions: Mapping[int, Position]) -> frozenset[int]:
-    """Ranks that have not asked for the operation in which `rank` is; where all have, those inside
-    it that wait for others, or may not have: nothing is known of them."""
+    """Return the ranks that block `rank` in its operation.
+
+    They are the ranks that have not issued it; if all have, those inside it that wait for others,
+    or else those without a dump, whose state is unknown.
+    """
     position = positions.get(rank)
     if position is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""This project's own traces to an `Analysis`: run the queries, replay the steps, judge."""
+"""Analysis of disttrain's traces: run the queries, replay the steps, name the cause."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ from disttrain_cli.spec.trace import Job
 
 
 def analyze_database(database: Database, layouts: Layouts = other_layouts) -> Analysis:
-    """Analyse traces of ours that are open already (the report asks them again).
+    """Analyse an open database of disttrain's traces (the report queries it again).
 
     Args:
-        layouts: what other layouts gain, where it is known already.
+        database: open traces.
+        layouts: function that returns the savings of other layouts, if they are known already.
 
     Raises:
-        DataError: no whole step was recorded.
+        DataError: no complete step was recorded.
     """
     times = database.query("iterations")[0]
     if not times["measured"]:
@@ -142,7 +143,7 @@ def analyze_database(database: Database, layouts: Layouts = other_layouts) -> An
 
 
 def _learning(database: Database) -> Learning | None:
-    """By all steps that the run's folder tells, older ones whose traces are gone included."""
+    """Evaluate the losses of all steps in the run's folder, also of steps without traces."""
     job = database.job
     traces = [path / "traces" if (path / "traces").is_dir() else path for path in database.paths]
     rows = [row for folder in traces for row in recorded_steps(folder)]
@@ -152,7 +153,7 @@ def _learning(database: Database) -> Learning | None:
 
 
 def _rehearsed(job: Job) -> str | None:
-    """One sentence on how emulated devices stood for the cluster; None where real ones ran."""
+    """Return a sentence on how emulated devices represented the cluster; None for real ones."""
     how = job.rehearsed
     if how is None:
         return None
@@ -175,11 +176,11 @@ def _rehearsed(job: Job) -> str | None:
 
 
 def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
-    """Per unit; its MFU is its model FLOPs ÷ (step time × its share of the peak).
+    """Return the summaries of the units; MFU is model FLOPs ÷ (step time × share of the peak).
 
-    On CUDA that share is the peak of its devices. A CPU is one device for all: every unit gets the
-    part of the machine's peak that its ranks are of all ranks, though it may use more while others
-    wait.
+    On CUDA that share is the peak of the unit's devices. A CPU is one device for all: every unit
+    gets the part of the machine's peak that its ranks are of all ranks, though it may use more
+    while others wait.
     """
     units = []
     total = sum(row["gpus"] for row in database.sql("SELECT gpus FROM units"))
@@ -197,7 +198,7 @@ def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
 
 
 def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -> float | None:
-    """Model FLOPs of all units ÷ (step time × peak), or None where a unit's are unknown."""
+    """Return model FLOPs of all units ÷ (step time × peak), or None if a unit's are unknown."""
     if database.job is None:
         return None
     tflop = 0.0
@@ -296,14 +297,17 @@ def _straggle(
 def _causes(
     graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool
 ) -> tuple[list[Finding], State]:
-    """Return the causes that slow the steps, and the steps with all of them fixed.
+    """Return the causes that slow the steps, and the steps without all of them.
 
-    Uneven data come last, and claim no more than another ordering saves; what an ordering leaves of
-    them, and what no other ordering is known for, is a limit.
+    Uneven data come last, and claim no more than another ordering saves; the remainder, and uneven
+    data for which no other ordering is known, are a limit.
 
     Args:
-        planned: the planner can say what other plans gain: the layers of its stages are no fault,
-            but a part of that.
+        graph: recorded steps.
+        suspects: possible faults.
+        job: the recorded job, None if unknown.
+        planned: the planner can predict other plans: the layers of the plan's stages are then no
+            fault, but part of what another plan saves.
     """
     ordered = job is not None and job.predicted.ordering in ("paper", "best")
     uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordered)]
@@ -330,7 +334,7 @@ def _causes(
 
 
 def _memory(database: Database) -> list[MemoryRow]:
-    """Recorded memory of every stage beside what the plan expects."""
+    """Return the recorded and planned memory of every stage."""
     planned = (
         {}
         if database.job is None
@@ -351,7 +355,7 @@ def _memory(database: Database) -> list[MemoryRow]:
 
 
 def _slowest(database: Database) -> list[Slowest]:
-    """The slowest stage, replica and slot."""
+    """Return the slowest stage, replica and slot."""
     cells = database.query("cells")
     rows = []
     for kind in ("stage", "replica"):

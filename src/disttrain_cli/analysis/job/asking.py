@@ -1,9 +1,8 @@
-"""`--sql` over own traces: one SELECT of a stranger, answered from a database that is prepared
-once.
+"""`--sql` over disttrain's traces: one SELECT of the user, on a database that is prepared once.
 
-What is prepared (which rows count, windows, clocks, the layout) is kept as a DuckDB file in the
-user's cache folder. It holds no rows of the trace: its views read the segments in place, the only
-files that a query can reach.
+The prepared state (which rows count, windows, clocks, the layout) is a DuckDB file in the user's
+cache folder. It holds no rows of the trace: its views read the segments in place, the only files
+that a query can reach.
 """
 
 from __future__ import annotations
@@ -24,14 +23,17 @@ from disttrain_cli.errors import DataError
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-#: The view whose rows are not of the trace but of its analysis: made for queries that name it.
+#: The view whose rows come from the analysis: created for queries that name it.
 _LOSSES = re.compile(r"\blosses\b", re.IGNORECASE)
 
 
 def run_sql(paths: list[Path], query: str, analyze: Callable[[list[Path]], Analysis]) -> Table:
     """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
 
-    `analyze` is asked for what every step lost, where the query names it.
+    Args:
+        paths: folders of traces, or one file of Chrome JSON.
+        query: the user's text.
+        analyze: analyses `paths`; called if the query names the view `losses`.
 
     Raises:
         DataError: nothing can be read in `paths`.
@@ -46,7 +48,7 @@ def run_sql(paths: list[Path], query: str, analyze: Callable[[list[Path]], Analy
 
 def _open(paths: list[Path]) -> DuckDBPyConnection:
     files = files_of("disttrain", paths)
-    # Chrome JSON of own traces: its rows are in no segments that views could read in place
+    # Chrome JSON: its rows are in no segments that views could read in place
     if paths[0].is_file():
         return _in_memory(paths)
     try:
@@ -55,7 +57,7 @@ def _open(paths: list[Path]) -> DuckDBPyConnection:
             f"own {[str(path.resolve()) for path in paths]} {program()}",
             lambda file: _prepare(paths, file),
         )
-    # where only the cache's disk is full, memory does; what is wrong with traces is told once more
+    # in memory if the cache's disk is full; errors of the traces are raised again
     except DataError:
         return _in_memory(paths)
     connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
@@ -77,12 +79,12 @@ def _prepare(paths: list[Path], file: Path) -> None:
     database = open_database(paths, file, strangers=True)
     database.asker.close()
     with database.connection as connection:
-        # closing would do it too, but says nothing where that fails
+        # closing does this too, but silently ignores errors
         connection.execute("CHECKPOINT")
 
 
 def _make_losses(connection: DuckDBPyConnection, analysis: Analysis) -> None:
-    """What every replayed step lost."""
+    """Create the table of the seconds that every replayed step lost to each cause."""
     connection.execute(
         "CREATE TEMP TABLE losses (step INTEGER, cause VARCHAR, lost_s DOUBLE, ideal_s DOUBLE,"
         " step_s DOUBLE)"

@@ -1,11 +1,11 @@
-"""Own traces as Chrome JSON, which ui.perfetto.dev and chrome://tracing show.
+"""Export of disttrain's traces as Chrome JSON, which ui.perfetto.dev and chrome://tracing show.
 
 One process per unit, one thread per rank; arrows from the send to the receive that waited for it;
 counters of the ranks that compute, of memory, loss and MFU. Times are µs after
-`baseTimeNanoseconds` (Unix time), as in Kineto's files, so that both can be laid side by side. What
-events do not tell is in the header, so that `unpacking` reads the file back. Limits: as many
-measured steps as fit into `MOST_EVENTS`, from the first on; a receive from several ranks has one
-arrow, from the last to send.
+`baseTimeNanoseconds` (Unix time), as in Kineto's files, so that both can be shown together. All
+else is in the header, so that `unpacking` can read the file back. Limits: as many measured steps as
+fit into `MOST_EVENTS`, from the first on; a receive from several ranks has one arrow, from the last
+sender.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.whole import whole_file
 
-#: Events in a file; Perfetto's page reads about this many (300 MB) without trouble.
+#: Most events in a file; Perfetto's page reads about this many (300 MB) without trouble.
 MOST_EVENTS = 2_000_000
-EVENTS_PER_ROW = 2.2  # arrows and counters come beside the rows
+EVENTS_PER_ROW = 2.2  # rows plus arrows and counters
 ROWS_AT_ONCE = 100_000
 
 
 @dataclass(frozen=True)
 class ChromeTrace:
-    """What was written."""
+    """Summary of the file that was written."""
 
     path: str
     steps: list[int]
@@ -44,7 +44,7 @@ class ChromeTrace:
 def write_chrome_trace(
     database: Database, out: Path, progress: Progress = silent, most_events: int = MOST_EVENTS
 ) -> ChromeTrace:
-    """Write measured steps to `out` (compressed where its name ends in .gz), as `whole_file` does.
+    """Write measured steps to `out` (compressed if its name ends in .gz), as `whole_file` does.
 
     Raises:
         SpecError: the file cannot be written.
@@ -75,7 +75,7 @@ def _packed(file: BinaryIO) -> gzip.GzipFile:
 
 
 def _fitting(steps: list[dict[str, Any]], most_events: int) -> list[dict[str, Any]]:
-    """The first steps that fit, at least one."""
+    """Return the first steps that fit, at least one."""
     fitting: list[dict[str, Any]] = []
     events = 0.0
     for step in steps:
@@ -89,7 +89,7 @@ def _fitting(steps: list[dict[str, Any]], most_events: int) -> list[dict[str, An
 def _lines(
     database: Database, steps: list[dict[str, Any]], origin: int, progress: Progress
 ) -> Iterator[str]:
-    """Every event as one line of JSON."""
+    """Yield every event as one line of JSON."""
     yield from map(json.dumps, _names(database))
     yield from map(json.dumps, _per_step(steps, origin))
     text, first_id, done = query_text("chrome_trace"), 0, 0
@@ -105,10 +105,10 @@ def _lines(
 
 
 def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
-    """What `unpacking` needs to know besides the events, as JSON."""
+    """Return, as JSON, what `unpacking` needs in addition to the events."""
     steps = {"steps": [step["step"] for step in chosen]}
 
-    def rows(query: str) -> Any:  # numbers that JSON does not have are null
+    def rows(query: str) -> Any:  # NaN and infinity become null
         text = database.connection.execute(
             f"SELECT coalesce(to_json(list(s)), '[]') FROM ({query}) s", steps
         )
@@ -138,7 +138,7 @@ def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
 
 
 def _names(database: Database) -> Iterable[dict[str, Any]]:
-    """Processes and threads by name and in the order of the pipeline."""
+    """Yield the names of processes and threads, in the order of the pipeline."""
     threads = database.query("chrome_threads")
     for index, unit in sorted({(row["place"], row["unit"]) for row in threads}):
         yield _meta("process_name", index, 0, {"name": unit})
@@ -153,12 +153,12 @@ def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-#: Process of what belongs to no unit.
+#: Process of events that belong to no unit.
 _JOB = 1_000_000
 
 
 def _per_step(steps: list[dict[str, Any]], origin: int) -> Iterable[dict[str, Any]]:
-    """A bar per step; loss and MFU as counters."""
+    """Yield a bar per step, and loss and MFU as counters."""
     yield _meta("process_name", _JOB, 0, {"name": "job"})
     yield _meta("process_sort_index", _JOB, 0, {"sort_index": -1})
     yield _meta("thread_name", _JOB, 0, {"name": "steps"})
@@ -180,7 +180,7 @@ def _per_step(steps: list[dict[str, Any]], origin: int) -> Iterable[dict[str, An
 
 
 def _batches(steps: list[dict[str, Any]]) -> Iterator[list[int]]:
-    """Steps whose rows are asked for together."""
+    """Yield the steps whose rows are queried together."""
     batch, rows = [], 0
     for step in steps:
         batch.append(step["step"])

@@ -1,12 +1,12 @@
-"""Clocks of hosts put right by what cannot have happened: nothing arrives before it was sent.
+"""Correction of hosts' clocks by causality: no message arrives before it was sent.
 
 A host's clock shows offset more than the reference's (the host of the lowest rank). A message from
 A to B bounds offset(B) − offset(A) from above by (end of the receive − start of the send), one from
-B to A from below; a collective in which all meet bounds both, since none leaves before the last has
-come. The tightest bounds over any number of hosts are shortest paths. Every step gives an interval
-for each host, and a line through the intervals with the largest margin its offset and drift; half
-the width of what remains is the error. Clocks with which no message contradicts are left as they
-are.
+B to A from below; a collective of all ranks bounds both, since no rank leaves before the last has
+joined. The tightest bounds over any number of hosts are shortest paths. Every step gives an
+interval for each host, and a line through the intervals with the largest margin gives its offset
+and drift; the error is half the width of what remains. Clocks that no message contradicts are left
+unchanged.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from disttrain_cli.analysis.walk import Floats
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-#: Two clocks part by less; taken into account where messages of one step contradict each other.
+#: Upper bound of the drift between two clocks; used if messages of one step contradict each other.
 MOST_DRIFT_PPM = 200.0
-#: Offsets above this are told of as a warning, in µs.
+#: Offsets above this are reported in a warning, in µs.
 TOLD_US = 1e3
 
 
 @dataclass(frozen=True)
 class Bound:
-    """offset(after) − offset(before) ≤ at_most_ns, in one step. A place may also be a meeting: a
-    moment, no host."""
+    """Bound offset(after) − offset(before) ≤ at_most_ns, in one step.
+
+    Either side is a host or a meeting: a moment that all ranks share.
+    """
 
     step: int
     before: str
@@ -46,9 +48,9 @@ class Bound:
 def bounds_of(
     messages: Iterable[tuple[int, str, str, int]], meetings: Iterable[tuple[int, str, int, int]]
 ) -> list[Bound]:
-    """Bounds from rows of `queries/clock_messages.sql` and `clock_meetings.sql`."""
+    """Return the bounds of the rows of `queries/clock_messages.sql` and `clock_meetings.sql`."""
     bounds = [Bound(step, sender, receiver, least) for step, sender, receiver, least in messages]
-    for step, host, came_ns, left_ns in meetings:  # came − offset ≤ moment ≤ left − offset
+    for step, host, came_ns, left_ns in meetings:  # joined − offset ≤ moment ≤ left − offset
         bounds += [Bound(step, host, MEETING, -came_ns), Bound(step, MEETING, host, left_ns)]
     return bounds
 
@@ -57,12 +59,12 @@ MEETING = "\0meeting"  # no host has this name
 
 
 def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> list[HostClock]:
-    """The clock of every host against the first one's.
+    """Return the clock of every host relative to the first one's.
 
     Args:
         hosts: the reference first.
-        bounds: of any steps.
-        at_ns: when each step began, for the drift.
+        bounds: bounds of any steps.
+        at_ns: beginning of each step, for the drift.
     """
     number_of = {name: number for number, name in enumerate([*hosts, MEETING])}
     by_step: dict[int, list[Bound]] = {}
@@ -98,13 +100,13 @@ def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> l
 def _intervals(
     bounds: list[Bound], number_of: dict[str, int], slack_ns: int
 ) -> tuple[Floats, Floats]:
-    """What bounds of one step leave for the offset of every place, in ns."""
+    """Return the interval of every host's offset by the bounds of one step, in ns."""
     before, after = (
         np.array([number_of[getattr(bound, side)] for bound in bounds])
         for side in ("before", "after")
     )
-    # float64 holds the ns of a wall clock to 256 only: those of a meeting are taken from the first
-    # that left
+    # float64 represents the ns of a wall clock to 256 only: those of a meeting are counted from the
+    # first rank that left
     origin = min((bound.at_most_ns for bound in bounds if bound.before == MEETING), default=0)
     most = np.array(
         [
@@ -121,8 +123,7 @@ def _intervals(
 
 
 def _shortest(before: np.ndarray, after: np.ndarray, most: Floats, count: int) -> Floats:
-    """Least upper bounds from the first place to all (Bellman and Ford); infinite where nothing
-    ties them."""
+    """Return least upper bounds from the first host to all (Bellman-Ford); infinite for none."""
     shortest = np.full(count, np.inf)
     shortest[0] = 0.0
     for _ in range(count):
@@ -149,7 +150,7 @@ def _clock(host: str, since_s: Floats | None, lower: Floats, upper: Floats) -> H
             if margin >= 0
             else float(np.median(high - low)) / 2 - margin
         )
-    # Clocks that agree with every message are taken to be right: those of most clusters are, to
+    # Clocks that agree with every message are assumed to be right: those of most clusters are, to
     # less than the error.
     explained = bool((low <= 0.0).all() and (high >= 0.0).all())
     return HostClock(
@@ -162,7 +163,7 @@ def _clock(host: str, since_s: Floats | None, lower: Floats, upper: Floats) -> H
 
 
 def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]:
-    """(offset in ns, drift in ns per s, margin in ns) of the line furthest inside all intervals."""
+    """Return offset (ns), drift (ns per s) and margin (ns) of the line deepest in all intervals."""
     from scipy.optimize import linprog
 
     scale = max(1.0, float(np.abs([low, high]).max()))
@@ -186,12 +187,12 @@ def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]
 
 
 def repair_clocks(connection: DuckDBPyConnection, warnings: list[str]) -> list[HostClock]:
-    """Make the view `trace` of `recorded`, with the hosts' times on one clock, and the table
-    `clocks`.
+    """Create the view `trace` of `recorded`, with times on one clock, and the table `clocks`.
 
-    The times in `seen` are put right too.
+    The times in `seen` are corrected too.
 
-    Returns: a row per host; none where there is one host.
+    Returns:
+        A row per host; none if there is only one host.
     """
     connection.execute(
         "CREATE TABLE clocks (host VARCHAR, offset_us DOUBLE, drift_ppm DOUBLE, error_us DOUBLE, "
@@ -243,7 +244,7 @@ def repair_clocks(connection: DuckDBPyConnection, warnings: list[str]) -> list[H
 
 
 def _told(clocks: list[HostClock]) -> list[str]:
-    """Warnings about the clocks."""
+    """Return warnings about the clocks."""
     reference = clocks[0].host
     loose = [clock.host for clock in clocks if clock.offset_us is None]
     told = [

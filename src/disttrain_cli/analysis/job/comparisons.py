@@ -1,4 +1,4 @@
-"""Predicted beside measured in sum: the plan's figures, and the profile at the recorded sizes."""
+"""Totals of prediction and measurement, by the plan and by the profile at the recorded sizes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def compare_sums(
     bubble: float,
     mfu: float | None,
 ) -> list[Comparison]:
-    """Rows of the job and its units; none where no job.json says what was planned.
+    """Compare figures of the job and its units; empty without a job.json.
 
     Args:
+        database: open traces.
+        times: row of `queries/iterations.sql`.
         operations: `compare_operations` of the same traces.
-        bubble, mfu: as measured.
+        bubble, mfu: measured values.
     """
     job = database.job
     if job is None:
@@ -95,8 +97,10 @@ def compare_sums(
 
 
 def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
-    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both
-    together."""
+    """Return a unit's time of an operation for one slot, summed over stages.
+
+    For "stage" it is that of its slowest stage, all operations together.
+    """
     if what != "stage":
         return sum(float(getattr(row, column)) for row in rows if row.operation == what)
     return max(
@@ -106,8 +110,10 @@ def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
 
 
 def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
-    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for
-    "stage"."""
+    """Return the planned time of a unit's pass, mean over its replicas.
+
+    For "stage" it is that of the slowest stage.
+    """
     time = next(time for time in predicted.units if time.unit == unit)
     if operation != "stage":
         return float(getattr(time, f"{operation}_ms"))

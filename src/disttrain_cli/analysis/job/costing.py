@@ -1,7 +1,7 @@
 """FLOPs and predicted times of trace rows: the costs of a layout's stages, as SQL evaluates them.
 
-An amount of a row is base + per_item·items + per_token·tokens + per_length_sq·Σ length² at the
-row's own work.
+A row's amount is base + per_item·items + per_token·tokens + per_length_sq·Σ length² at the row's
+work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from disttrain_cli.spec.trace import COMPUTE, Job
 
 
 class StageCost(NamedTuple):
-    """One module on one stage of a unit: FLOPs of one TP rank, and time in ms at the unit's TP
-    size."""
+    """Cost of one module on one stage: FLOPs of one TP rank, and ms at the unit's TP size."""
 
     unit: str
     stage: int
@@ -34,8 +33,7 @@ class StageCost(NamedTuple):
 
 
 def known_stages(job: Job, warnings: list[str]) -> list[CostedStage]:
-    """The stages of the job's layout; none, and a warning, where its profile does not describe
-    them."""
+    """Return the stages of the job's layout; none, and a warning, if its profile lacks them."""
     left_out = "its FLOPs and predicted times are left out"
     for unit in job.layout.units:
         layers = [
@@ -57,7 +55,7 @@ def known_stages(job: Job, warnings: list[str]) -> list[CostedStage]:
 
 
 def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
-    """A row per (unit, stage, module, operation)."""
+    """Return a row per (unit, stage, module, operation)."""
     rows = []
     for stage in stages:
         for cost in stage.costs:
@@ -79,14 +77,15 @@ def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
 
 
 def shares_cores(job: Job) -> bool:
-    """Whether the ranks ran on one CPU and took its cores from each other; emulated devices do
-    not."""
+    """Return True if the ranks shared the cores of one CPU; emulated devices do not."""
     return job.profile.device.kind == "cpu" and job.rehearsed is None
 
 
 def peak_of(job: Job, gpus: int) -> float:
-    """Peak of so many of the job's devices, in TFLOP/s; an emulated CPU rank has what it had while
-    it was measured."""
+    """Return the peak of `gpus` devices of the job, in TFLOP/s.
+
+    An emulated CPU rank has its share during the measurement of the profile.
+    """
     device = job.profile.device
     if device.kind == "cpu" and not shares_cores(job):
         return device.peak_tflops * gpus / max(device.cores, device.shared_by)

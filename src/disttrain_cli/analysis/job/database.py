@@ -1,10 +1,10 @@
-"""A DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
+"""DuckDB database with views over Parquet segments in place, and the plan and cost model as tables.
 
-`seen` is what one pass over the files tells of every rank and step. Where many questions follow, up
-to `MOST_ROWS_HELD` rows are then held in memory as `known`; of a longer trace that is a view, which
-reads the files whenever it is asked. After the views exist, the connection may open no file but the
-segments, load no extension and change no setting, so that `--sql` can run a stranger's query. Names
-of files and strings of a trace reach SQL only as quoted literals or parameters.
+`seen` has the sums of one pass over the files by rank and step. If many queries follow, up to
+`MOST_ROWS_HELD` rows are then held in memory as `known`; for a longer trace `known` is a view,
+which reads the files in every query. Once the views exist, the connection may open no file but the
+segments, load no extension and change no setting, so that `--sql` can run a user's query. Names of
+files and strings of a trace reach SQL only as quoted literals or parameters.
 """
 
 from __future__ import annotations
@@ -42,39 +42,38 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from duckdb import DuckDBPyConnection
 
-#: Rows of a trace up to which it is held in memory (about 200 bytes each).
+#: Largest trace that is held in memory, in rows (about 200 bytes each).
 MOST_ROWS_HELD = 5_000_000
-#: Made from `queries/view_NAME.sql`, in the order in which they need each other.
+#: Views of `queries/view_NAME.sql`, in the order of their dependencies.
 _VIEWS = ("windows", "known", "operations", "idle", "memory", "messages", "samples")
 
 
 @dataclass
 class Database:
-    """An open connection, the job it describes with the stages of its layout, and what had to be
-    left out."""
+    """An open connection, the job with the stages of its layout, and warnings."""
 
     connection: DuckDBPyConnection
-    asker: DuckDBPyConnection  # another one to the same database
+    # second connection to the same database, for the queries of `ask_ahead`
+    asker: DuckDBPyConnection
     job: Job | None
     run: str
-    name: str  # of the run, or of its folder
+    name: str  # name of the run, or of its folder
     paths: list[Path]
     stages: list[CostedStage] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     clocks: list[HostClock] = field(default_factory=list)
     _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
     _answered: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    # one connection, one question
+    # one connection runs one query at a time
     _asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def ask_ahead(self, *names: str) -> None:
-        """Have questions without parameters answered in turn while other work goes on; `query` then
-        waits for them."""
+        """Run queries without parameters in the background; `query` waits for their results."""
         ask = partial(rows_of, self.asker)
         self._asked |= {name: self._asking.submit(ask, query_text(name)) for name in names}
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
-        """Rows of `queries/NAME.sql`, with `$parameter` values; without any it is asked once."""
+        """Return the rows of `queries/NAME.sql` with `$parameter` values; cached without any."""
         if parameters:
             return self.sql(query_text(name), parameters)
         if name not in self._answered:
@@ -83,17 +82,17 @@ class Database:
         return [dict(row) for row in self._answered[name]]
 
     def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
-        """The same as NumPy columns, for long results."""
+        """Return the result of `queries/NAME.sql` as NumPy columns, for long results."""
         return self.connection.execute(query_text(name), parameters or None).fetchnumpy()
 
     def close(self) -> None:
-        """Give its memory back; nothing can be asked any more."""
+        """Close the connections and free the memory."""
         self._asking.shutdown(cancel_futures=True)
         self.asker.close()
         self.connection.close()
 
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Rows of an SQL text of ours."""
+        """Run an SQL text of this package and return its rows."""
         return rows_of(self.connection, text, parameters)
 
 
@@ -103,15 +102,16 @@ def open_database(
     strangers: bool = False,
     held: TraceFiles | None = None,
 ) -> Database:
-    """Views over the traces in `paths`; see `queries/views.yaml` for what can be asked.
+    """Open the traces in `paths` as views; `queries/views.yaml` documents them.
 
     Args:
-        file: where a database is written that others open again, which holds no rows of the trace;
-            else it is one in memory, of which many questions follow, and rows are read once as far
-            as they fit (`MOST_ROWS_HELD`).
-        strangers: make the documented views, for queries that are not ours; who opened it still has
-            to lock it.
-        held: what was read of these paths already; nothing else of them is read then.
+        paths: folders of traces, or one file of Chrome JSON.
+        file: where to write a database that is opened again later, which holds no rows of the
+            trace; None: in memory for many queries, with rows read once as far as they fit
+            (`MOST_ROWS_HELD`).
+        strangers: create the documented views, for users' queries; the caller still has to lock the
+            connection.
+        held: files and rows of these paths that were read already; nothing else is read then.
 
     Raises:
         DataError: a path does not exist, or nothing in it can be read.
@@ -127,8 +127,8 @@ def open_database(
         stages = known_stages(files.job, files.warnings) if files.job is not None else []
         _make_layout(connection, files.job, stages)
         _make_cuts(connection, stages)
-        connection.execute("SET preserve_insertion_order = false")  # lets both cores write
-        # what was unpacked says itself which steps are measured
+        connection.execute("SET preserve_insertion_order = false")  # lets several threads write
+        # an unpacked file has its own table of windows, with the measured steps
         for view in _VIEWS if files.rows else _VIEWS[1:]:
             text = query_text(f"view_{view}")
             once = file is None and (
@@ -170,13 +170,13 @@ def open_database(
 
 
 def _name(path: Path) -> str:
-    """Of a rehearsal, the name of the run that it rehearses."""
+    """Return the name of the run; for a rehearsal, that of the rehearsed run."""
     folder = (run_folder(path) or path).resolve()
     return folder.parent.name if RunDir(folder.parent).rehearsal.root == folder else folder.name
 
 
 def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
-    """What was recorded: views over segments, or tables of what one file of Chrome JSON holds."""
+    """Create views over segments, or tables of the rows in one file of Chrome JSON."""
     if any(path.is_file() for path in paths):
         if len(paths) > 1:
             raise DataError(
@@ -189,7 +189,7 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
 
 
 def _sourced(files: TraceFiles, connection: DuckDBPyConnection) -> TraceFiles:
-    """Views over segments, and what was read of open ones."""
+    """Create views over segments and over the rows of open segments."""
     for name, given, kept, columns in (
         ("segments", "segments", files.segments, TRACE_COLUMNS),
         ("step_segments", "steps", files.steps, STEP_COLUMNS),
@@ -209,10 +209,12 @@ def _make_source(
     columns: dict[str, str],
     usable: str,
 ) -> None:
-    """A view over Parquet files and rows with the columns of our schema, of the rows that can be
-    used, or an empty table of the same shape."""
+    """Create a view of the usable rows of Parquet files and a table, with the schema's columns.
+
+    Without files and rows it is empty, with the same columns.
+    """
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in columns.items())
-    # of files with the same columns one footer is enough
+    # for files with the same columns, reading one footer is enough
     alike: dict[frozenset[tuple[str, str]], list[Path]] = {}
     for file, footer in files.items():
         alike.setdefault(footer.columns, []).append(file)
@@ -233,11 +235,11 @@ def _make_source(
 
 
 def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
-    """Views `recorded` and `steps` of the starts of one job; a step repeated after resuming counts
-    once, as last done.
+    """Create the views `recorded` and `steps` of the starts of one job; return the last start.
 
-    Every start of a job is a `run` of its own. Starts whose ranks have other coordinates than the
-    job's last start belong to another plan and are left out.
+    A step repeated after resuming counts once, as last done. Every start of a job is a separate
+    `run`. Starts whose ranks have other coordinates than the job's last start belong to another
+    plan and are left out.
     """
     connection.execute(query_text("seen"))
     job, warnings = files.job, files.warnings
@@ -325,8 +327,10 @@ def _choose_starts(connection: DuckDBPyConnection, files: TraceFiles) -> str:
 
 
 def _make_cuts(connection: DuckDBPyConnection, stages: list[CostedStage]) -> None:
-    """Table `cuts`: the stages, by their depth in the pipeline, on both sides of every cut; in a
-    line if not known."""
+    """Create the table `cuts`: depths of the stages on both sides of every cut.
+
+    Unknown stages are in one line.
+    """
     connection.execute("CREATE TABLE cuts (before INTEGER, after INTEGER)")
     if len(stages) > 1:
         connection.executemany("INSERT INTO cuts VALUES (?, ?)", cuts_of(stages))
@@ -340,11 +344,10 @@ def _make_cuts(connection: DuckDBPyConnection, stages: list[CostedStage]) -> Non
 def _make_layout(
     connection: DuckDBPyConnection, job: Job | None, stages: list[CostedStage]
 ) -> None:
-    """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage
-    and module).
+    """Create the tables `units` (the plan or the trace's layout) and `costs` (by stage and module).
 
-    Of a replica's ranks on a stage often one is recorded: it stands for the devices of the others
-    too.
+    Often only one of a replica's ranks on a stage is recorded: it then represents the devices of
+    the others too.
     """
     connection.execute(
         "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, cp"

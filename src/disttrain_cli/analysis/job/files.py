@@ -1,8 +1,7 @@
-"""Finding the files of a trace: which folder, which segments can be read, and what is wrong with
-the others.
+"""Search for the files of a trace: its folder, its readable segments, and problems of the others.
 
-Segments are Parquet, read in place; of a process that ended early, or still records, one is a
-stream of Arrow batches.
+Segments are Parquet, read in place; a process that ended early, or still records, leaves a stream
+of Arrow batches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 
-#: Columns of a step that say what it learned.
+#: Columns of a step with losses and learning rates.
 LEARNED = [
     *("step", "run", "end_ns", "learning_rate", "learning_rates"),
     *("loss_text", "loss_image", "generator_losses"),
@@ -40,7 +39,7 @@ LEARNED = [
 
 
 class Footer(NamedTuple):
-    """What a Parquet file says of itself."""
+    """Columns and number of rows in a Parquet file's footer."""
 
     columns: frozenset[tuple[str, str]]  # name and physical type, of all levels
     rows: int
@@ -48,29 +47,28 @@ class Footer(NamedTuple):
 
 @dataclass
 class TraceFiles:
-    """Readable segments of one or several trace folders, the job they describe, and what had to be
-    left out."""
+    """Readable segments of one or several trace folders, their job, and warnings."""
 
     segments: dict[Path, Footer] = field(default_factory=dict)
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
     samples: dict[Path, Footer] = field(default_factory=dict)
-    # rows by the name of the fields above
+    # rows by the names of the fields above
     open_segments: dict[str, pa.Table] = field(default_factory=dict)
     job: Job | None = None
-    name: str | None = None  # of the run, where a file tells it
+    name: str | None = None  # name of the run, if a file has it
     warnings: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
-        """Of all segments."""
+        """Rows of all segments."""
         return sum(footer.rows for footer in self.segments.values()) + sum(
             map(len, self.open_segments.values())
         )
 
     @property
     def recorded_rows(self) -> int:
-        """Of what ranks did, alone."""
+        """Rows of the ranks' segments only."""
         rows = self.open_segments.get("segments", ())
         return sum(footer.rows for footer in self.segments.values()) + len(rows)
 
@@ -80,9 +78,9 @@ class TraceFiles:
 
 
 def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
-    """Look through folders (a run's folder or its `traces` folder) for readable segments.
+    """Search folders (a run's folder or its `traces` folder) for readable segments.
 
-    Several folders are parts of one job's trace, each with ranks of its own (hosts without a shared
+    Several folders are parts of one job's trace, each with different ranks (hosts without a shared
     disk).
 
     Raises:
@@ -135,7 +133,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
 
 
 def first_damaged(files: Iterable[Path]) -> Path | None:
-    """The first segment with rows that cannot be read, though its footer can."""
+    """Return the first segment with a readable footer but unreadable rows."""
     import duckdb
 
     for path in files:
@@ -166,8 +164,7 @@ def _readable(
     connection: DuckDBPyConnection,
     problems: list[str],
 ) -> dict[Path, Footer]:
-    """Of the files those whose footer can be read, that have all columns and rows; the others
-    become problems."""
+    """Return the footers of files with all columns and rows; append the rest to `problems`."""
     footers = _footers(files, connection)
     kept = {}
     for file in files:
@@ -191,7 +188,7 @@ def _add_open(
     columns: dict[str, str],
     problems: list[str],
 ) -> None:
-    """Rows of open segments, up to where their processes ended."""
+    """Add the rows of open segments, up to the end of their processes, to `tables`."""
     import pyarrow as pa
 
     found = [tables[name]] if name in tables else []
@@ -207,21 +204,23 @@ def _add_open(
 
 
 def whole_batches(file: Path) -> list[Any]:
-    """Whole batches of an Arrow stream; one may have no end."""
+    """Return the complete batches of an Arrow stream, which may be cut off."""
     import pyarrow as pa
 
     rows: list[Any] = []
     try:
         with pa.ipc.open_stream(pa.BufferReader(file.read_bytes())) as stream:
             rows.extend(stream)
-    except (pa.ArrowInvalid, OSError):  # cut within a batch: those before it are whole
+    except (pa.ArrowInvalid, OSError):  # cut within a batch: those before it are complete
         pass
     return rows
 
 
 def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Footer]:
-    """Footers of all files at once, or of each half where some cannot be read; those are left
-    out."""
+    """Read the footers of all files at once, or of each half if some cannot be read.
+
+    Unreadable files are left out.
+    """
     import duckdb
 
     if not files:
@@ -242,8 +241,10 @@ def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Fo
 
 
 def recorded_steps(traces: Path) -> list[dict[str, Any]]:
-    """Losses and learning rates of every step of a run, in order; a step repeated after resuming
-    counts once, as last done. What cannot be read is left out."""
+    """Return losses and learning rates of every step of a run, in order.
+
+    A step repeated after resuming counts once, as last done. Unreadable files are left out.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,7 +1,7 @@
-"""Rows of a trace that can be used: of our columns' types, with a place and times that can be.
+"""Usable rows of a trace: with the schema's types, coordinates and possible times.
 
-Whoever else writes segments, or damages them, may leave other types, nulls, and ends before their
-starts, as a clock does that is set back within an operation.
+Other writers of segments, or damage, may leave other types, nulls, and ends before their starts, as
+does a clock that is set back within an operation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from disttrain_cli.spec.trace import arrow_schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Times are nanoseconds since 1970 and end before 2096; an operation takes at most so long.
+#: Times are nanoseconds since 1970, before 2096; `LONGEST_NS` is the longest possible operation.
 LAST_NS, LONGEST_NS = 4 * 10**18, 30 * 86_400 * 10**9
-#: What must be said of a row.
+#: Columns that must not be null.
 NEEDED = {
     "segments": (
         "run",
@@ -38,7 +38,7 @@ NEEDED = {
 
 
 def usable(name: str) -> str:
-    """What is true in SQL of the rows of a source that can be used."""
+    """Return the SQL condition for the usable rows of a source."""
     conditions = [f"{column} IS NOT NULL" for column in NEEDED[name]]
     if name == "segments":
         conditions += [
@@ -49,10 +49,10 @@ def usable(name: str) -> str:
 
 
 def fitted(table: pa.Table, columns: dict[str, str]) -> pa.Table:
-    """The table with our columns' types, without rows that tell no step.
+    """Return the table with the schema's types, without rows that lack a step.
 
     Raises:
-        ValueError: it lacks columns, or some cannot be cast; says which.
+        ValueError: it lacks columns, or one cannot be cast; the message names them.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,4 +1,4 @@
-"""The graph of a job's recorded steps: which pass waited for which, and for how long."""
+"""Graph of a job's recorded steps: which pass waited for which, and for how long."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import BACKWARD, COMPUTE, FORWARD, Job
 
-#: Of every pass, what came before it and what went on.
+#: Columns of the messages that a pass received and sent.
 _MESSAGES = ("received_bytes", "received_peer", "sent_bytes", "sent_peer")
 
 
 def build_graph(database: Database) -> Graph | None:
-    """The graph of the measured steps, or None when no step is whole enough; reasons go to the
-    warnings."""
+    """Return the graph of the measured steps; None, with warnings, if none is complete."""
     columns = database.columns("passes", steps=chosen_steps(database))
     if not len(columns["step"]):
         return None
@@ -94,8 +93,8 @@ def build_graph(database: Database) -> Graph | None:
     unheard, lost = _unheard(database.stages, columns, table["received_peer"])
     kept = steps[whole]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
-    # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds
-    # them up.
+    # Replicas that share a process of a rehearsal continue when the slowest of them has finished:
+    # the gaps are not due to the host.
     rehearsed = None if database.job is None else database.job.rehearsed
     replicas = len(np.unique(np.stack([columns["depth"], columns["replica"]]), axis=1).T)
     lockstep = rehearsed is not None and rehearsed.processes < replicas
@@ -144,12 +143,12 @@ def build_graph(database: Database) -> Graph | None:
 
 
 def _numbered(operations: NDArray[Any]) -> Ints:
-    """By row, the place of its operation in `COMPUTE`."""
+    """Return the index in `COMPUTE` of each row's operation."""
     return np.argmax(operations[:, None] == np.array(COMPUTE)[None, :], axis=1)
 
 
 def _feeding(stage: CostedStage, operation: int) -> tuple[int, ...]:
-    """Stages whose tensors a pass of a stage waits for."""
+    """Return the stages whose tensors a pass of a stage waits for."""
     return {FORWARD: stage.before, BACKWARD: stage.after}.get(operation, ())
 
 
@@ -158,10 +157,12 @@ def _unheard(
     columns: dict[str, Any],
     received_peer: Floats,
 ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
-    """`Graph.unheard` and `Graph.lost`; of stages of one unit only the same replica sends.
+    """Return `Graph.unheard` and `Graph.lost`; within a unit only the same replica sends.
 
     Args:
-        received_peer: [passes, steps] the rank that sent, where a record names it.
+        stages: stages of the layout; empty if unknown.
+        columns: one entry per pass.
+        received_peer: [passes, steps] the rank that sent, if it was recorded.
     """
     depth, replica = (columns[name].astype(int) for name in ("depth", "replica"))
     there = set(zip(depth.tolist(), replica.tolist(), strict=True))
@@ -187,8 +188,11 @@ def _unheard(
 
 
 def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
-    """What the profile expects of the end of a step: the longest reduction, then the longest
-    optimizer step; or what is left of reductions that run behind passes."""
+    """Return the seconds that the profile predicts for the end of a step.
+
+    That is the longest reduction, then the longest optimizer step; if reductions overlap with
+    passes, only their exposed rest.
+    """
     if layout.overlap:
         reducing, _ = hidden(job.profile, layout, stages, job.gpus_per_node)
         return float(reducing.mean_left_s.max())
@@ -208,11 +212,15 @@ def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
 def expected_transfers(
     job: Job, layout: Layout, stages: list[CostedStage], operation: Ints, depth: Ints
 ) -> Floats:
-    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite
-    where it has none.
+    """Return the seconds that the profile predicts for the transfer before each pass.
+
+    They are for mean data, and infinite where the profile has none.
 
     Args:
+        job: the recorded job.
         layout: the job's, or another one with `stages`.
+        stages: stages of `layout`.
+        operation, depth: one entry per pass.
     """
     transfer_s = np.full(len(operation), np.inf)
     if shares_cores(job):
@@ -232,8 +240,7 @@ def expected_transfers(
 
 
 def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
-    """By how much the passes keep busy the cores that all ranks share; 0 where every rank has a
-    device."""
+    """Return compute ÷ time of the cores that all ranks share; 0 if every rank has a device."""
     if job is None or not shares_cores(job):
         return 0.0
     return float(compute.sum() / (window.sum() * max(1, job.profile.device.cores)))
@@ -242,18 +249,22 @@ def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
 def _messages(
     columns: dict[str, Any], table: dict[str, Floats]
 ) -> Callable[[Ints, int], NDArray[np.bool_]]:
-    """Whether passes [n] can have fed a pass, [n, steps], by what their ranks recorded of messages
-    between units."""
+    """Return a function of passes [n] and a pass: True if they can have fed it, [n, steps].
+
+    It uses what their ranks recorded of messages between units.
+    """
     home = (
         columns["depth"].astype(np.int64) * (1 + int(columns["replica"].max())) + columns["replica"]
     )
     ranks, first = np.unique(columns["rank"], return_index=True)
 
     def known(side: str) -> tuple[NDArray[np.bool_], Floats]:
-        """Which passes had no message, and the home of the one peer of those that had one only
-        (else NaN)."""
+        """Return which passes had no message, and the replica of the only peer of the others.
+
+        The replica is NaN for passes with several peers.
+        """
         size, peer = table[f"{side}_bytes"], table[f"{side}_peer"]
-        # of a TP group perhaps only the first rank was recorded
+        # perhaps only the first rank of a TP group was recorded
         position = np.searchsorted(ranks, np.nan_to_num(peer, nan=-1.0), side="right") - 1
         return (size == 0) & bool((size > 0).any()), np.where(
             peer >= 0, home[first[position]], np.nan
@@ -274,11 +285,11 @@ def _walk(
     table: dict[str, Floats],
     cuts: list[tuple[int, int]],
 ) -> Walk | None:
-    """How the passes wait for each other.
+    """Build the graph of how passes wait for each other.
 
     `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all
-    replicas, unless the record of a step contradicts: what ended after a pass had started did not
-    feed it, nor did what sent nothing or to another one.
+    replicas, unless the record of a step contradicts: a pass that ended after another one had
+    started did not feed it, nor did one that sent nothing or sent to another replica.
     """
     met = _messages(columns, table)
     start, count = table["start_s"], len(columns["operation"])
@@ -300,7 +311,7 @@ def _walk(
     for index in range(count):
         gathered.setdefault(key(index), []).append(index)
     at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    # by operation and depth, the depths that feed it; weights' parts need no tensors of others
+    # by operation and depth, the depths that feed it; weight gradients need no tensors of others
     near_by: dict[tuple[int, int], list[int]] = {}
     for before, after in cuts:
         near_by.setdefault((FORWARD, after), []).append(before)
@@ -323,8 +334,8 @@ def _walk(
         sources.append(near[sometimes])
         feeds.append(fed[sometimes])
     always = [feed.all(axis=1) for feed in feeds]
-    # Where the order of passes changes from step to step, only what fed in all of them can be
-    # walked.
+    # If the order of passes changes from step to step, only the sources that feed in all steps can
+    # be walked.
     return walk_of(previous, sources, feeds) or walk_of(
         previous, [nodes[kept] for nodes, kept in zip(sources, always, strict=True)]
     )

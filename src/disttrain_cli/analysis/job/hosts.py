@@ -1,5 +1,4 @@
-"""Which ranks a verdict blames, and on which host they are; of a rehearsal, which node of the
-cluster their processes stand for."""
+"""Hosts of the ranks that a cause blames; in a rehearsal, the nodes that processes represent."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from disttrain_cli.spec.trace import Job
 
 
 def host_of(job: Job | None, rank: int, recorded: str | None) -> str | None:
-    """The host that a rank's trace names, or in a rehearsal that of the rank's device."""
+    """Return the host of a rank in its trace, or in a rehearsal the node of its device."""
     if job is None or job.rehearsed is None or rank >= job.layout.gpus_used:
         return recorded
     return f"node {job.layout.devices[rank] // job.gpus_per_node}"
@@ -20,13 +19,16 @@ def host_of(job: Job | None, rank: int, recorded: str | None) -> str | None:
 def blamed(
     job: Job | None, cause: str, places: Iterable[Place], where: Mapping[int, Place]
 ) -> list[int]:
-    """The recorded ranks whose devices or hosts are slow, by a cause at some places.
+    """Return the recorded ranks whose devices or hosts are slow, by a cause at some locations.
 
-    A stage that is slow as a whole counts where its unit has others, whose layers are not: then its
+    A stage that is slow as a whole counts if its unit has others, whose layers are not: then its
     devices differ, not its layers.
 
     Args:
-        where: by rank.
+        job: the recorded job.
+        cause: name of the cause.
+        places: locations of the cause.
+        where: location by rank.
     """
     if job is None:
         return []

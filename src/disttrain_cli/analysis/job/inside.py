@@ -1,10 +1,9 @@
-"""What an operation's time is made of: torch's profiles of some steps, joined with our rows by rank
-and step.
+"""Breakdown of an operation's time: torch's profiles of some steps, joined by rank and step.
 
-`train --profile-steps` marks every operation of ours in Kineto's files. A mark's time is divided
-among the kernels that ran meanwhile, or, on a CPU, among the operators of its thread, each without
-those inside it; the rest is idle. Marks and rows of the same operations also tell whether a rank's
-profile and its trace go by different clocks.
+`train --profile-steps` marks every operation in Kineto's files. A mark's time is attributed to the
+kernels that ran meanwhile, or, on a CPU, to the operators of its thread, each without those nested
+inside; the rest is idle. Marks and trace rows of the same operations also show whether a rank's
+profile and its trace have different clocks.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from disttrain_cli.spec.trace import COMPUTE, OPERATIONS, WEIGHTS, profile_file,
 if TYPE_CHECKING:
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
 
-#: Profiles that are read, spread over the stages.
+#: Most profiles that are read, spread over the stages.
 MOST_PROFILES = 16
 MOST_PARTS = 8
-#: Clocks further apart than this are said.
+#: Larger differences of clocks are reported.
 TOLD_APART_NS = 5e6
-#: Kinds by what a name contains, the first that fits.
+#: Kinds by regular expressions on the name; the first match counts.
 _KINDS = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -51,15 +50,16 @@ _KINDS = [
 
 
 def kind_of(name: str) -> str:
-    """What a kernel or an operator does, by its name."""
+    """Return the kind of a kernel or an operator, by its name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
 
 
 @dataclass
 class _Sum:
-    """Operations of one kind on one stage."""
+    """Sums over operations of one kind on one stage."""
 
-    # rank, step and slot; weights' parts that are left at the end take turns, in a mark each
+    # rank, step and slot; the modules' remaining weight gradients alternate at the end, with a mark
+    # each
     passes: set[tuple[int, int, int]] = field(default_factory=set)
     ns: int = 0
     # name → ns, runs
@@ -67,8 +67,7 @@ class _Sum:
 
 
 def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
-    """One row per stage, module and operation of those steps, the busiest first; empty where none
-    was profiled."""
+    """Return one row per stage, module and operation of the profiled steps, the busiest first."""
     threads = {row["rank"]: row for row in database.query("chrome_threads")}
     files = _files(database, threads)
     if not files:
@@ -115,12 +114,15 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
 
 
 def _has_rows(operation: str, step: int, slot: int, module: str) -> bool:
-    """Whether our trace has rows of such a mark: what comes before a pass of a module has none."""
+    """Return True if the trace has rows for such a mark.
+
+    It has none for what precedes a pass of a module.
+    """
     return operation in OPERATIONS and (operation not in COMPUTE or bool(module))
 
 
 def _files(database: Database, threads: dict[int, dict[str, Any]]) -> list[Path]:
-    """Profiles of the analysed start, those of different stages first."""
+    """Return the profiles of the analysed start, those of different stages first."""
     by_stage: dict[tuple[str, int], list[Path]] = {}
     for path in database.paths:
         traces = path / "traces" if (path / "traces").is_dir() else path
@@ -137,8 +139,10 @@ def _files(database: Database, threads: dict[int, dict[str, Any]]) -> list[Path]
 def _divided(
     profiles: KinetoDatabase, rank: int, marks: list[dict[str, Any]]
 ) -> list[dict[int, tuple[int, int]]]:
-    """By mark: name → (ns, runs). What overlaps counts for what began first or, on one thread, for
-    the inner one."""
+    """Return, by mark: name → (ns, runs).
+
+    Overlapping time counts for the event that began first or, on one thread, for the innermost one.
+    """
     rows = profiles.connection.execute(*_asked(rank)).fetchnumpy()
     names, threads, starts, ends = (rows[key] for key in ("name", "thread", "start_ns", "end_ns"))
     threads = np.asarray(threads)
@@ -169,7 +173,7 @@ def _asked(rank: int) -> tuple[str, dict[str, Any]]:
 
 
 def _uncovered(starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What each interval adds beyond the furthest end before it; sorted by start."""
+    """Return what each interval adds beyond the furthest end before it; sorted by start."""
     if not len(starts):
         return starts
     reach = np.maximum.accumulate(ends)
@@ -181,9 +185,10 @@ def _uncovered(starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> np.n
 def _without_inner(
     starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """Length of each interval less those directly inside it; sorted by start, outer ones first.
+    """Return the length of each interval less those directly inside it.
 
-    One is inside another if its middle is: times are rounded.
+    Intervals are sorted by start, outer ones first. One is inside another if its midpoint is: times
+    are rounded.
     """
     self_ns = ends - starts
     open_: list[int] = []
@@ -226,12 +231,12 @@ def _row(
 
 
 def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
-    """Which steps were profiled, and on which ranks the two clocks differ unlike on the others."""
+    """Warn about the profiled steps, and about ranks whose two clocks differ unlike the others'."""
     steps = sorted({mark["step"] for marked in marks.values() for mark in marked})
     shown = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
     database.warnings.append(f"{shown} recorded by torch's profiler too, which slows them")
     rows = database.sql(
-        # rows of weights' parts need not begin where these do
+        # rows of weight gradients need not begin where their marks do
         "SELECT rank, step, slot, operation, module, start_ns FROM operations WHERE"
         " list_contains($steps, step) AND operation <> $weights",
         {"steps": steps, "weights": COMPUTE[WEIGHTS]},

@@ -1,5 +1,4 @@
-"""Limits of the figures of own traces: incomplete steps, ranks without rows, contradictions,
-shared cores."""
+"""Limits of figures from disttrain's traces: incomplete steps, missing ranks, shared cores."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from disttrain_cli.analysis.telling import MOST_PLACES
 
 
 def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -> None:
-    """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared
-    cores."""
+    """Warn about incomplete steps, missing ranks, contradictions and shared cores."""
     warn, job = database.warnings.append, database.job
     if times["warmup"] == 0:
         warn("only one step was recorded, so its warm-up could not be left out")
@@ -61,8 +59,10 @@ def say_limits(database: Database, times: dict[str, Any], summary: JobSummary) -
 
 
 def expected_ranks(database: Database) -> int:
-    """Ranks of which a whole trace has rows: all of the plan's, or one of each replica of a
-    stage where no other has any."""
+    """Return the number of ranks that a complete trace has rows of.
+
+    It is all of the plan's ranks, or one of each replica of a stage if no other rank has any rows.
+    """
     job = database.job
     if job is None:
         return round(
@@ -76,7 +76,7 @@ def expected_ranks(database: Database) -> int:
 
 
 def short_ranks(database: Database) -> str:
-    """Which ranks' traces end before those of the others; empty where all end together."""
+    """Name the ranks whose traces end before those of the others; empty if all end together."""
     last = {
         row["rank"]: row["step"]
         for row in database.sql(
@@ -92,7 +92,7 @@ def short_ranks(database: Database) -> str:
 
 
 def _missing(database: Database) -> str:
-    """Which replicas of stages have no trace at all."""
+    """Name the replicas of stages without any trace."""
     there = {
         (row["unit"], row["stage"], row["replica"])
         for row in database.sql("SELECT DISTINCT unit, stage, replica FROM seen")

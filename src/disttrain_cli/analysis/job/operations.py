@@ -1,8 +1,8 @@
-"""Where prediction and measurement part, operation by operation.
+"""Comparison of prediction and measurement, operation by operation.
 
-Every operation of a step beside what the plan expected of it (mean data), and what the profile
-expects for the very work that was recorded: the first difference is the data's, the second the
-profile's or the machine's.
+Every operation of a step has a planned time (mean data) and the time that the profile predicts for
+exactly the recorded work: the first difference is due to the data, the second to the profile or the
+machine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from disttrain_cli.spec.trace import COMPUTE, Job
 
 
 def compare_operations(database: Database) -> list[OperationRow]:
-    """The iteration, then all operations, those first whose error moves the step of their rank
-    most.
+    """Return the iteration, then all operations, those whose error has the largest effect first.
 
-    A rank that computes is slowed by what shares its cores as the plan expects; none without
-    job.json.
+    The effect is that on the step of the operation's rank. A rank on shared cores is slowed by as
+    much as the plan predicts. Empty without job.json.
     """
     job = database.job
     if job is None or not database.stages:
@@ -76,8 +75,10 @@ def _row(
 
 
 def _passes(database: Database, job: Job) -> list[dict[str, Any]]:
-    """Forward and backward of every module of a stage; waiting for data and handing over, which
-    should take no time."""
+    """Return forward and backward of every module of a stage, and waits for data and handovers.
+
+    The waits and handovers should take no time.
+    """
     alone = {(stage.unit.name, stage.index): len(stage.costs) == 1 for stage in database.stages}
     planned = {
         (time.unit, time.stage): {what: getattr(time, f"{what}_ms") for what in COMPUTE}
@@ -107,8 +108,10 @@ def _passes(database: Database, job: Job) -> list[dict[str, Any]]:
 
 
 def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
-    """One crossing of every cut, either way, where a rank waited for it; named by the stage before
-    the cut."""
+    """Return one crossing of every cut, either way, if a rank waited for it.
+
+    A cut is named by the stage before it.
+    """
     stages = database.stages
     numbers = cuts_of(stages)
     times = dict(
@@ -134,9 +137,11 @@ def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
 
 
 def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
-    """Reduction of gradients and optimizer step of every stage; where messages run behind passes,
-    what is left of the reduction when these end. Ranks that share cores hide nothing, as in their
-    plans."""
+    """Return gradient reduction and optimizer step of every stage.
+
+    If messages overlap with passes, only the exposed rest of the reduction counts. Ranks on shared
+    cores overlap nothing, as in their plans.
+    """
     cost: dict[str, Callable[[CostedStage], float]] = {
         "reduce": lambda stage: reduce_s(job.profile, job.layout, stage, job.gpus_per_node),
         "step": lambda stage: optimizer_s(job.profile, job.layout, stage, job.gpus_per_node),
@@ -163,8 +168,10 @@ def _updates(database: Database, job: Job) -> list[dict[str, Any]]:
 
 
 def _left_s(database: Database) -> list[float]:
-    """By stage, from the end of its last pass to that of its reduction: mean over the recorded
-    steps, as the profile expects them."""
+    """Return, by stage, the predicted time from the end of its last pass to that of its reduction.
+
+    It is the mean over the recorded steps.
+    """
     rows = []
     for pipeline in recorded_pipelines(database).values():
         timeline = simulate(pipeline)

@@ -1,9 +1,12 @@
-"""Time breakdown of every rank over the measured steps, in the definitions of
-HolisticTraceAnalysis.
+"""Time breakdown of every rank over the measured steps, as HolisticTraceAnalysis defines it.
 
-span = last end − first start; compute = |union of forward and backward|; non-compute = the other
-operations outside compute; idle = the rest, waiting for data included. overlap = |communication ∩
-compute| ÷ |communication|.
+Columns:
+
+    span         last end − first start
+    compute      |union of forward and backward|
+    non-compute  the other operations outside compute
+    idle         the rest, waiting for data included
+    overlap      |communication ∩ compute| ÷ |communication|
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from numpy.typing import NDArray
 from disttrain_cli.analysis.job.database import Database
 from disttrain_cli.analysis.result.rows import RankSummary
 
-#: Rows that are taken into memory at once.
+#: Most rows in memory at once.
 MOST_ROWS = 2_000_000
 
 
 def rank_summaries(database: Database) -> list[RankSummary]:
-    """One row per rank, in their order."""
+    """Return one row per rank, in their order."""
     unions: dict[int, tuple[float, ...]] = {}
     for first, last in _batches(database):
         rows = database.columns("rank_rows", first=first, last=last)
@@ -36,12 +39,11 @@ def rank_summaries(database: Database) -> list[RankSummary]:
 def union_us(
     ranks: NDArray[Any], start_ns: NDArray[Any], end_ns: NDArray[Any], chosen: NDArray[np.bool_]
 ) -> dict[int, float]:
-    """|union| of the chosen intervals of each rank in µs: what each adds beyond the furthest end
-    before it.
+    """Return the length of the union of the chosen intervals of each rank, in µs.
 
     Args:
         ranks, start_ns, end_ns: [rows], sorted by rank, then start.
-        chosen: [rows], which of them count.
+        chosen: [rows] True for rows that count.
     """
     ranks, start_ns, end_ns = ranks[chosen], start_ns[chosen], end_ns[chosen]
     firsts = np.flatnonzero(np.diff(ranks, prepend=-1))
@@ -57,7 +59,7 @@ def union_us(
 
 
 def _batches(database: Database) -> Iterator[tuple[int, int]]:
-    """First and last rank of batches of bounded size."""
+    """Yield first and last rank of batches of bounded size."""
     rows = database.sql("SELECT rank, sum(rows) AS rows FROM seen GROUP BY rank ORDER BY rank")
     first, held = None, 0
     for index, row in enumerate(rows):

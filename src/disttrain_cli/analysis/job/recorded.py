@@ -1,5 +1,4 @@
-"""The recorded steps as the simulator sees them: the profile's times for the very work that every
-replica had."""
+"""Recorded steps as input of the simulator: the profile's times for the work of every replica."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from disttrain_cli.simulation.shared_cores import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 
-#: Steps that are replayed and simulated, spread evenly over the measured ones.
+#: Most steps that are replayed and simulated, spread evenly over the measured ones.
 MOST_STEPS = 32
 
 
 def chosen_steps(database: Database) -> list[int]:
-    """Numbers of the measured steps, at most `MOST_STEPS` of them."""
+    """Return numbers of the measured steps, at most `MOST_STEPS` of them."""
     steps = [
         int(row["step"])
         for row in database.sql("SELECT step FROM windows WHERE measured ORDER BY step")
@@ -32,8 +31,7 @@ def chosen_steps(database: Database) -> list[int]:
 
 
 def waited_transfers(database: Database) -> list[dict[str, Any]]:
-    """How long tensors travel over every cut at which a rank waited for them (rows of
-    `queries/transfers.sql`)."""
+    """Return the transfer times over every cut at which a rank waited (`queries/transfers.sql`)."""
     number = {stage.name: depth for depth, stage in enumerate(database.stages)}
     cuts = crossings(database.stages)
     return (
@@ -50,8 +48,10 @@ def waited_transfers(database: Database) -> list[dict[str, Any]]:
 
 
 def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:
-    """The chosen steps, and by module [steps, n slots, DP, 3] the work of every replica; none
-    without job.json."""
+    """Return the chosen steps, and by module [steps, n slots, DP, 3] the work of every replica.
+
+    Without job.json there are no modules.
+    """
     job, steps = database.job, chosen_steps(database)
     if job is None:
         return steps, {}
@@ -77,8 +77,7 @@ def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:
 
 
 def recorded_pipelines(database: Database) -> dict[int, Pipeline]:
-    """By step, what the simulator takes for the recorded work; empty where job.json describes no
-    stages."""
+    """Return the simulator's input for the recorded work of each step; empty without stages."""
     job = database.job
     if job is None or not database.stages:
         return {}
@@ -96,7 +95,7 @@ def recorded_pipelines(database: Database) -> dict[int, Pipeline]:
 
 
 def expected_s(database: Database) -> dict[int, float]:
-    """By step, the seconds that the simulator expects for the recorded work."""
+    """Return the seconds of each step that the simulator predicts for the recorded work."""
     job = database.job
     if job is None:
         return {}

@@ -1,5 +1,4 @@
-"""Drift of the data away from what the plan was made for, what it costs, and the command that plans
-again."""
+"""Drift of the data from those of the plan, its cost, and the command that plans again."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from disttrain_cli.spec.profile import SizeSample
 
 
 def moved_data(database: Database) -> list[Drift]:
-    """What of the data has moved, by the steps' own sums and the sizes that were recorded."""
+    """Return the drift of the data, by the steps' sums and the recorded sizes."""
     job = database.job
     if job is None:
         return []
@@ -34,8 +33,10 @@ def moved_data(database: Database) -> list[Drift]:
 def stale(
     database: Database, moved: list[Drift], operations: list[OperationRow], verdict: Verdict
 ) -> Verdict:
-    """Warn that the plan was made for other data; if that matters more than the verdict's cause,
-    advise a new plan."""
+    """Warn that the plan was made for other data, and advise a new plan if that costs most.
+
+    It costs most if it changes the predicted step by more than the verdict's cause loses.
+    """
     command = plan_again(database.paths)
     database.warnings += [one.sentence for one in moved]
     effect, changed_s = "", 0.0

@@ -1,9 +1,8 @@
-"""Own traces that were written as Chrome JSON (`analyze --perfetto`), read back: the same rows, the
-same figures.
+"""Reader of disttrain's traces in Chrome JSON (`analyze --perfetto`): the same rows and figures.
 
-The file's header holds what is no event: the job, the ranks' places, which steps are measured, and
-the rows of steps and sizes. Rows of the trace are its events: bars, and counters of memory. Times
-are already on one clock.
+The file's header holds all data other than events: the job, the ranks' coordinates, which steps are
+measured, and the rows of steps, sizes and samples. Rows of the trace are its events: bars, and
+counters of memory. Times are already on one clock.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 VERSION = 1
-#: Types in DuckDB of the types of the trace's columns.
+#: DuckDB types of the trace's column types.
 TYPES = {
     "string": "VARCHAR",
     "int32": "INTEGER",
@@ -50,9 +49,9 @@ _WINDOWS = {
     "complete": "BOOLEAN",
     "measured": "BOOLEAN",
 }
-#: Of a rank, the same in all of its rows.
+#: Coordinates of a rank, the same in all of its rows.
 PLACE = ("unit", "stage", "replica", "tp_rank", "cp_rank", "host")
-#: Of a bar, in its arguments.
+#: Arguments of a bar.
 AMOUNTS = (
     "slot",
     "module",
@@ -108,11 +107,12 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
-    """Fill the tables `segments`, `step_segments`, `size_segments` and `windows` with what the file
-    holds.
+    """Create and fill the tables of the trace from a file.
+
+    The tables are `segments`, `step_segments`, `size_segments`, `sample_segments` and `windows`.
 
     Raises:
-        DataError: it is damaged, or of another version.
+        DataError: the file is damaged, or of another version.
     """
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in TRACE_COLUMNS.items())
     connection.execute(f"CREATE TABLE segments ({shape})")
@@ -156,14 +156,14 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
 
 
 def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
-    """The header, and from when times count in ns."""
+    """Return the header, and the origin of the times in ns."""
     try:
         ours = msgspec.convert(header.get("disttrain"), _Header)
         origin = msgspec.convert(header.get("baseTimeNanoseconds"), int)
     except msgspec.ValidationError as error:
         raise _damaged(file, f"its header is not whole: {error}") from None
     for row in ours.ranks:
-        row.setdefault("cp_rank", 0)  # of files that were written before there was CP
+        row.setdefault("cp_rank", 0)  # files written before there was CP
     whole = all({"rank", *PLACE} <= row.keys() for row in ours.ranks) and all(
         _WINDOWS.keys() <= row.keys() for row in ours.windows
     )
@@ -183,7 +183,7 @@ def _damaged(file: Path, why: str) -> DataError:
 def _row(
     event: _Event, origin: int, runs: dict[int, str], threads: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """A row of the trace, as its event tells it; None where the event is none."""
+    """Return a row of the trace for its event; None if the event is no row."""
     index, args = threads.get(event.tid), event.args
     if index is None or args is None:
         return None
@@ -206,7 +206,7 @@ def _row(
                 "exchange_ns": None,
             }
         )
-    # of no slot: a bar of a whole step
+    # without a slot: a bar of a whole step
     if event.ph != "X" or args.step not in runs or args.slot is None:
         return None
     return (

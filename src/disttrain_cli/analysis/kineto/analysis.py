@@ -1,4 +1,4 @@
-"""Kineto traces to an `Analysis`: the measures of the database, and the verdict on them."""
+"""Analysis of Kineto traces: the measures of the database, and the verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from disttrain_cli.analysis.result.summary import Analysis, JobSummary, moment
 from disttrain_cli.analysis.result.verdicts import Stragglers
 from disttrain_cli.errors import DataError
 
-#: Figures of a rank that need to know what is compute.
+#: Figures of a rank that require compute kernels to be known.
 _OF_COMPUTE = (
     "compute_us",
     "non_compute_us",
@@ -33,16 +33,16 @@ _OF_COMPUTE = (
 )
 #: A larger share of unclassified kernel time than this is reported.
 TOLD_UNCLASSIFIED = 0.05
-#: Evidence of the first of several steps, which may be warm-up, compared with that of another.
+#: Factor of the evidence if only the first of several steps, which may be warm-up, is judged.
 WARM_UP = 0.5
 
 
 def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     """Analyse the Kineto/Chrome JSON of one job.
 
-    Times are of the measured profiler steps, or of all that was recorded where none are marked.
-    Lost seconds are per judged step (`steps`) and rank; with compute, which is the ideal, they sum
-    to the step (`losses` describes each key).
+    Times are of the measured profiler steps, or of the whole recording if none are marked. Lost
+    seconds are per judged step (`steps`) and rank; with compute, which is the ideal, they sum to
+    the step (`losses` describes each key).
 
     Raises:
         DataError: nothing was recorded that takes time.
@@ -83,7 +83,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         )
         if iterations["recorded"] > 1 == iterations["recorded"] - iterations["partial"]:
             raw *= WARM_UP
-        # hardly a job of the calibration lacks ranks and has a verdict
+        # the calibration has hardly any job with missing ranks and a verdict
         confidence = min(calibrated(raw, "kineto"), losses.present)
         verdict = replace(verdict, confidence=round(confidence, 3))
     if verdict.cause != "unknown" or verdict.lost_s:
@@ -122,7 +122,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
 
 
 def _ranks(database: KinetoDatabase, unclassified: float) -> list[RankSummary]:
-    """Times of the ranks; what of it is compute is not told where most is of no known kind."""
+    """Return the times of the ranks, without those of compute if most kernels are unclassified."""
     unknown = dict.fromkeys(_OF_COMPUTE) if unclassified > MOST_UNCLASSIFIED else {}
     return [
         RankSummary(**row | unknown, host=None, unit=None, stage=None, replica=None)
@@ -131,14 +131,16 @@ def _ranks(database: KinetoDatabase, unclassified: float) -> list[RankSummary]:
 
 
 def _not_told(database: KinetoDatabase) -> list[str]:
-    """Causes of which these traces tell nothing; of data, where no annotation or operator names a
-    loader."""
+    """Return the causes that these traces contain nothing about.
+
+    Data is one of them if no annotation or operator names a loader.
+    """
     loads = database.sql("SELECT count(*) AS n FROM busy WHERE what = 'data'")[0]["n"]
     return ["unit", "intra_microbatch", "inter_microbatch", "stage", *([] if loads else ["data"])]
 
 
 def _present(database: KinetoDatabase) -> float:
-    """Share of the job's ranks that recorded something; 1 where no file says how many there are."""
+    """Return the share of the job's ranks that recorded something; 1 for an unknown job size."""
     row = database.sql(
         "SELECT sum(holds) FILTER (rank IN (SELECT rank FROM times)) AS seen,"
         " max(world_size) AS size FROM files WHERE kept"
@@ -153,7 +155,7 @@ def _job(
     iterations: dict[str, Any],
     understood: bool,
 ) -> JobSummary:
-    """Of the devices' time nothing is said where no work of theirs is `understood`."""
+    """Summarise the job, without times of the devices if none of their work is `understood`."""
     step_s = losses.step_s or 1.0
 
     def share(*columns: str) -> float:
@@ -206,7 +208,7 @@ def _limits(
     iterations: dict[str, Any],
     understood: bool,
 ) -> list[str]:
-    """What limits the figures, beyond what reading had to leave out."""
+    """Return the limits of the figures, in addition to warnings from reading."""
     said, common = [], iterations["recorded"] - iterations["partial"]
     if not iterations["recorded"]:
         said.append(

@@ -1,4 +1,4 @@
-"""Decoded events to columns of numbers: every string becomes the number of its first appearance."""
+"""Conversion of decoded events to numeric columns; strings are numbered as they first appear."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _CLASSES = {
     "overhead": HOST,
     "trace": HOST,
 }
-#: Categories given to events that have a stream and no category.
+#: Categories of events that have a stream and no category.
 KERNEL_OF_STREAM, MEMORY_OF_STREAM = "kernel", "gpu_memcpy"
 _SPANS, _INSTANTS = frozenset("XBE"), frozenset("iI")
-#: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond
+#: Times beyond this (µs before or after 1970, or in length) are invalid; numbers are clipped beyond
 #: twice as much. Three of them together still fit into 64 bits of ns.
 FARTHEST_US = 3 * 10**15
 _CLIPPED_US = 2 * FARTHEST_US
 
 
 class Numbers(dict[Any, int]):
-    """The number of every value, in the order in which they first appeared."""
+    """Numbers of values, in the order in which they first appeared."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
@@ -56,7 +56,7 @@ class Numbers(dict[Any, int]):
 
 @dataclass
 class Strings:
-    """What the numbers in the columns stand for, over all files."""
+    """Strings and tuples that the numbers in the columns represent, over all files."""
 
     names: Numbers = field(default_factory=Numbers)
     categories: Numbers = field(default_factory=Numbers)
@@ -73,13 +73,13 @@ class Strings:
 
 @dataclass
 class Extent:
-    """First start and last end of rows; false where there are none."""
+    """First start and last end of rows; false if there are none."""
 
     first_ns: int = 2**63 - 1
     last_ns: int = -(2**63)
 
     def include(self, columns: Columns, chosen: NDArray[np.bool_]) -> None:
-        """Extend it to the chosen rows."""
+        """Extend the range to the chosen rows."""
         if chosen.any():
             starts, lengths = columns["start_ns"][chosen], columns["duration_ns"][chosen]
             self.first_ns = min(self.first_ns, int(starts.min()))
@@ -90,7 +90,7 @@ class Extent:
 
 
 def class_of(category: str) -> int:
-    """What kind of event a category holds; Kineto writes these names for every kind of device."""
+    """Return the class of a category; Kineto writes these names for every kind of device."""
     name = category.lower()
     if name in _CLASSES:
         return _CLASSES[name]
@@ -100,7 +100,7 @@ def class_of(category: str) -> int:
 
 
 def device_categories(strings: Strings) -> list[int]:
-    """Numbers of the categories that hold kernels, copies and fills."""
+    """Return the numbers of the categories of kernels, copies and fills."""
     return [
         number
         for category, number in strings.categories.items()
@@ -111,12 +111,12 @@ def device_categories(strings: Strings) -> list[int]:
 def spans(
     file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bool]
 ) -> tuple[Columns, int]:
-    """Complete events and begin/end marks (`phase` X, B, E), one row each; also how many were left
-    out as broken.
+    """Return complete events and begin/end marks (`phase` X, B, E), one row each.
 
-    Broken is what has no time or an impossible one: a start or a length that is missing, no number
-    or infinite, or a negative length. Moments that mark steps (`is_step` of their name) are
-    complete events of no length.
+    Also return the number of broken events, which are left out: those without a time or with an
+    impossible one, that is, a start or a length that is missing, no number or infinite, or a
+    negative length. Instants that mark steps (`is_step` of their name) are complete events of no
+    length.
     """
     wanted = [
         index
@@ -165,8 +165,10 @@ def spans(
 
 
 def memory(file: int, events: list[Event], strings: Strings) -> Columns | None:
-    """The profiler's `[memory]` events: bytes allocated and reserved on a device (type 0 is the
-    CPU)."""
+    """Return the profiler's `[memory]` events: bytes allocated and reserved on a device.
+
+    Device type 0 is the CPU. None if there are no such events.
+    """
     rows = [
         (event, event.args)
         for event in events
@@ -188,7 +190,7 @@ def memory(file: int, events: list[Event], strings: Strings) -> Columns | None:
 
 
 def keep_names(file: int, events: list[Event], strings: Strings) -> None:
-    """Keep the names that metadata events give to threads and processes."""
+    """Store the names that metadata events give to threads and processes."""
     for event in events:
         if event.ph != "M" or event.args is None:
             continue
@@ -199,8 +201,10 @@ def keep_names(file: int, events: list[Event], strings: Strings) -> None:
 
 
 def _keep_ranks_told(events: list[Event], threads: NDArray[np.int32], strings: Strings) -> None:
-    """Keep what `args.rank` says of threads, −1 for events without one; end marks never have
-    arguments."""
+    """Store `args.rank` of the events of each thread, −1 for events without one.
+
+    End marks never have arguments, so they do not count.
+    """
     ranks = [(event.args or NO_ARGS).rank for event in events]
     if max(ranks, default=-1) < 0:
         return
@@ -231,7 +235,7 @@ def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:
 
 
 def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[np.int32]:
-    """Numbers of the shapes of counted operators, else -1."""
+    """Return the numbers of the shapes of counted operators, else -1."""
     shapes = np.full(len(events), -1, np.int32)
     for index, (event, arg) in enumerate(zip(events, args, strict=True)):
         if arg.shapes is not NOTHING and is_counted(event.name):
@@ -242,7 +246,7 @@ def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[
 
 
 def _whole(numbers: list[int]) -> NDArray[np.int64]:
-    """Whole numbers; what 64 bits cannot hold ends at their edge."""
+    """Return numbers as 64-bit integers, clipped to their range."""
     try:
         return np.array(numbers, np.int64)
     except OverflowError:
@@ -261,7 +265,7 @@ def _categories(
 
 
 def _starts_ns(events: list[Event], batch: Batch, indices: list[int]) -> NDArray[np.int64]:
-    """Start times; where a float of µs is too coarse for ns, from the text."""
+    """Return start times, read from the text if a float of µs is too coarse for ns."""
     times = [event.ts for event in events]
     if any(isinstance(time, float) and abs(time) >= EXACT_BELOW_US for time in times):
         try:
@@ -273,7 +277,7 @@ def _starts_ns(events: list[Event], batch: Batch, indices: list[int]) -> NDArray
 
 
 def _ns(times_us: list[Any]) -> NDArray[np.int64]:
-    """µs, whole or not, as ns; what 64 bits cannot hold ends at their edge."""
+    """Convert µs, integer or not, to ns, clipped to 64 bits."""
     us = np.array(times_us)
     if not len(us):
         return np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Kineto traces as an open DuckDB file, read before or now; what `--sql` can ask."""
+"""DuckDB database of Kineto traces, from the cache or newly built, and its `--sql` queries."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from disttrain_cli.spec.progress import Progress, silent
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-#: Changes whenever the tables do: databases of other versions are built again.
+#: Changes with the tables: databases of other versions are built again.
 FORMAT_VERSION = "16"
 
 
 @dataclass
 class KinetoDatabase:
-    """An open, read-only connection that can reach nothing else, and what reading had to leave
-    out."""
+    """An open, read-only connection that can reach no other file, and warnings from reading."""
 
     connection: DuckDBPyConnection
     run: str
@@ -30,31 +29,33 @@ class KinetoDatabase:
     warnings: list[str] = field(default_factory=list)
 
     def answer(self, name: str) -> list[dict[str, Any]]:
-        """Rows of a question that was answered when the traces were read (`ingest.ANSWERS`)."""
+        """Return the rows of a query that was run when the traces were read (`ingest.ANSWERS`)."""
         return self.sql(f"FROM answer_{name}")
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
-        """Rows of `queries/kineto/NAME.sql`, with `$parameter` values."""
+        """Return the rows of `queries/kineto/NAME.sql`, with `$parameter` values."""
         return self.sql(query_text(f"kineto/{name}"), parameters)
 
     def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
-        """The same as NumPy columns, for long results."""
+        """Return the result of `queries/kineto/NAME.sql` as NumPy columns, for long results."""
         return self.connection.execute(
             query_text(f"kineto/{name}"), parameters or None
         ).fetchnumpy()
 
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Rows of an SQL text of ours."""
+        """Run an SQL text of this package and return its rows."""
         return rows_of(self.connection, text, parameters)
 
 
 def open_kineto(
     files: list[Path], progress: Progress = silent, strangers: bool = False
 ) -> KinetoDatabase:
-    """The traces of one job; read now, or opened as they were read before.
+    """Open the traces of one job, from the cache if they were read before.
 
     Args:
-        strangers: for queries that are not ours, over the documented views.
+        files: Kineto/Chrome JSON.
+        progress: called while files are read.
+        strangers: resolve names to the documented views, for users' queries.
 
     Raises:
         DataError: no event can be read in any of the files, or the database cannot be written.

@@ -1,10 +1,9 @@
-"""One event of a Chrome trace, decoded: fast where it is sound JSON of the expected types,
-patiently where it is not.
+"""Decoder of the events of a Chrome trace: fast for valid JSON of the expected types, else lenient.
 
 msgspec decodes straight into typed objects and skips every field that is not named here, so it
-builds no dictionary per event and takes numbers in strings as numbers. orjson parses as fast but
-has to build every dictionary: 2.1 to 3.4 times the time on the same chunks (20 MB of a DLRM trace),
-and dictionaries of all arguments in memory.
+builds no dictionary per event and accepts numbers in strings. orjson parses as fast but has to
+build every dictionary: 2.1 to 3.4 times the time on the same chunks (20 MB of a DLRM trace), and
+dictionaries of all arguments in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NOTHING = msgspec.Raw()
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
-    """The arguments that are used; −1 and "" stand for what an event does not have."""
+    """Arguments that are used; −1 and "" stand for missing ones."""
 
     stream: int = -1
     device: int = -1
@@ -73,7 +72,7 @@ class _ExactTime(msgspec.Struct, gc=False):
 _EVENTS = msgspec.json.Decoder(list[Event], strict=False)
 _EXACT_TIMES = msgspec.json.Decoder(list[_ExactTime], strict=False)
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
-#: No numbers of JSON, but written by profilers.
+#: Not valid in JSON, but written by profilers.
 _NO_NUMBER = rb"[-+]?(?:nan|inf(?:inity)?)(?![\w.])"
 _NO_NUMBER_OF_A_KEY = re.compile(rb'((?<!\\)"\s*:\s*)' + _NO_NUMBER, re.IGNORECASE)
 _TO_MEND = re.compile(_STRING + rb"|(?<![\w.])" + _NO_NUMBER, re.DOTALL | re.IGNORECASE)
@@ -82,22 +81,22 @@ _ESCAPE = re.compile(
 )
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
-#: Beyond this a float of µs no longer tells one nanosecond from the next.
+#: Beyond this, a float of µs cannot represent single nanoseconds.
 EXACT_BELOW_US = 2.0**41
 
 
 def decode(text: bytes) -> list[Event]:
-    """The events of `text`, whole JSON objects with commas between them.
+    """Decode the events of `text`, complete JSON objects with commas between them.
 
     Raises:
-        ValueError: it is not that; `text` may have been cut inside an event, or hold what is not
+        ValueError: it is not that; `text` may have been cut inside an event, or contain invalid
             JSON.
     """
     return _EVENTS.decode(b"[" + text + b"]")
 
 
 def exact_starts_ns(text: bytes) -> list[int | None]:
-    """Start times of the same events without passing through a float."""
+    """Return the start times of the same events without conversion to float."""
     return [
         None if event.ts is None else int(event.ts * 1000)
         for event in _EXACT_TIMES.decode(b"[" + text + b"]")
@@ -105,12 +104,12 @@ def exact_starts_ns(text: bytes) -> list[int | None]:
 
 
 def mend_bytes(text: bytes) -> bytes:
-    """The same text with foreign bytes replaced, and null where a key has nan or inf; quick."""
+    """Replace invalid UTF-8, and nan or inf as a key's value by null; fast."""
     return _NO_NUMBER_OF_A_KEY.sub(rb"\1null", text.decode("utf-8", "replace").encode())
 
 
 def mend(text: bytes) -> bytes:
-    """The same and more: bad escapes, raw control characters, nan and inf in lists; slow."""
+    """Repair as `mend_bytes`, and bad escapes, control characters, nan and inf in lists; slow."""
     return _TO_MEND.sub(_mend_token, mend_bytes(text))
 
 
@@ -129,13 +128,13 @@ def _mend_escape(match: re.Match[bytes]) -> bytes:
         return escape
     if len(escape) == 12:  # a surrogate pair
         return escape
-    if len(escape) == 6:  # half of one is no character
+    if len(escape) == 6:  # half of a pair is no character
         return b"\\ufffd" if 0xD800 <= int(escape[2:], 16) <= 0xDFFF else escape
     return b"\\" + escape
 
 
 def decode_patiently(text: bytes) -> Event | None:
-    """One event of any types, or None where it is none."""
+    """Decode one event with values of any types; None if it is not an event."""
     try:
         plain = json.loads(mend(text), strict=False)
     except (ValueError, RecursionError):
@@ -161,7 +160,7 @@ def _args(plain: dict[str, Any]) -> Args:
         value = plain.get(field.encode_name)
         if value is None:
             continue
-        if field.type is msgspec.Raw:  # parsed where they are of use
+        if field.type is msgspec.Raw:  # parsed later, if needed
             values[field.name] = msgspec.Raw(json.dumps(value).encode())
         elif field.type is int:
             number = _number(value)

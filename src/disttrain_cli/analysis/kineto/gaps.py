@@ -1,4 +1,4 @@
-"""Long gaps of a device: the longest one of each step, and what its host did meanwhile."""
+"""Long gaps of a device: the longest one of each step, and the host's activity during it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.steps import Row, SingleEvent
 
-#: One gap in each step explains a loss if it makes up this share of it.
+#: One gap in each step explains a loss if it is this share of it.
 LEAST_OF_LOSS = 2 / 3
 LONGEST_NAME = 80
 
 
 class Gap(NamedTuple):
-    """The text of a gap, and the query of what its host did."""
+    """Description of a gap, and the query of the host's activity during it."""
 
     text: str
     command: str
 
 
 def gap_of_each_step(losses: Losses, database: KinetoDatabase, lost_s: float) -> Gap | None:
-    """The typical longest gap of a judged step, where one gap in each makes up most of a loss."""
+    """Return the typical longest gap of a judged step, if one gap in each is most of a loss."""
     rows = [row for row in database.query("longest_gaps") if row["step"] in losses.judged.steps]
     total_s = sum(_seconds(row) for row in rows) / len(losses.judged.rows)
     if not losses.marked or total_s < LEAST_OF_LOSS * lost_s:
@@ -33,7 +33,7 @@ def gap_of_each_step(losses: Losses, database: KinetoDatabase, lost_s: float) ->
 
 
 def gap_of_event(event: SingleEvent, database: KinetoDatabase) -> Gap | None:
-    """The gap that makes a step longer than the others, if one does."""
+    """Return the gap that makes a step longer than the others, if there is one."""
     rows = [
         row
         for row in database.query("longest_gaps")

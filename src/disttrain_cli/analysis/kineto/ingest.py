@@ -1,8 +1,7 @@
-"""Files of Kineto/Chrome JSON into a DuckDB file: raw rows first, then the tables that the measures
-ask.
+"""Import of Kineto/Chrome JSON into a DuckDB file: raw rows first, then the tables of the measures.
 
 Memory is bounded: one chunk of text, the events decoded from it, and a row group of columns at a
-time; DuckDB gets the least of `MEMORY_LIMITS` that will do and spills beside the file.
+time; DuckDB gets the smallest of `MEMORY_LIMITS` that suffices and spills to disk next to its file.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from disttrain_cli.spec.progress import Progress
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the processor's cache
+# larger ones are slower: decoded events no longer fit into the processor's cache
+CHUNK_BYTES = 2**20
 GZIP = b"\x1f\x8b"
 ROWS_AT_ONCE = 122_880  # a row group of DuckDB
 THREADS = 2
 MOST_NAMED = 8  # files in a warning
-#: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank
-#: must fit whole.
+#: Memory limits of DuckDB, raised until a query fits. A window over one rank must fit into memory.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
-#: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
+#: Queries of every analysis, run once: `queries/kineto/NAME.sql`.
 ANSWERS = (
     "totals",
     "iterations",
@@ -67,7 +66,7 @@ ANSWERS = (
     "queue_rows",
 )
 
-#: Questions that repair times of kernels, and what is reported of those that they find.
+#: Queries that repair times of kernels, and how the repaired kernels are reported.
 IMPOSSIBLE = {
     "misplaced": (
         "left out: the start lies long before the launch, or far outside of the recording"
@@ -80,7 +79,7 @@ IMPOSSIBLE = {
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
-    """Read `files` and write everything the measures need to the file `database`.
+    """Read `files` and write everything that the measures need to the file `database`.
 
     Raises:
         DataError: no event can be read in any of the files.
@@ -115,7 +114,7 @@ def _fill(
     warnings: list[str],
     progress: Progress,
 ) -> tuple[list[TraceFile], Strings]:
-    """The raw rows of all files; returns the files that hold any, and the strings of all."""
+    """Insert the raw rows of all files; return the files that have any, and all strings."""
     strings, rows = Strings(), _Rows(connection)
     read: list[TraceFile] = []
     total = sum(path.stat().st_size for path in files)
@@ -135,7 +134,7 @@ def _fill(
             if allocated is not None:
                 _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
-        extent = host if host else device  # times of kernels may be impossible
+        extent = host if host else device  # kernels' times may be invalid
         warnings += _about(path, reading, bool(extent))
         if extent:
             connection.execute(
@@ -206,7 +205,7 @@ def _fill(
 
 
 def shape_rows(strings: Strings) -> list[list[Any]]:
-    """Rows of the table `shapes`."""
+    """Return the rows of the table `shapes`."""
     names = list(strings.names)
     return [
         [number, name, *shape_of(names[name], dims, types, concrete)]
@@ -215,7 +214,7 @@ def shape_rows(strings: Strings) -> list[list[Any]]:
 
 
 def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[str]) -> None:
-    """The tables of measures, one `.sql` file after the other."""
+    """Create the tables of the measures, one `.sql` file after the other."""
 
     def ask(name: str) -> list[tuple[Any, ...]]:
         return _fitting(connection, query_text(f"kineto/{name}"), more)
@@ -276,7 +275,7 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
 
 
 def _counted(files: list[tuple[str, int, int]], what: str) -> str:
-    """A warning on kernels of several files (name, rank, number of kernels), the most first."""
+    """Format a warning on kernels of several files (name, rank, number of kernels)."""
     most = ", ".join(f"{name}, rank {rank}: {events}" for name, rank, events in files[:MOST_NAMED])
     rest = len(files) - MOST_NAMED
     more = f"; {counted(rest, 'more file')}" if rest > 0 else ""
@@ -286,7 +285,7 @@ def _counted(files: list[tuple[str, int, int]], what: str) -> str:
 def _insert_names(
     connection: DuckDBPyConnection, names: list[tuple[int, str]], patterns: Patterns
 ) -> None:
-    """What the patterns tell of names: the tables `kinds` and `step_names`."""
+    """Fill the tables `kinds` and `step_names` by matching names with the patterns."""
     kinds = [
         (number, pattern, name)
         for number, name in names
@@ -318,8 +317,7 @@ def _insert_names(
 def _fitting(
     connection: DuckDBPyConnection, text: str, more: Iterator[str]
 ) -> list[tuple[Any, ...]]:
-    """Run a text whole; where it needs more memory than DuckDB may hold, once more with the next
-    limit."""
+    """Run an SQL text in a transaction; out of memory, retry it with the next memory limit."""
     import duckdb
 
     while True:
@@ -337,7 +335,7 @@ def _fitting(
 
 
 class _Rows:
-    """Spans on their way into the database, a row group at a time."""
+    """Buffer of spans that inserts them into the database by row groups."""
 
     def __init__(self, connection: DuckDBPyConnection) -> None:
         self._connection = connection
@@ -392,8 +390,10 @@ def _strings(values: list[str]) -> np.ndarray[Any, Any]:
 def chunks_of(
     path: Path, reading: Reading, total_mib: int, before: int, progress: Progress
 ) -> Iterator[bytes]:
-    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that
-    fails, is noted."""
+    """Yield chunks of a file, decompressed if it is gzip (by its first bytes).
+
+    A damaged end or a read error is noted in `reading`.
+    """
     try:
         with path.open("rb") as source:
             packed = source.read(2) == GZIP
@@ -408,7 +408,7 @@ def chunks_of(
 
 
 def _unpacked(source: BinaryIO, reading: Reading) -> Iterator[bytes]:
-    """What gzip members hold; of one that ends early or is damaged, all up to there."""
+    """Yield the contents of gzip members, up to a damaged or missing end."""
     unpacker = zlib.decompressobj(wbits=31)
     for packed in read_chunks(source.read, CHUNK_BYTES // 8):
         while packed:
@@ -427,7 +427,7 @@ def _unpacked(source: BinaryIO, reading: Reading) -> Iterator[bytes]:
 
 
 def _about(path: Path, reading: Reading, any_rows: bool) -> list[str]:
-    """What must be said about a file."""
+    """Return warnings about a file."""
     if reading.failure:
         return [
             f"{path.name} cannot be read to its end ({reading.failure}): {reading.events} events"

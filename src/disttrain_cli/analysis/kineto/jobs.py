@@ -1,4 +1,4 @@
-"""Which rank a file is of, which files belong to one job, and from when their times count."""
+"""Ranks of files, selection of the files of one job, and alignment of their clocks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any
 from disttrain_cli.analysis.figures import agree, counted
 from disttrain_cli.analysis.kineto.ranks import Label, labels_in_names, natural, numbers_of
 
-#: Windows of one job lie closer together than this, even where its hosts' clocks differ.
+#: Windows of one job are closer than this, even if its hosts' clocks differ.
 SAME_JOB_S = 3600.0
-#: Times beyond this count from 1970, whether a file says so or not: it is September 2001.
+#: Times beyond this count from 1970, even if the file has no base: it is September 2001.
 SINCE_1970_NS = 10**18
-#: What a base may be; with three times of `columns.FARTHEST_US` it still fits into 64 bits.
+#: Largest valid base; with three times of `columns.FARTHEST_US` it still fits into 64 bits.
 _LATEST_BASE_NS = 3 * 10**18
 
 
 @dataclass
 class TraceFile:
-    """One file that was read, or one rank's part of it; times as written, until `align` moves them
-    by `shift_ns`."""
+    """A file that was read, or one rank's part of it.
+
+    Its times are as written, until `align` moves them by `shift_ns`.
+    """
 
     number: int
     path: Path
@@ -34,14 +36,16 @@ class TraceFile:
     events: int
     kept: bool = True
     shift_ns: int = 0
-    device: int | None = None  # that this part is of, where a file's devices are its ranks
-    holds: int = 1  # ranks, as it seems, which nothing tells apart
-    content: int | None = None  # a hash, of files that may be copies of others
+    device: int | None = None  # device of this part, if a file's devices are its ranks
+    holds: int = 1  # apparent number of ranks that cannot be separated
+    content: int | None = None  # hash, for files that may be copies of others
 
 
 def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Rank and world size as `distributedInfo` gives them; of the groups it lists the largest,
-    where it gives no size."""
+    """Return rank and world size in `distributedInfo`.
+
+    Without a world size it is that of the largest group listed there.
+    """
     about = header.get("distributedInfo")
     if not isinstance(about, dict):
         return None, None
@@ -55,14 +59,13 @@ def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
 
 
 def base_in_header(header: dict[str, Any]) -> int | None:
-    """When a file's times begin, in ns since 1970, as Kineto has written since 2024; None where it
-    does not."""
+    """Return the base of a file's times in ns since 1970, or None; Kineto writes it since 2024."""
     base = header.get("baseTimeNanoseconds")
     return base if isinstance(base, int) and 0 <= base < _LATEST_BASE_NS else None
 
 
 def devices_in_header(header: dict[str, Any]) -> list[str]:
-    """Names of the devices of a file's host, as Kineto gives them."""
+    """Return the names of the devices of a file's host, as Kineto writes them."""
     about = header.get("deviceProperties")
     named = (
         [device.get("name") for device in about if isinstance(device, dict)]
@@ -73,19 +76,18 @@ def devices_in_header(header: dict[str, Any]) -> list[str]:
 
 
 def align(files: list[TraceFile]) -> list[str]:
-    """Set the times of files that count from different moments on one clock; returns what must be
-    said about it.
+    """Put the times of files with different bases on one clock; return warnings.
 
-    Where files tell from when their times count, they count from 1970 afterwards. Whole ns are
-    added, so nothing is rounded. Files without a base among others with one count from 1970 where
-    their times are that large; else nobody knows, and they are set to begin with the others (where
-    collectives end then repairs their clocks).
+    If any file has a base, times count from 1970 afterwards. Whole ns are added, so nothing is
+    rounded. Files without a base count from 1970 if their times are that large; otherwise their
+    base is unknown, and they are set to begin with the others (the ends of collectives then repair
+    their clocks).
     """
     if all(file.base_ns is None for file in files):
         return []
     silent = [file for file in files if file.base_ns is None]
     lost = [file for file in silent if file.first_ns < SINCE_1970_NS]
-    # they count from 1970 all the same
+    # files with a base, whose times count from 1970 anyway
     whole = any(file.base_ns and file.first_ns >= SINCE_1970_NS for file in files)
     zero = min(file.base_ns or 0 for file in files if file not in lost) if whole else 0
     for file in files:
@@ -115,11 +117,11 @@ def align(files: list[TraceFile]) -> list[str]:
 
 
 def choose_job(files: list[TraceFile], named: Sequence[int]) -> list[str]:
-    """Keep the files of one job and window, each with a rank of its own; returns what must be said
-    about it.
+    """Keep the files of one job and window, each with a different rank; return warnings.
 
     Args:
-        named: ranks that the arguments of collectives name.
+        files: files that were read.
+        named: ranks in the arguments of collectives.
     """
     said = _number(files, named)
     sizes = {file.world_size for file in files if file.world_size is not None}
@@ -149,8 +151,11 @@ def choose_job(files: list[TraceFile], named: Sequence[int]) -> list[str]:
 
 
 def count_ranks(files: list[TraceFile], least: int) -> list[str]:
-    """Give the kept files the job's world size as far as anything tells it: they themselves, or
-    the arguments of collectives (`least`); returns what must be said about missing ranks."""
+    """Set the job's world size in the kept files; return warnings about missing ranks.
+
+    The size is the largest of those in the files, in the arguments of collectives (`least`), and of
+    the number of ranks that the files hold.
+    """
     kept = [file for file in files if file.kept]
     size = max((file.world_size or 0 for file in kept), default=0)
     size = max(size, least)
@@ -174,7 +179,7 @@ def count_ranks(files: list[TraceFile], least: int) -> list[str]:
 
 
 def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
-    """Ranks for files that name none: from their names, or in order; said."""
+    """Number the files without a rank, by their names or in order; return warnings."""
     _forget_local_ranks(files)
     nameless = sorted(
         (file for file in files if file.rank is None),
@@ -196,7 +201,7 @@ def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
         taken.add(file.rank)
     own = sorted({file.rank for file in nameless if file.rank is not None})
     if len(own) == len(files) == len(named) and own != [*named]:
-        # names number the ranks of a group, such as one replica
+        # the names number the ranks of a group, such as one replica
         of_job = dict(zip(own, sorted(named), strict=True))
         for file in nameless:
             file.rank = of_job[file.rank or 0]
@@ -215,8 +220,10 @@ def _number(files: list[TraceFile], named: Sequence[int]) -> list[str]:
 
 
 def _ranks_of_names(files: list[TraceFile]) -> tuple[list[TraceFile], list[int | None]]:
-    """Files whose names tell their ranks, and the rank of each file where its name does: by the
-    surest way in which files of one moment are of different ranks."""
+    """Return the files with a rank in their names, and the rank of each file or None.
+
+    It uses the most reliable form of names in which simultaneous files have different ranks.
+    """
     devices = {file.device for file in files}
     if len(devices) == len(files) and None not in devices:
         return [], [file.device for file in files]
@@ -239,8 +246,10 @@ def _ranks_of_names(files: list[TraceFile]) -> tuple[list[TraceFile], list[int |
 
 
 def _different(files: list[TraceFile], certain: bool) -> bool:
-    """True if two files are of one moment, and so of two ranks. Where times count from nobody
-    knows when, names that are `certain` may be of one rank at two moments."""
+    """Return True if two files are simultaneous, and so of two ranks.
+
+    If the base of the times is unknown, names that are `certain` may be of one rank at two times.
+    """
     return any(
         _at_once(one, other) and not (certain and _lost(one) and _lost(other))
         for index, one in enumerate(files)
@@ -253,8 +262,10 @@ def _lost(file: TraceFile) -> bool:
 
 
 def _forget_local_ranks(files: list[TraceFile]) -> None:
-    """Take their ranks from files of one moment that all say to be the same rank of a job of one,
-    as processes do that were not started as one job: they tell at most the order within a file."""
+    """Remove the ranks of simultaneous files that all claim the same rank of a job of one.
+
+    Such processes were not started as one job: their ranks give at most the order within a file.
+    """
     same: dict[int | None, list[TraceFile]] = {}
     for file in files:
         if file.rank is not None and (file.world_size or 1) == 1:
@@ -267,14 +278,16 @@ def _forget_local_ranks(files: list[TraceFile]) -> None:
 
 
 def _at_once(one: TraceFile, other: TraceFile) -> bool:
-    """True if the files were recorded at the same time, and neither is a copy of the other."""
+    """Return True if the files were recorded at the same time and are not copies."""
     copy = one.content is not None and one.content == other.content
     return not copy and one.first_ns <= other.last_ns and other.first_ns <= one.last_ns
 
 
 def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:
-    """Files that lie together in time. Where no rank appears twice, clocks may differ by minutes;
-    else by nothing."""
+    """Group files that are close in time.
+
+    If no rank appears twice, clocks may differ by minutes; else not at all.
+    """
     twice = len({file.rank for file in files}) < len(files)
     windows: list[list[TraceFile]] = []
     until = 0
@@ -288,7 +301,7 @@ def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:
 
 
 def _largest(groups: list[list[TraceFile]]) -> list[TraceFile]:
-    """The group with most ranks, of those the last in time."""
+    """Return the group with most ranks; of several, the last in time."""
     return max(
         groups,
         key=lambda group: (len({file.rank for file in group}), max(file.last_ns for file in group)),

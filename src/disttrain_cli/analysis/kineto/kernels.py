@@ -1,5 +1,7 @@
-"""What names tell: communication from compute, marks of steps, and what a collective is called.
-Patterns are data."""
+"""Classification of names: communication or compute, marks of steps, and operations of collectives.
+
+The patterns are data.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ from disttrain_cli.errors import SpecError
 
 KINDS = ("communication", "compute", "mixed", "step")
 _OURS = "kernel_patterns.txt"
-#: Operations of collectives as they stand in names of kernels and annotations; the first that a
-#: name holds is the one it means.
+#: Operations of collectives in names of kernels and annotations; the first match counts.
 _OPERATIONS = (
     "reduce_scatter",
     "all_to_all",
@@ -38,7 +39,7 @@ _IN_NAMES = {
 }
 
 
-#: In names of marks: what begins a step, what ends one, and its number.
+#: In names of marks: begin of a step, end of a step, and its number.
 _BEGINS, _ENDS = (
     re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
     for words in ("begin|start", "end|stop|done")
@@ -47,19 +48,18 @@ _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
 class Pattern(NamedTuple):
-    """One line of a list of patterns."""
+    """A line of a list of patterns."""
 
     kind: str
     expression: re.Pattern[str]
-    users: bool  # of the user's own list
+    users: bool  # from the user's list
 
 
 Patterns = list[Pattern]
 
 
 class StepMark(NamedTuple):
-    """What the name of an event tells of a step: with which line it was found, the step's number,
-    and what it marks."""
+    """Step that an event's name marks: the pattern's line, the step's number, and the edge."""
 
     line: int
     number: int | None
@@ -67,10 +67,10 @@ class StepMark(NamedTuple):
 
 
 def pattern_texts() -> dict[str, str]:
-    """The user's patterns, if there are any, then ours: file → text.
+    """Return the user's patterns, if there are any, then the package's: file → text.
 
     Raises:
-        SpecError: the user's file is no text.
+        SpecError: the user's file cannot be read as text.
     """
     path = users_patterns()
     ours = resources.files("disttrain_cli") / "templates" / _OURS
@@ -84,13 +84,13 @@ def pattern_texts() -> dict[str, str]:
 
 
 def users_patterns() -> Path:
-    """Where the user's own patterns stand, if there are any."""
+    """Return the path of the user's patterns, which need not exist."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "disttrain" / "kernel_patterns.txt"
 
 
 def read_patterns(texts: dict[str, str]) -> Patterns:
-    """Kinds and the expressions that tell them; the first match decides.
+    """Parse patterns: kinds and the expressions that identify them; the first match decides.
 
     Raises:
         SpecError: a line is not a kind and a regular expression.
@@ -104,7 +104,7 @@ def read_patterns(texts: dict[str, str]) -> Patterns:
 
 
 def pattern_of(name: str, patterns: Patterns) -> Pattern | None:
-    """The first pattern of communication, compute or both that matches, or None."""
+    """Return the first pattern of communication, compute or both that matches, or None."""
     return next(
         (
             pattern
@@ -116,7 +116,7 @@ def pattern_of(name: str, patterns: Patterns) -> Pattern | None:
 
 
 def step_of(name: str, patterns: Patterns) -> StepMark | None:
-    """The step that an event of this name marks, or None where it marks none."""
+    """Return the step that an event of this name marks, or None."""
     for line, pattern in enumerate(patterns):
         if pattern.kind == "step" and pattern.expression.search(name):
             numbers = _NUMBER.findall(name)
@@ -144,11 +144,13 @@ def _pattern(line: str, number: int, path: str) -> Pattern:
 
 
 def operation(name: str) -> str:
-    """What a collective does, from its kernel's name: `ncclKernel_AllReduce_RING_LL…` is an
-    all_reduce."""
+    """Return a collective's operation, from its kernel's name.
+
+    `ncclKernel_AllReduce_RING_LL…` is an all_reduce.
+    """
     return operation_in(name) or name.split("(")[0][:60]
 
 
 def operation_in(name: str) -> str | None:
-    """The collective or message that a name speaks of, or None."""
+    """Return the collective or message in a name, or None."""
     return next((does for written, does in _IN_NAMES.items() if written.search(name)), None)

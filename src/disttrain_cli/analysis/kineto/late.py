@@ -1,12 +1,11 @@
-"""Ranks that hold up the others, found by playing the recorded collectives again without what they
-take longer.
+"""Ranks that delay the others, found by replaying the recorded collectives without their delay.
 
-Who joins a collective last is not always who is late: it may have waited for another itself,
-and who would join last next is hidden. So ranks are mended one after another, the one first that
-gains most (`analysis/causes.py`). How sure it is that this is no chance follows from how often they
-are last once those before them are mended: the tail of the binomial, times how many such sets of
-ranks there are. A rank that is late once a step, before the first of many collectives, is last into
-few of them, but into those that others wait long in: these are tested by themselves too.
+The rank that joins a collective last is not always the delayed one: it may have waited for another
+itself, and the rank that would join last next is hidden. So ranks are fixed one after another, the
+one first that saves most (`analysis/causes.py`). The p-value of a delay follows from how often the
+ranks are last once those before them are fixed: the tail of the binomial, times the number of such
+sets of ranks. A rank that is delayed once a step, before the first of many collectives, is last
+into few of them, but into those that others wait long in: these are also tested separately.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ from disttrain_cli.analysis.kineto.losses import Late, Turns, p_value
 from disttrain_cli.analysis.kineto.replay import Collectives, read_collectives
 from disttrain_cli.analysis.walk import Floats
 
-#: Costly are collectives in which others wait at least this share of the mean waiting, every moment
-#: of waiting weighted alike, so that many short waits do not lower it (as in `kineto/blame.sql`).
+#: Costly collectives: others wait at least this share of the mean waiting, each moment of waiting
+#: weighted equally, so that many short waits do not lower it (as in `kineto/blame.sql`).
 LEAST_COSTLY = 0.25
 
 
 def late_ranks(database: KinetoDatabase, steps: Sequence[int | None]) -> list[Late]:
-    """Ranks that hold up others in collectives of some steps, those first that gain most if they
-    are mended."""
+    """Return ranks that delay others in collectives of some steps, the largest savings first."""
     played = read_collectives(database, steps)
     return [] if played is None else find_late(played)
 
 
 def find_late(played: Collectives) -> list[Late]:
-    """The same of collectives that were read."""
+    """Return the same for collectives that were read already."""
     suspects = played.suspects()
     if not suspects:
         return []
@@ -77,12 +75,16 @@ def _turns(
     now: tuple[NDArray[np.int64], Floats],
     ranks: Sequence[int | None],
 ) -> tuple[Turns, Turns, float]:
-    """Collectives that one of the ranks joins, the costly ones among them, and the share of all
-    waiting that is for these ranks.
+    """Return counts of collectives that the ranks join, and of the costly ones among them.
+
+    Also return the share of all waiting that is for these ranks.
 
     Args:
+        played: the collectives.
         recorded: seconds that others wait in each collective as recorded, which makes it costly.
-        now: who is last, and the same seconds, with the ranks before these mended.
+        now: the last rank of each collective, and the same seconds, with the ranks before these
+            fixed.
+        ranks: delayed ranks.
     """
     last, waited = now
     among = np.isin(played.ranks, [rank for rank in ranks if rank is not None])

@@ -1,34 +1,35 @@
-"""Where the time of ranks goes, and what of it is for ranks that the others wait for.
+"""Breakdown of the ranks' time, and the part that stragglers cost the others.
 
 Every moment of a judged step of a rank is of exactly one kind, so compute, which is the ideal, and
 the losses sum to the step. By key of `lost_s`:
 
-- `worker`: waiting, outside of compute, for the ranks that are last more often than chance allows.
-- `communication`: waiting for whoever else joins last, on the device or between hosts, transfers,
-  and copies and fills, where no compute hides them.
+- `worker`: waiting, not overlapped with compute, for the ranks that are last more often than by
+  chance.
+- `communication`: waiting for any other last rank, on the device or between hosts, transfers, and
+  copies and fills, where they are not overlapped with compute.
 - `data`: the device is idle while the CPU loads data (an annotation or operator named after the
   DataLoader).
-- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only
-  after the device had become idle, or, where its launch is not recorded, the host was running
-  operators or calls. Before the first kernel of a step and after its last one, for more than 1 ms,
-  the host must be seen to run something.
-- `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was
-  launched long before, so it waited for something else.
+- `host`: the device is idle and its host delays it: the next kernel was launched only after the
+  device had become idle, or, if its launch is not recorded, the host was running operators or
+  calls. Before the first kernel of a step and after its last one, for more than 1 ms, the host must
+  be recorded running something.
+- `unexplained`: the device is idle for no recorded reason; or the next kernel was launched long
+  before, so it waited for something else.
 - `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units,
-  stages, microbatches or samples; what uneven ones cost is in `worker` where it is always the same
+  stages, microbatches or samples; the cost of uneven ones is in `worker` if it is always the same
   rank, else in `communication`.
 
-Late ranks are found by playing the collectives again (`late.py`); what mending them gains is
-`worker`: waiting for them, and what they compute, load or idle longer than others, which is taken
-from the part that it is of. Where nothing is found so, the waiting for a straggler is.
+Delayed ranks are found by replaying the collectives (`late.py`); the saving of fixing them is
+`worker`: waiting for them, and what they compute, load or idle longer than others, which is
+subtracted from its part. If the replay finds none, `worker` is the waiting for a straggler.
 
-A straggler is a rank that joins collectives and messages last more often than chance allows,
-and for which the others wait long. How often chance allows it: everyone is last with probability
-1/n, independently; the tail of the binomial, times n because any rank could have been the one. Who
-joins a message last says little: a pipeline fills and drains, and who is late may have waited
-itself. What waiting at messages is for a rank is therefore estimated: by how much it computes,
-copies and loads data longer than the mean of the others, once for every other rank, and no more
-than all waiting at messages.
+A straggler is a rank that joins collectives and messages last more often than by chance, and for
+which the others wait long. The null hypothesis: each rank is last with probability 1/n,
+independently; the p-value is the tail of the binomial, times n because any rank could have been the
+one. Being last into a message says little: a pipeline fills and drains, and the last rank may have
+waited itself. The share of waiting at messages that is for a rank is therefore estimated: by how
+much it computes, copies and loads data longer than the mean of the others, once for every other
+rank, and no more than all waiting at messages.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from disttrain_cli.analysis.kineto.steps import JudgedSteps, Row
 from disttrain_cli.analysis.losses import CAUSES
 from disttrain_cli.analysis.walk import Floats
 
-#: The chance to take noise for a straggler.
+#: Significance level of a straggler.
 LEAST_SURE = 0.05
-#: Where a larger share of the waiting is for one rank, that rank may be the straggler, if that is
-#: no likelier by chance than this.
+#: If a larger share of the waiting is for one rank, that rank may be the straggler, unless its
+#: p-value is larger than `MOST_CHANCE`.
 MOST_WAITING, MOST_CHANCE = 0.8, 0.5
 #: Finer kinds of lost time → the key of `lost_s` that they are part of.
 KEY_OF = {
@@ -65,9 +66,9 @@ KEY_OF = {
     "unrecorded": "unexplained",
 }
 _MOST_EXACT = 500
-#: Late ranks that gain a smaller share of a step are no stragglers.
+#: Delayed ranks that cost a smaller share of a step are no stragglers.
 LEAST_STRAGGLER = 0.05
-#: What a rank does itself → the column of `times` that says how long.
+#: Activity of a rank → its column of `times`.
 _WORKS = {
     "compute": "compute_ns",
     "data": "idle_data_ns",
@@ -83,16 +84,16 @@ class Turns(NamedTuple):
 
     joined: int
     last: int
-    expected: float  # of those joined last, were every rank last equally often
+    expected: float  # expected number of last joins if every rank were last equally often
 
 
 @dataclass(frozen=True)
 class Blame:
     """Evidence that others wait for some ranks."""
 
-    turns: Turns  # in collectives that one of them joins
-    costly: Turns  # of it, where others wait long
-    share: float  # of all waiting
+    turns: Turns  # collectives that one of them joins
+    costly: Turns  # those of them in which others wait long
+    share: float  # share of all waiting
     chance: float  # p-value of being last this often
 
     @property
@@ -102,44 +103,45 @@ class Blame:
 
 @dataclass(frozen=True)
 class Straggler(Blame):
-    """A rank that is waited for."""
+    """A rank that others wait for."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Late(Blame):
-    """Ranks that hold the others up once those before them are mended: one, or several that hide
-    each other."""
+    """Delayed ranks, one or several that hide each other, with those before them fixed."""
 
     ranks: list[int]
-    gain_s: Floats  # seconds of every step that mending them gains, those before mended
-    waited_s: float  # of it, per step and rank: that others waited
-    alone_s: list[float]  # what mending each alone gains
+    gain_s: Floats  # [steps] seconds saved by fixing them, after those before them
+    waited_s: float  # part of it that others waited, per step and rank
+    alone_s: list[float]  # seconds saved by fixing each alone
     steps: list[int]
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the time of every rank goes in the judged steps, and who was waited for (rows of
-    `kineto/blame.sql`)."""
+    """Breakdown of every rank's time in the judged steps, and of waiting by the rank waited for.
+
+    `blame` has the rows of `kineto/blame.sql`.
+    """
 
     judged: JudgedSteps
     blame: list[Row]
-    present: float = 1.0  # share of the job's ranks whose traces are there
-    crowded: bool = False  # ranks that nothing tells apart are read as one
-    late: Sequence[Late] = ()  # ranks that others are late for, by what mending them gains
-    unclassified: float = 0.0  # share of the kernels' time whose kind is not known
-    repaired: float = 0.0  # share of the kernels whose times were impossible
+    present: float = 1.0  # share of the job's ranks with traces
+    crowded: bool = False  # ranks that cannot be separated are read as one
+    late: Sequence[Late] = ()  # delayed ranks, by saving
+    unclassified: float = 0.0  # share of the kernels' time of unknown kind
+    repaired: float = 0.0  # share of the kernels with impossible times
 
     @property
     def marked(self) -> bool:
-        """True if steps are marked; else all that was recorded is one."""
+        """True if steps are marked; else the whole recording is one."""
         return self.judged.steps != [None]
 
     @cached_property
     def ranks(self) -> list[Row]:
-        """Per rank the mean row of its judged steps."""
+        """Mean row of each rank over its judged steps."""
         sums = dict[int, Row]()
         for row in self.judged.rows:
             own = sums.setdefault(row["rank"], dict.fromkeys(row, 0.0) | {"rank": row["rank"]})
@@ -154,12 +156,12 @@ class Losses:
         return self.mean("step_ns")
 
     def mean(self, column: str) -> float:
-        """Mean over the ranks of a column in ns, as s per step."""
+        """Return the mean over the ranks of a column in ns, as s per step."""
         return sum(of(row, column) for row in self.ranks) / len(self.ranks)
 
     @cached_property
     def shares(self) -> dict[str, Floats]:
-        """By key of `lost_s`, the share of every judged step that it takes, mean over the ranks."""
+        """Share of every judged step by key of `lost_s`, mean over the ranks."""
         index = {step: number for number, step in enumerate(self.judged.steps)}
         step_s = np.full(len(index), 1e-12)
         lost_s = {key: np.zeros(len(index)) for key in CAUSES}
@@ -172,12 +174,12 @@ class Losses:
 
     @cached_property
     def straggler(self) -> Straggler | None:
-        """The rank that is waited for most; None where nothing was matched."""
+        """Rank that others wait for most; None if nothing was matched."""
         return next(iter(self.waited_for), None)
 
     @cached_property
     def waited_for(self) -> list[Straggler]:
-        """The ranks that take part in what was matched, the one that is waited for most first."""
+        """Ranks in matched operations, the one that others wait for most first."""
         if not any(row["wait_ns"] for row in self.blame):
             return []
         stragglers = []
@@ -196,7 +198,7 @@ class Losses:
         return sorted(stragglers, key=lambda one: -one.share)
 
     def cost_s(self, one: Straggler) -> float:
-        """Seconds per step and rank that waiting for a rank costs."""
+        """Return the seconds per step and rank that waiting for a rank costs."""
         return one.share * self.mean("exposed_wait_ns")
 
     @cached_property
@@ -207,12 +209,11 @@ class Losses:
 
     @cached_property
     def worker_share(self) -> float:
-        """Share of the waiting that is for stragglers: ranks of which it is no chance that they are
-        last so often."""
+        """Share of the waiting that is for ranks that are last significantly often."""
         return min(1.0, sum(one.share for one in self.waited_for if one.sure))
 
     def longer_ns(self, rank: int) -> float:
-        """By how much a rank computes, copies and loads data longer than the mean of the others."""
+        """Return by how much a rank's compute, copies and data loading exceed the others' mean."""
         works = {
             row["rank"]: row["compute_ns"] + row["memory_ns"] + row["idle_data_ns"]
             for row in self.ranks
@@ -221,7 +222,7 @@ class Losses:
         return works[rank] - sum(others) / len(others) if others else 0.0
 
     def _share(self, row: Row) -> float:
-        """The share of all waiting that is for a rank (a row of `blame`)."""
+        """Return the share of all waiting that is for a rank (a row of `blame`)."""
         in_collectives = row["blamed_ns"] / sum(other["wait_ns"] for other in self.blame)
         exposed_ns = sum(other["exposed_wait_ns"] for other in self.ranks)
         if not self.at_messages or not exposed_ns:
@@ -231,15 +232,17 @@ class Losses:
 
     @cached_property
     def stragglers(self) -> list[Late]:
-        """Late ranks that cost enough, where it is no chance that they are last so often; if there
-        are none, those that most of the waiting is for, where that is unlikely to be chance."""
+        """Delayed ranks that cost enough and are last significantly often.
+
+        If there are none, the rank that most of the waiting is for, if its p-value is low.
+        """
         costly = [one for one in self.late if one.gain_s.mean() >= LEAST_STRAGGLER * self.step_s]
         return [one for one in costly if one.sure] or [
             one for one in costly[:1] if one.share >= MOST_WAITING and one.chance <= MOST_CHANCE
         ]
 
     def mean_parts(self) -> dict[str, float]:
-        """Lost seconds per step by finer kind, mean over the ranks."""
+        """Return lost seconds per step by finer kind, mean over the ranks."""
         share = 0.0 if self.stragglers else self.worker_share
         of_ranks = [parts(row, share) for row in self.ranks]
         means = {part: sum(own[part] for own in of_ranks) / len(of_ranks) for part in KEY_OF}
@@ -250,16 +253,15 @@ class Losses:
         return means
 
     def ideal_s(self) -> float:
-        """Compute per step and rank, without what stragglers compute longer than others."""
+        """Return compute per step and rank, without what stragglers compute longer than others."""
         return self.mean("compute_ns") - self.regained.get("compute", 0.0)
 
     @cached_property
     def regained(self) -> dict[str, float]:
-        """What mending the stragglers gains, by what it is now: seconds per step, mean over the
-        ranks.
+        """Saving of fixing the stragglers by kind of time, seconds per step, mean over the ranks.
 
-        That others wait for them, what they do longer than others, and transfers that would be
-        hidden then.
+        It consists of the others' waiting for them, what they do longer than others, and transfers
+        that would then be overlapped.
         """
         if not self.stragglers:
             return {}
@@ -281,8 +283,10 @@ class Losses:
         }
 
     def longer_of(self, ranks: Sequence[int]) -> dict[str, float]:
-        """By how much ranks do each thing longer than the (lower) median of the others: seconds per
-        step, summed."""
+        """Return by how much ranks do each activity longer than the others' (lower) median.
+
+        It is in seconds per step, summed over the ranks.
+        """
         longer = dict.fromkeys(_WORKS, 0.0)
         for part, column in _WORKS.items():
             others = sorted(of(row, column) for row in self.ranks if row["rank"] not in ranks)
@@ -292,17 +296,22 @@ class Losses:
         return longer
 
     def lost_s(self) -> dict[str, float]:
-        """Seconds per step and rank by cause: the keys of every analysis."""
+        """Return seconds per step and rank by cause: the keys of every analysis."""
         return by_key(self.mean_parts())
 
 
 def of(row: Row, column: str) -> float:
-    """A column in ns as seconds."""
+    """Convert a column in ns to seconds."""
     return float(row[column]) / 1e9
 
 
 def parts(row: Row, worker_share: float) -> dict[str, float]:
-    """Lost seconds of a row by finer kind; `worker_share` of its waiting is for stragglers."""
+    """Return lost seconds of a row by finer kind.
+
+    Args:
+        row: times of a rank.
+        worker_share: share of its waiting that is for stragglers.
+    """
     wait_s, host_copies_s = of(row, "exposed_wait_ns"), of(row, "host_copies_ns")
     return {
         "worker": worker_share * wait_s,
@@ -320,7 +329,7 @@ def parts(row: Row, worker_share: float) -> dict[str, float]:
 
 
 def by_key(parts: dict[str, float]) -> dict[str, float]:
-    """Finer kinds summed to the keys of `lost_s`."""
+    """Sum finer kinds to the keys of `lost_s`."""
     return {
         key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0
         for key in CAUSES
@@ -328,22 +337,29 @@ def by_key(parts: dict[str, float]) -> dict[str, float]:
 
 
 def recurring(shares: Floats, least: float) -> float:
-    """The share of steps in which something costs enough, where that is half of them or fewer, so
-    that more steps may show another usual step; else 1."""
+    """Return the share of steps in which a cause costs enough if it is half or fewer, else 1.
+
+    With half or fewer, more steps may show another typical step.
+    """
     share = float((shares >= least).mean())
     return share if share <= 0.5 else 1.0
 
 
 def p_value(turns: Turns, costly: Turns, sets: int) -> float:
-    """The chance that one of so many sets of ranks is last so often, by all collectives or by the
-    costly ones, whichever shows more; where these differ, two tests make it twice as likely."""
+    """Return the p-value of one of `sets` sets of ranks being last this often.
+
+    It is by all collectives or by the costly ones, whichever shows more; if these differ, it is
+    doubled for the two tests.
+    """
     tests = {turns, costly}
     return min(1.0, len(tests) * sets * min(tail(*one) for one in tests))
 
 
 def tail(joined: int, last: int, expected: float) -> float:
-    """The chance to be last at least so often; where the exact sum would be long, Chernoff's bound
-    of it."""
+    """Return the probability of being last at least so often.
+
+    If the exact sum would be long, it is Chernoff's bound of it.
+    """
     chance = expected / joined
     if joined <= _MOST_EXACT:
         return sum(

@@ -1,7 +1,7 @@
-"""The critical path of a step: backwards from its last kernel, always to what had to end before.
+"""Critical path of a step: backwards from its last kernel, always to what had to end before.
 
-A kernel began when its device was free (then the kernel that ended last comes before it) or, where
-it was launched later than that, when its host launched it. A host goes back to the call or polling
+A kernel began when its device was free (then the kernel that ended last precedes it) or, if it was
+launched later than that, when its host launched it. A host's path goes back to the call or polling
 loop in which it last waited for its device, and to the kernel that it waited for, else to the start
 of the step. A collective that waited continues at the rank that joined it last, so the path changes
 ranks. Dependencies that traces do not record (events between streams, locks between threads of a
@@ -21,17 +21,19 @@ from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.result.devices import CriticalPath, PathPart
 from disttrain_cli.analysis.walk import Ints
 
-#: Kernels of a step up to which a path is looked for, and parts that are shown.
+#: Most kernels of a step for which a path is computed, and most parts that are shown.
 MOST_KERNELS, MOST_PARTS = 1_000_000, 30
-#: Ends later than the next begin by no more than this are rounded, or clocks of engines that
-#: differ.
+#: Overlaps up to this are due to rounding, or to different clocks of engines.
 ROUNDED_NS = 2000
-#: What of a path is no kernel.
+#: Parts of a path that are no kernels.
 HOST, LAUNCH = "host", "launch"
 
 
 def critical_path(database: KinetoDatabase) -> CriticalPath | None:
-    """Of the measured step of median length; None where no kernel ran on a device, or too many."""
+    """Return the critical path of the measured step of median length.
+
+    It is None if no kernel ran on a device, or too many.
+    """
     if not database.sql("SELECT count(*) AS n FROM categories WHERE class = 1")[0]["n"]:
         return None
     steps = [
@@ -65,7 +67,7 @@ def critical_path(database: KinetoDatabase) -> CriticalPath | None:
 
 @dataclass
 class Path:
-    """ns of a path by (kind, rank, name's number, -1: none), and how many stretches."""
+    """Sums of a path by (kind, rank, number of the name, -1: none): ns and number of stretches."""
 
     parts: dict[tuple[str, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0])
@@ -84,7 +86,7 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     Args:
         kernels: columns of `path_kernels.sql`, by rank and end.
         waits: columns of `path_waits.sql`, by rank and end.
-        begun: when each rank began the step, where that is marked.
+        begun: start of the step on each rank, if it is marked.
     """
     rank, start, end = kernels["rank"], kernels["start_ns"], kernels["end_ns"]
     launched = np.ma.filled(np.ma.asarray(kernels["launched_ns"]).astype(np.int64), -1)
@@ -98,8 +100,10 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     }
 
     def ended(of: int, by_ns: int, before: int) -> int:
-        """The kernel of a rank that ended last, at `by_ns` or hardly later, and began before
-        `before`; -1: none."""
+        """Return the kernel of a rank that ended last, by `by_ns` or slightly later; -1: none.
+
+        It began before `before`.
+        """
         nodes = of_rank[of]
         at = int(np.searchsorted(end[nodes], by_ns + ROUNDED_NS, side="right")) - 1
         while at >= 0 and start[nodes[at]] >= before:
@@ -110,7 +114,7 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     for _ in range(2 * len(start) + 2):
         here, began = int(rank[number]), int(start[number])
         joined = at_place.get(int(last[number])) if last[number] >= 0 else None
-        if joined is not None:  # it waited for another rank, which made it end
+        if joined is not None:  # it waited for another rank, which let it end
             moved = max(began, int(latest[number]))
             path.add(
                 str(kernels["kind"][number]), here, int(kernels["name"][number]), until - moved
@@ -140,7 +144,10 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
 
 
 def _waited(calls: tuple[Ints, Ints], by_ns: int, ended: Any, end: NDArray[Any]) -> int | None:
-    """The kernel for which the host waited in the last call that ended by `by_ns`, if any."""
+    """Return the kernel that the host waited for in its last call that ended by `by_ns`.
+
+    It is None if there is none.
+    """
     starts, ends = calls
     for at in range(int(np.searchsorted(ends, by_ns, side="right")) - 1, -1, -1):
         kernel = ended(int(ends[at]))

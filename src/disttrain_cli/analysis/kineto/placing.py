@@ -1,5 +1,4 @@
-"""Every file that was read, or every rank that it holds, gets its number, its job and its place in
-time."""
+"""Assignment of every file, or every rank in it, to its rank, its job and its offset in time."""
 
 from __future__ import annotations
 
@@ -25,14 +24,15 @@ if TYPE_CHECKING:
 
 
 def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: Strings) -> list[str]:
-    """Fill the table `files`, and move events to the file of their rank and to one clock where that
-    is needed.
+    """Fill the table `files`, and move events to the file of their rank and to one clock if needed.
 
     Args:
-        read: every file that holds events, numbered as in the raw rows.
+        connection: database with the raw rows.
+        read: every file with events, numbered as in the raw rows.
+        strings: strings of the raw rows.
 
     Returns:
-        What must be said about it.
+        Warnings.
     """
     threads: dict[int, dict[int, str]] = defaultdict(dict)
     for (number, process, _), thread in strings.threads.items():
@@ -93,7 +93,10 @@ def _split(
     strings: Strings,
     free: int,
 ) -> tuple[list[TraceFile], list[str]]:
-    """The file itself, or a part for every rank that its threads name, numbered from `free` on."""
+    """Return the file itself, or a part for every rank named by its threads, and warnings.
+
+    Parts are numbered from `free` on.
+    """
     names = {
         process: names
         for (number, process), names in strings.process_names.items()
@@ -163,14 +166,16 @@ def _split(
 
 
 def _may_be_split(file: TraceFile) -> bool:
-    """True unless the file says that it is one rank of several."""
+    """Return True unless the file says that it is one rank of several."""
     return file.rank is None or (file.world_size or 1) == 1
 
 
 def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free: int) -> list[str]:
-    """Replace files in which one process keeps several devices busy, or in which each device has a
-    process of its own, by a part for each device, numbered from `free` on; returns what must be
-    said about it."""
+    """Split files with several active devices into a part for each device; return warnings.
+
+    In such a file one process uses several devices, or each device has its own process. The parts
+    are numbered from `free` on.
+    """
     whole = {file.number: file for file in files}
     said = []
     for number, devices, processes in connection.execute(
@@ -210,8 +215,11 @@ def _split_devices(connection: DuckDBPyConnection, files: list[TraceFile], free:
 
 
 def _launchers(connection: DuckDBPyConnection, number: int, devices: list[int]) -> dict[int, str]:
-    """Return the process that launched the kernels of each device, for the devices where only one
-    process can have done so that launched on no other device."""
+    """Return the process that launched the kernels of each device.
+
+    Only devices are included for which it is certain: one process could have done so that launched
+    on no other device.
+    """
     possible: dict[int, set[str]] = {}
     rows = connection.execute(
         query_text("kineto/launchers"), {"file": number, "devices": devices}
@@ -230,7 +238,7 @@ def _launchers(connection: DuckDBPyConnection, number: int, devices: list[int]) 
 
 
 def _find_copies(connection: DuckDBPyConnection, files: list[TraceFile]) -> None:
-    """Fill the hashes of files that may be copies of others, packed or not, by their events."""
+    """Set the hashes of files that may be copies of others, compressed or not, by their events."""
     alike: dict[tuple[int, int, int], list[TraceFile]] = defaultdict(list)
     for file in files:
         alike[file.first_ns, file.last_ns, file.events].append(file)
@@ -244,8 +252,7 @@ def _find_copies(connection: DuckDBPyConnection, files: list[TraceFile]) -> None
 def _ranks_in_calls(
     connection: DuckDBPyConnection, files: list[TraceFile]
 ) -> dict[Path, tuple[set[int], int]]:
-    """Ranks that arguments of collectives in each file name, and the size of their largest
-    group."""
+    """Return the ranks in arguments of collectives, and the size of the largest group, by file."""
     found: dict[Path, tuple[set[int], int]] = {}
     paths = {file.number: file.path for file in files}
     for number, members, size in connection.execute(query_text("kineto/groups")).fetchall():
@@ -256,7 +263,7 @@ def _ranks_in_calls(
 
 
 def _share_marks(connection: DuckDBPyConnection, file: TraceFile, parts: list[TraceFile]) -> None:
-    """Marks of steps that name no rank become marks of every rank of the file."""
+    """Copy marks of steps without a rank to every rank of the file."""
     copies, *rest = connection.extract_statements(query_text("kineto/shared"))
     connection.execute(copies, {"file": file.number, "parts": [part.number for part in parts]})
     for statement in rest:
@@ -264,7 +271,7 @@ def _share_marks(connection: DuckDBPyConnection, file: TraceFile, parts: list[Tr
 
 
 def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list[str]:
-    """Files of one rank, as far as is known, that look like several."""
+    """Return warnings about files of one rank, as far as known, that look like several."""
     return [
         _crowd(
             files[number],

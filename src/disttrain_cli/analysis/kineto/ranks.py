@@ -1,7 +1,6 @@
-"""Which ranks a file holds, by its name and by what is in it: one, or several that a tool has
-merged.
+"""Ranks in a file, by its name and contents: one, or several that a tool has merged.
 
-Tools that merge the traces of ranks mark them in one of these ways, all met in the wild: a label
+Tools that merge the traces of ranks mark them in one of these ways, all seen in practice: a label
 before every process id ("[TP00-DP01] 4711", "[rank 3] Spans", "rank3_4711": SGLang and many
 scripts), processes or threads named after their rank ("rank 3", "[rank 3] python3", "DP0-PP1-TP2":
 MegaScan), or `args.rank` in every event (TraceLens). The first that a process has decides. One
@@ -15,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-#: What tells one rank from another: its number, or its places in groups, as (("DP", 1), ("TP", 0)).
+#: Identifies a rank: its number, or its indices in groups, as (("DP", 1), ("TP", 0)).
 Label = int | tuple[tuple[str, int], ...]
 TELL_RANKS_APART = (
     'Analyse the ranks\' own files, or give every process the name of its rank ("rank 3") before'
@@ -26,8 +25,8 @@ _DEVICE = re.compile(r"/device:(?!CPU)\w+:(\d{1,7})(?!\d)", re.IGNORECASE)
 _PLACES = re.compile(r"(?:\[|^)((?:(?:TP|DP|PP|EP|CP)-?\d{1,7}(?![a-zA-Z])[-_, ]?)+)")
 _SLOWEST_FIRST = ("PP", "DP", "EP", "CP", "TP")
 _PLACE = re.compile(r"([A-Z]+)-?(\d+)")
-#: What file names say, the surest first: a rank of the job, places in groups, and numbers that may
-#: be those of a host or of its devices.
+#: Patterns of file names, the most reliable first: a rank of the job, indices in groups, and
+#: numbers that may be those of a host or of its devices.
 _RANK_IN_NAME = re.compile(
     r"(?<![a-z])(?<!local[-_. ])(?<!node[-_. ])rank[-_. =]?[\[(]?(\d{1,9})", re.IGNORECASE
 )
@@ -41,10 +40,10 @@ _NUMBERS_IN_NAME = tuple(
 
 
 def label_in(text: str) -> Label | None:
-    """What a process id or name says of its rank.
+    """Return the label of the rank in a process id or name, or None.
 
-    An index in one group only is a rank. Several come in the order in which ranks are usually
-    numbered: tensor parallel places change fastest, pipeline stages last.
+    An index in one group only is a rank. Several are in the order in which ranks are usually
+    numbered: tensor parallel indices change fastest, pipeline stages slowest.
     """
     named = _RANK.search(text)
     if named:
@@ -67,8 +66,10 @@ def _places(text: str) -> Label:
 
 
 def labels_in_names(paths: Sequence[Path]) -> list[tuple[bool, Sequence[Label | None]]]:
-    """Labels in the names of files, then in those of their folders, for each form that names ranks,
-    the surest form first; with each form, True if it can be nothing but a rank of the job."""
+    """Return labels in the names of files, then in those of their folders, for each form of names.
+
+    The most reliable form is first; each has True if it can be nothing but a rank of the job.
+    """
     names, folders = [path.name for path in paths], [path.parent.name for path in paths]
     places = [_PLACES_IN_NAME.search(name) for name in names]
     return [
@@ -92,7 +93,7 @@ def _number_in(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def natural(path: Path) -> list[str | int]:
-    """Key that sorts names as people number them: TP-2 before TP-10."""
+    """Return a sort key of names that orders numbers by value: TP-2 before TP-10."""
     parts = re.split(r"(\d+)", str(path))
     return [int(part) if part.isdecimal() else part for part in parts]
 
@@ -100,7 +101,7 @@ def natural(path: Path) -> list[str | int]:
 def device_threads(
     threads: Mapping[int, str], process_names: Mapping[str, set[str]]
 ) -> dict[int, int]:
-    """The device of every thread whose process is named after one."""
+    """Return the device of every thread whose process is named after one."""
     devices = {
         process: {int(found.group(1)) for name in names if (found := _DEVICE.search(name))}
         for process, names in process_names.items()
@@ -118,13 +119,13 @@ def label_threads(
     thread_names: Mapping[int, str],
     ranks_told: Mapping[int, set[int]],
 ) -> dict[int, Label]:
-    """The label of every thread of one file that has one.
+    """Return the label of every thread of one file that has one.
 
     Args:
         threads: number of a thread → id of its process.
         process_names: id of a process → the names that metadata give to it.
         thread_names: thread → the name that metadata give to it.
-        ranks_told: thread → `args.rank` of its events, −1 among them where some have none.
+        ranks_told: thread → `args.rank` of its events, with −1 if some have none.
     """
     told = {
         thread: next(iter(ranks))
@@ -149,8 +150,7 @@ def label_threads(
 
 
 def numbers_of(labels: Iterable[Label]) -> dict[Label, int]:
-    """The rank that each label stands for: the one it names, or its place in the order of the
-    labels."""
+    """Return the rank of each label: the number that it is, or its index in sorted order."""
     different = set(labels)
     if all(isinstance(label, int) for label in different):
         return {label: label for label in different if isinstance(label, int)}
@@ -161,6 +161,6 @@ def numbers_of(labels: Iterable[Label]) -> dict[Label, int]:
 
 
 def _only(labels: Iterable[Label | None]) -> Label | None:
-    """The one label, or None where there is none or they differ."""
+    """Return the only label, or None if there is none or they differ."""
     different = {label for label in labels if label is not None}
     return different.pop() if len(different) == 1 else None

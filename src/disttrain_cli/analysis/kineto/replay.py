@@ -1,12 +1,12 @@
-"""Recorded collectives played again: what mending a rank gains, and who hides behind whom.
+"""Replay of recorded collectives: the saving of fixing a rank, and ranks hidden behind others.
 
-Between two of its collectives a rank works: all that passes but waiting for others that no compute
-hides. A collective begins when the last of its ranks has joined, moves as long as it did, and lets
-those go on whom it held up before: ranks whose compute went on beside it are not held up. One that
-was launched early and ran behind another of its stream is ready when the compute before its launch
-has ended. A message is a collective of two; who sends and is gone before the receiver joins waits
-for nobody. Every measured step is played from the end of the collectives of the step before, steps
-of another structure than most are left out.
+Between two of its collectives a rank works: all time but waiting for others that is not overlapped
+with compute. A collective begins when the last of its ranks has joined, moves data as long as
+recorded, and lets those ranks continue that it blocked: ranks whose compute continued meanwhile are
+not blocked. One that was launched early and ran after another of its stream is ready when the
+compute before its launch has ended. A message is a collective of two; a sender that has returned
+before the receiver joins waits for no rank. Every measured step is replayed from the end of the
+collectives of the step before; steps with another structure than most are left out.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.walk import Floats, Ints
 
-#: What begins so soon after the collective before it on its stream waited for it, ns.
+#: A collective that begins so soon after the one before it on its stream waited for it, ns.
 QUEUED_NS = 20_000
-#: A rank is held up by a collective if it computes nothing beside more than this share of it.
+#: A collective blocks a rank if the rank computes nothing during more than this share of it.
 HELD_SHARE = 0.1
-#: By so much ends may be later than the next begin because they are rounded.
+#: Largest overlap that is due to rounding.
 ROUNDED_NS = 2000
-#: Share of communication in messages of which an end is unknown, above which waiting is not told
+#: Share of communication in messages with an unknown end above which waiting cannot be separated
 #: from work.
 MOST_LONE = 0.05
-#: Ranks that are looked at, those first that work longest beyond their peers.
+#: Most ranks that are replayed, those that work longest beyond their peers first.
 MOST_RANKS = 32
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives and messages of every played step, in the order in which they began. A node is a
-    rank in one of them.
+    """Collectives and messages of every replayed step, in the order in which they began.
 
-    Times are seconds, [nodes, steps] or [ranks, steps].
+    A node is a rank in one of them. Times are seconds, [nodes, steps] or [ranks, steps].
     """
 
-    steps: list[int]  # that are played; -1 where none are marked
+    steps: list[int]  # replayed steps; -1 if none are marked
     ranks: list[int]
-    rank_of: Ints  # of every node, its place in `ranks`
+    rank_of: Ints  # index in `ranks` of every node
     members: list[Ints]  # nodes of every collective
-    names: list[str]  # what every node does, and among how many
-    behind: Ints  # node before it on its stream that it may have waited for, or -1
-    begin: Floats  # when each rank began
-    work: Floats  # from one node of the rank, or the begin, to its being ready for the next
-    queued: NDArray[np.bool_]  # whether it waited for the node before it on its stream
+    names: list[str]  # operation of every node, and its number of ranks
+    behind: Ints  # previous node on its stream, which it may have waited for, or -1
+    begin: Floats  # begin of each rank
+    work: Floats  # from one node of the rank, or the begin, until it is ready for the next
+    queued: NDArray[np.bool_]  # it waited for the previous node on its stream
     moves: Floats  # from the last arrival to the end
-    waits: NDArray[np.bool_]  # whether the rank's earlier ones had ended when it joined
-    holds: NDArray[np.bool_]  # whether the rank could not compute beside it
-    gone: NDArray[np.bool_]  # whether it sent and was gone before the receiver joined
-    beside: Floats  # from being ready to the end, waiting that no compute hides left out
+    waits: NDArray[np.bool_]  # the rank's earlier ones had ended when it joined
+    holds: NDArray[np.bool_]  # the rank could not compute meanwhile
+    gone: NDArray[np.bool_]  # it sent and returned before the receiver joined
+    beside: Floats  # from being ready to the end, without exposed waiting
 
     def lengths(self, state: State) -> Floats:
-        """Seconds of every step [steps] if the ranks worked as long as in `state`, which is
-        `(work,)`."""
+        """Return the seconds of every step [steps] for other work, `state` = `(work,)`."""
         return self._play(state, lambda *_: None)
 
     def last(self, state: State) -> tuple[NDArray[np.int64], Floats]:
-        """The rank (its index) that joins each collective last, and the seconds that the others
-        wait for it in all, both [collectives, steps]."""
+        """Return the last rank (its index) of each collective, and the others' waiting in seconds.
+
+        Both are [collectives, steps]; the seconds are summed over the others.
+        """
         last = np.zeros((len(self.members), state[0].shape[1]), np.int64)
         waited = np.zeros(last.shape)
 
@@ -82,7 +82,7 @@ class Collectives:
     def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
         (work,) = state
         at, ended = self.begin.copy(), np.full(work.shape, -np.inf)
-        # until when, by what a rank joined and has not waited for yet
+        # latest end of collectives that a rank has joined and not waited for yet
         held = np.full(at.shape, -np.inf)
         for number, nodes in enumerate(self.members):
             ranks, behind = self.rank_of[nodes], self.behind[nodes]
@@ -108,11 +108,10 @@ class Collectives:
         return lengths
 
     def suspects(self) -> list[Suspect]:
-        """Ranks that work longer than the (lower) median of the others that join the same
-        collectives in turn.
+        """Return ranks that work longer than the (lower) median of ranks with the same collectives.
 
-        Where none join the same ones, as stages of a pipeline, longer in a step than the median of
-        all others.
+        If no rank has the same ones, as in stages of a pipeline, longer in a step than the median
+        of all others.
         """
         of_rank = [np.flatnonzero(self.rank_of == index) for index in range(len(self.ranks))]
         alike = defaultdict[tuple[str, ...], list[int]](list)
@@ -144,7 +143,7 @@ class Collectives:
 
 
 def _of_others(times: Floats) -> Floats:
-    """For every rank (first axis) the lower median of the others."""
+    """Return, for every rank (first axis), the lower median of the others."""
     ordered, half = np.sort(times, axis=0), (len(times) - 2) // 2
     return np.where(times <= ordered[half], ordered[half + 1], ordered[half])
 
@@ -159,8 +158,10 @@ def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
 
 
 def read_collectives(database: KinetoDatabase, judged: Sequence[int | None]) -> Collectives | None:
-    """The collectives and messages of the judged steps; None where no two ranks joined one, or most
-    messages are unknown."""
+    """Return the collectives and messages of the judged steps.
+
+    It is None if no two ranks joined one, or too many messages have an unknown end.
+    """
     read = database.columns("participations")
     chosen = np.isin(read["step"], [-1 if step is None else step for step in judged])
     read = {name: column[chosen] for name, column in read.items()}
@@ -217,7 +218,7 @@ def read_collectives(database: KinetoDatabase, judged: Sequence[int | None]) -> 
 
 
 def _behind(rank_of: Ints, stream: Ints) -> NDArray[np.int64]:
-    """The node before each on its rank and stream, or -1."""
+    """Return the node before each on its rank and stream, or -1."""
     order = np.lexsort((np.arange(len(stream)), stream, rank_of))
     same = (np.diff(rank_of[order]) == 0) & (np.diff(stream[order]) == 0)
     behind = np.full(len(stream), -1)
@@ -227,15 +228,14 @@ def _behind(rank_of: Ints, stream: Ints) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Clock:
-    """A rank's time: how much of it, up to a moment of its own clock in ns, was work, and how much
-    compute."""
+    """Cumulative work and compute of a rank, up to a moment of its clock in ns."""
 
     first: int
-    times: NDArray[np.int64]  # from the first on, as floats hold no ns since 1970
-    waited: NDArray[np.int64]  # ns of waiting that no compute hides, up to each of the times
+    times: NDArray[np.int64]  # relative to `first`, as floats cannot represent ns since 1970
+    waited: NDArray[np.int64]  # ns of exposed waiting up to each of the times
     busy: NDArray[np.int64]  # ns of compute
-    launched: NDArray[np.int64]  # of kernels that compute
-    ended: NDArray[np.int64]  # the latest end of those that were launched so far
+    launched: NDArray[np.int64]  # launches of compute kernels
+    ended: NDArray[np.int64]  # latest end of the kernels launched so far
 
     def worked(self, at: NDArray[np.int64]) -> Floats:
         return np.asarray(at - self.first - np.interp(at - self.first, self.times, self.waited))
@@ -244,7 +244,7 @@ class _Clock:
         return np.interp(at - self.first, self.times, self.busy)
 
     def computed_before(self, launched: NDArray[Any]) -> NDArray[Any]:
-        """When the compute that was launched before had ended."""
+        """Return the end of the compute that was launched before."""
         index = np.searchsorted(self.launched, launched, side="left") - 1
         return np.where(index >= 0, self.ended[np.maximum(index, 0)] if len(self.ended) else 0, 0)
 
@@ -288,8 +288,10 @@ def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]
 
 
 def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
-    """Steps that hold the same collectives, and the rows of them [steps, nodes], in the order in
-    which they began."""
+    """Return the steps with the same collectives as most, and their rows [steps, nodes].
+
+    The rows are in the order in which the collectives began.
+    """
     by_step = {int(step): np.flatnonzero(rows["step"] == step) for step in np.unique(rows["step"])}
     looks = {
         step: tuple(
@@ -309,8 +311,10 @@ def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
 
 
 def _begins(rows: dict[str, Any], clock: _Clock, rank: int, steps: list[int]) -> NDArray[np.int64]:
-    """When a rank began each step, on its own clock: at the end of its collectives of the step
-    before, in ns."""
+    """Return the begin of each step on a rank's clock, in ns.
+
+    It is the end of its collectives of the step before.
+    """
     mask = rows["rank"] == rank
     known, index = np.unique(rows["step"][mask], return_inverse=True)
     ends = np.zeros(len(known), np.int64)

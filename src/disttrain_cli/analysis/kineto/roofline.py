@@ -1,5 +1,4 @@
-"""How near operators come to what their device can do: the roofline model (Williams et al.
-2009)."""
+"""Roofline model of operators against their device's peak (Williams et al. 2009)."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from disttrain_cli.analysis.result.devices import OperatorRow
 from disttrain_cli.costs.hardware import Device, Precision, lookup
 from disttrain_cli.errors import SpecError
 
-#: Types of which the catalogue knows the peak.
+#: Types whose peak is in the catalogue.
 _PRECISIONS: dict[str, Precision] = {
     "bfloat16": "bf16",
     "half": "bf16",
@@ -21,14 +20,14 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 def operators(database: KinetoDatabase) -> list[OperatorRow]:
-    """Rows of `operator_rows.sql` under the roof of the one kind of device that the traces name."""
+    """Return the rows of `operator_rows.sql` with the roof of the traces' one kind of device."""
     rows = database.answer("operator_rows")
     device = _device(database) if rows else None
     return [OperatorRow(**row, **_roof(device, row)) for row in rows]
 
 
 def _device(database: KinetoDatabase) -> Device | None:
-    """The catalogue's device; None where it knows none of this name, or there are several."""
+    """Return the catalogue's device; None for an unknown name or several devices."""
     names = database.sql("SELECT DISTINCT name FROM devices")
     if len(names) != 1:
         return None
@@ -39,7 +38,7 @@ def _device(database: KinetoDatabase) -> Device | None:
 
 
 def _roof(device: Device | None, row: dict[str, Any]) -> dict[str, Any]:
-    """`roof_tflops` and `bound` of an operator."""
+    """Return `roof_tflops` and `bound` of an operator."""
     precision = _PRECISIONS.get(row["dtype"] or "")
     if device is None or precision is None or row["flops_per_byte"] is None:
         return {"roof_tflops": None, "bound": None}

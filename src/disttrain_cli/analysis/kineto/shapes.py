@@ -1,10 +1,10 @@
 """FLOPs and bytes of operators, from the shapes that `record_shapes=True` leaves in a trace.
 
-Counted are operators that do not contain one another, so that their sums count nothing twice:
-products, convolutions and fused attention, as they execute: twice the multiplications; attention
-whole, its causal half not discounted, and five products in its backward, which computes the scores
-again. Bytes are those of inputs and outputs, each once: the least that must move. What a trace does
-not tell (strides of a convolution before PyTorch 2.1) is not guessed.
+Only operators that do not contain one another are counted, so that their sums count nothing twice:
+products, convolutions and fused attention, as executed: twice the multiplications; attention in
+full, its causal half not discounted, and five products in its backward, which recomputes the
+scores. Bytes are those of inputs and outputs, each once: the least that must move. What a trace
+lacks (strides of a convolution before PyTorch 2.1) is not guessed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
-Dims = list[Any]  # by argument: [] for what is no tensor
+Dims = list[Any]  # by argument: [] for anything but a tensor
 Count = tuple[float, float]  # FLOPs, elements of inputs and outputs
 
-#: Bytes of an element by the names that profilers give to types.
+#: Bytes of an element by the profilers' names of types.
 ITEM_BYTES = {
     "double": 8,
     "long": 8,
@@ -45,11 +45,11 @@ ITEM_BYTES = {
 }
 
 
-_MOST = 1e24  # FLOPs of a call, and elements
+_MOST = 1e24  # most FLOPs and elements of a valid call
 
 
 class Shape(NamedTuple):
-    """What is known of an operator's call: null is what its arguments do not tell."""
+    """Shapes, type, FLOPs and bytes of an operator's call; null if its arguments lack them."""
 
     dims: str
     dtype: str | None
@@ -58,13 +58,15 @@ class Shape(NamedTuple):
 
 
 def is_counted(name: str) -> bool:
-    """Whether shapes of the events of this name are of use: of counted operators, and of annotated
-    collectives."""
+    """Return True if shapes of events of this name are used.
+
+    They are those of counted operators and of annotated collectives.
+    """
     return name in _COUNTERS or name.startswith("nccl:")
 
 
 def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
-    """FLOPs and bytes of a call, from its arguments as JSON."""
+    """Return FLOPs and bytes of a call, from its arguments as JSON."""
     of, kinds, values = _list(dims), _list(types), _list(concrete)
     tensors = [index for index, dim in enumerate(of) if dim]
     try:
@@ -88,7 +90,7 @@ def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of an element, or None for a type that is not known."""
+    """Return the bytes of an element, or None for an unknown type."""
     return ITEM_BYTES.get(_plain(dtype))
 
 
@@ -109,7 +111,7 @@ def _said(dims: Dims, tensors: list[int]) -> str:
 
 
 def _product(at: int) -> Callable[[Dims, Dims], Count]:
-    """Of the matrices, or batches of them, that are arguments `at` and `at + 1`."""
+    """Return a counter for matrices, or batches of them, in the arguments `at` and `at + 1`."""
 
     def count(dims: Dims, values: Dims) -> Count:
         one, other = dims[at], dims[at + 1]
@@ -127,7 +129,7 @@ def _product(at: int) -> Callable[[Dims, Dims], Count]:
 
 def _convolution(dims: Dims, values: Dims) -> Count:
     image, weight = dims[0], dims[1]
-    if _flag(values[6]):  # transposed: every pixel read meets the whole kernel
+    if _flag(values[6]):  # transposed: every input pixel is multiplied with the whole kernel
         stride, padding, dilation, more = (
             _numbers(values[index], len(image) - 2) for index in (3, 4, 5, 7)
         )
@@ -159,12 +161,13 @@ def _convolution_backward(dims: Dims, values: Dims) -> Count:
 def _attention(
     first: int, heads_first: bool, products: int, tensors: int
 ) -> Callable[[Dims, Dims], Count]:
-    """Of query, key and value from argument `first` on.
+    """Return a counter for query, key and value from argument `first` on.
 
     Args:
+        first: index of the query.
         heads_first: [batch, heads, length, size] instead of [batch, length, heads, size].
-        products: matrix products of scores' size.
-        tensors: reads and writes of tensors of the query's size and of the keys', each.
+        products: number of matrix products of the scores' size.
+        tensors: number of reads and writes of tensors of the query's size and of the keys', each.
     """
 
     def count(dims: Dims, values: Dims) -> Count:
@@ -190,7 +193,7 @@ def _numbers(value: Any, count: int) -> list[int]:
     return numbers * count if len(numbers) == 1 else numbers
 
 
-#: Operator → the argument whose type it computes in, and what it counts.
+#: Operator → the argument whose type it computes in, and its counter.
 _COUNTERS: dict[str, tuple[int, Callable[[Dims, Dims], Count]]] = (
     {
         "aten::mm": (0, _product(0)),

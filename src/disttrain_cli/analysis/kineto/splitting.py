@@ -1,12 +1,10 @@
-"""Whole events out of a JSON file that is read in chunks: a few MB in memory, whatever the size of
-the file.
+"""Complete events from a JSON file that is read in chunks: a few MB in memory for any file size.
 
-A chunk is cut behind its last `}` that is followed by `, {`, and decoded. A parser that starts at
-an event and ends outside of every string and object has met a true boundary, so a cut in the wrong
-place (`}, {` inside a string or inside arguments) is an error of decoding, never a wrong event.
-What cannot be decoded so is walked through string by string and bracket by bracket; an event whose
-quotes or braces do not match is given up, counted, and left behind where another event seems to
-begin.
+A chunk is cut after its last `}` that is followed by `, {`, and decoded. A parser that starts at an
+event and ends outside of every string and object has met a true boundary, so a cut in the wrong
+place (`}, {` inside a string or inside arguments) is a decoding error, never a wrong event. A chunk
+that cannot be decoded is scanned string by string and bracket by bracket; an event whose quotes or
+braces do not match is counted and skipped up to where another event seems to begin.
 """
 
 from __future__ import annotations
@@ -28,32 +26,32 @@ _BEGINS = re.compile(rb'(?<=,)\s*(\{)\s*"\Z')
 QUOTE, OPEN, OPEN_ARRAY, CLOSE_ARRAY = b'"{[]'
 _CUTS_TRIED = 3
 _MOST_DOUBTS = 8
-#: An event longer than this is given up.
+#: Longer events are skipped.
 MOST_BYTES = 64 * 2**20
 
 
 @dataclass
 class Reading:
-    """What one file held besides its events, filled while they are read."""
+    """Contents of a file other than its events, filled while they are read."""
 
     header: dict[str, Any] = field(default_factory=dict)
     events: int = 0
     unreadable: int = 0
     truncated: bool = False
     problem: str = ""
-    failure: str = ""  # of the disk
+    failure: str = ""  # read error of the disk
 
 
 @dataclass
 class Batch:
-    """Events as decoded, and their text (to read numbers again, exactly)."""
+    """Decoded events, and their text (to read numbers again, exactly)."""
 
     events: list[Event]
     text: bytes
 
 
 def split_events(chunks: Iterator[bytes], reading: Reading) -> Iterator[Batch]:
-    """Every event of a trace once, in the order of the file.
+    """Yield every event of a trace once, in the order of the file.
 
     Args:
         chunks: the bytes of the file.
@@ -94,8 +92,7 @@ def _counted(batch: Batch, reading: Reading) -> Batch:
 
 
 def _decode_chunk(buffer: bytes) -> tuple[Batch | None, int]:
-    """The events up to a boundary near the end and the bytes they take; (None, 0) where none can be
-    decoded."""
+    """Return the events up to a boundary near the end and their bytes; (None, 0) on failure."""
     end, last = len(buffer), 0
     for _ in range(_CUTS_TRIED):
         end = _last_boundary(buffer, end)
@@ -116,8 +113,10 @@ def _decode_chunk(buffer: bytes) -> tuple[Batch | None, int]:
 
 
 def _last_boundary(buffer: bytes, end: int) -> int:
-    """Where the last object before `end` that another one follows ends, as it seems from the text
-    nearby; or −1."""
+    """Return the end of the last object before `end` that another one follows, or −1.
+
+    It is a guess from the text nearby.
+    """
     while True:
         at = buffer.rfind(b"}", 0, end)
         if at < 0 or _NEXT.match(buffer, at + 1):
@@ -126,11 +125,12 @@ def _last_boundary(buffer: bytes, end: int) -> int:
 
 
 def _walk(buffer: bytes, reading: Reading, final: bool) -> tuple[Batch, int, bool]:
-    """The whole events of `buffer` one by one, the bytes they take, and whether the array ended
-    behind them.
+    """Scan `buffer` for complete events; return them, their bytes, and True if the array ended.
 
     Args:
-        final: do not wait for the end of a broken event: go on at the next one.
+        buffer: text from an event on.
+        reading: counts broken events.
+        final: do not wait for the end of a broken event: continue at the next one.
     """
     events: list[tuple[Event, bytes]] = []
     at, ended = 0, False
@@ -149,12 +149,12 @@ def _walk(buffer: bytes, reading: Reading, final: bool) -> tuple[Batch, int, boo
 def _walk_on(
     buffer: bytes, at: int, events: list[tuple[Event, bytes]], reading: Reading, final: bool
 ) -> tuple[int, bool, int | None]:
-    """Walk from `at` until the text or the array ends, or an event turns out to be broken.
+    """Scan from `at` until the text or the array ends, or an event turns out to be broken.
 
-    Returns where the whole events end, whether the array ended there, and where another event seems
-    to begin behind a broken one. Signs of that: an object that follows a comma inside an object (a
-    brace is missing), and strings that end like the beginning of an event (a quote is missing, what
-    is outside of strings seems inside).
+    Returns the end of the complete events, True if the array ended there, and where another event
+    seems to begin after a broken one. Signs of that: an object that follows a comma inside an
+    object (a brace is missing), and strings that end like the beginning of an event (a quote is
+    missing, so that text outside of strings seems inside).
     """
     open_brackets = bytearray()
     start, before, doubts = at, at, list[int]()
@@ -202,7 +202,7 @@ def _decode_one(text: bytes) -> tuple[Event, bytes] | None:
 
 
 def _to_the_array(chunks: Iterator[bytes], reading: Reading) -> tuple[bytes, bool]:
-    """The text behind the `[` of the events, and whether the array is the whole document."""
+    """Return the text after the `[` of the events, and True if the array is the whole document."""
     members = Members(chunks)
     if members.begins == b"[":
         return members.rest, True
@@ -221,7 +221,7 @@ def _to_the_array(chunks: Iterator[bytes], reading: Reading) -> tuple[bytes, boo
 
 
 def _read_tail(text: bytes, chunks: Iterator[bytes], reading: Reading) -> None:
-    """Keys of the object behind the array; a tail that ends early loses only itself."""
+    """Read keys of the object after the array; a truncated tail loses only its own keys."""
     members = Members(chunks, text)
     for _ in members:
         pass
@@ -243,6 +243,6 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def read_chunks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
-    """Chunks of `size` bytes until there are none."""
+    """Yield chunks of `size` bytes until there are none."""
     while chunk := read(size):
         yield chunk

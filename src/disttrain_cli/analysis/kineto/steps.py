@@ -1,8 +1,8 @@
-"""The steps that losses and verdict are of: complete ones, none that a single event makes longer.
+"""Selection of the steps for losses and verdict: complete and typical ones.
 
-A verdict is of the usual step. One step of several that loses much more than the others (a
-checkpoint, a stall of the network) says nothing of them: it is reported beside the verdict instead.
-Two such steps may be a cause that recurs, and stay in.
+A verdict is about the typical step. One step of several that loses much more than the others (a
+checkpoint, a network stall) is no evidence about them: it is reported in addition to the verdict.
+Two such steps may be a recurring cause, and are included.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ LEAST_COMPLETE = 0.5
 LEAST_EVENT = 0.05
 #: No other step exceeds the median by a larger share of what the event does.
 MOST_OTHER = 0.5
-#: Of fewer steps none is the usual one.
+#: With fewer steps none is typical.
 LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class SingleEvent:
-    """One step that loses more than the others."""
+    """A step that loses more than the others."""
 
     step: int
-    steps: int  # among so many measured ones
-    longer_s: float  # than the median, mean over the ranks
-    rank: int | None  # that the others wait for
+    steps: int  # number of measured steps
+    longer_s: float  # beyond the median, mean over the ranks
+    rank: int | None  # rank that the others wait for
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ class JudgedSteps:
 
     @property
     def played(self) -> list[int | None]:
-        """Steps whose collectives are compared: those of the last one are all there, or differ."""
+        """Steps whose collectives are compared, an incomplete last one included.
+
+        The collectives of an incomplete step are all recorded, or they differ from the others' and
+        are ignored.
+        """
         return self.steps if self.incomplete is None else [*self.steps, self.incomplete]
 
 
@@ -53,7 +57,7 @@ def judged_steps(rows: list[Row], unended: int | None = None) -> JudgedSteps:
 
     Args:
         rows: `step_times`, by rank and step.
-        unended: the last step, where steps go on after their marks and no further mark ends it.
+        unended: the last step, if steps continue after their marks and no further mark ends it.
     """
     incomplete = _incomplete(rows, unended)
     rows = [row for row in rows if incomplete is None or row["step"] != incomplete]

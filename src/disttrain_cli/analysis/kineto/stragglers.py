@@ -1,5 +1,4 @@
-"""Verdicts on ranks that the others wait for: why they are late, what fixing them saves, and the
-confidence."""
+"""Verdicts on stragglers: why they are delayed, the saving of fixing them, and the confidence."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from disttrain_cli.analysis.kineto.losses import (
 from disttrain_cli.analysis.kineto.unknown import P_VALUE, of_step
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
-#: Ranks that are named at once, of more the first.
+#: Most ranks that are named; the first of more.
 MOST_NAMED = 8
-#: Attention and other GEMMs may be longer by this part of the share by which grouped GEMMs are.
+#: Attention and other GEMMs may be longer by up to this part of the grouped GEMMs' excess.
 _MOST_ELSEWHERE = 0.25
 _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 
@@ -31,8 +30,7 @@ _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 def mended(
     losses: Losses, database: KinetoDatabase, evidence: list[Evidence], understood: bool = True
 ) -> Verdict:
-    """Ranks without whose delays a replay of the recorded collectives is shorter, those first that
-    save most."""
+    """Return the verdict on ranks whose delays lengthen a replay, those first that save most."""
     span_s, first = losses.step_s, losses.stragglers[0]
     others = [
         one
@@ -93,7 +91,7 @@ def mended(
 
 
 def _single_step(late: Late, span_s: float) -> int | None:
-    """The step without which fixing the ranks would not save enough, if it is one of several."""
+    """Return the one of several steps without which fixing the ranks would not save enough."""
     least_s, count, largest = LEAST_STRAGGLER * span_s, len(late.gain_s), int(late.gain_s.argmax())
     if (
         count < 2
@@ -105,7 +103,7 @@ def _single_step(late: Late, span_s: float) -> int | None:
 
 
 def unlikely(losses: Losses) -> float:
-    """The chance that in more such steps no rank is a straggler."""
+    """Return the probability that in more such steps no rank is a straggler."""
     return 1 - max(
         (exceeds(one.gain_s / losses.step_s, LEAST_STRAGGLER) for one in losses.late if one.sure),
         default=0.0,
@@ -113,7 +111,7 @@ def unlikely(losses: Losses) -> float:
 
 
 def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool) -> str:
-    """Why ranks are late, from what they do longer than the others."""
+    """Explain why ranks are delayed, by what they do longer than the others."""
     who, one = name_ranks(sorted(late.ranks)).capitalize(), len(late.ranks) == 1
     if not understood:
         return (
@@ -142,12 +140,15 @@ def _why(losses: Losses, late: Late, database: KinetoDatabase, understood: bool)
 
 
 def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> str:
-    """Why ranks compute longer: expert load where only their grouped GEMMs are longer, while
-    attention, which a slow device or more tokens would lengthen too, is not."""
+    """Explain why ranks compute longer: expert load, more work or a slower device.
+
+    It is expert load if only their grouped GEMMs are longer, while attention, which a slow device
+    or more tokens would lengthen too, is not.
+    """
     rows = {row["rank"]: row for row in database.query("experts")}
 
     def times(column: str) -> tuple[float, float]:
-        """Mean of the ranks and median of the others, in s per step."""
+        """Return the mean of the ranks and the median of the others, in s per step."""
         own = [rows[rank][column] or 0.0 for rank in ranks if rank in rows]
         others = [row[column] or 0.0 for rank, row in rows.items() if rank not in ranks]
         return (fmean(own), median_low(others)) if own and others else (0.0, 0.0)
@@ -171,7 +172,7 @@ def _more_work(ranks: list[int], losses: Losses, database: KinetoDatabase) -> st
 
 
 def _more(late: Late, span_s: float) -> str:
-    """A sentence on further ranks that save enough once those before them are fixed."""
+    """Return a sentence on further ranks that save enough once those before them are fixed."""
     who, one, cost = (
         name_ranks(sorted(late.ranks)).capitalize(),
         len(late.ranks) == 1,
@@ -183,14 +184,14 @@ def _more(late: Late, span_s: float) -> str:
 
 
 def matched(database: KinetoDatabase) -> float:
-    """Share of the collectives whose ranks are known; 1 where there are none."""
+    """Return the share of the collectives whose ranks are known; 1 if there are none."""
     totals = database.answer("totals")[0]
     count = totals["matched"] + totals["unmatched"]
     return float(totals["waited"] / count) if count else 1.0
 
 
 def costs(value_s: float, span_s: float) -> str:
-    """A time of every step and its share: "12 ms (15 %)"."""
+    """Format a time of every step and its share: "12 ms (15 %)"."""
     return f"{seconds(value_s)} ({100 * value_s / span_s:.0f} %)"
 
 
@@ -221,8 +222,10 @@ def waited_for(
     database: KinetoDatabase,
     evidence: list[Evidence],
 ) -> Verdict:
-    """The worst straggler where only waiting shows it, and why it is late; and every other rank for
-    which waiting costs enough."""
+    """Return the verdict on the worst straggler that only waiting shows, and on further ranks.
+
+    Further ranks are named if waiting for them costs enough.
+    """
     span_s, sure = (
         losses.step_s,
         [one for one in costly if one.sure] or [straggler],
@@ -293,8 +296,10 @@ def _the_straggler(late: Late, one: bool) -> str:
 
 
 def _last_into(one: Blame, losses: Losses | None = None) -> str:
-    """Count of the collectives in which a rank is last, of all or, where that shows more, of the
-    costly ones: "last into 5 of 16 collectives"."""
+    """Format in how many collectives a rank is last: "last into 5 of 16 collectives".
+
+    They are all or, if that shows more, the costly ones.
+    """
     turns = min(one.turns, one.costly, key=lambda turns: tail(*turns))
     if turns != one.turns:
         noun = "collectives" if losses is None else _met(losses)
@@ -305,7 +310,7 @@ def _last_into(one: Blame, losses: Losses | None = None) -> str:
 
 
 def _met(losses: Losses, count: int | None = None) -> str:
-    """Noun for the operations that ranks join, after a count if there is one: "5 collectives"."""
+    """Return the noun for the operations that ranks join, after a count if any: "5 collectives"."""
     if 0 < losses.at_messages < 1:
         both = "collectives and messages"
         return both if count is None else f"{count} {both}"
@@ -314,7 +319,7 @@ def _met(losses: Losses, count: int | None = None) -> str:
 
 
 def _another(losses: Losses, one: Straggler) -> str:
-    """A sentence on a further rank that is waited for."""
+    """Return a sentence on a further rank that others wait for."""
     cost = costs(losses.cost_s(one), losses.step_s)
     if one.sure:
         return f" So is rank {one.rank}: {_last_into(one)}, {cost}."

@@ -1,5 +1,4 @@
-"""When the traces do not tell what slows the job: what is not understood, what is still measured,
-how to tell."""
+"""Verdicts without a cause: what is not understood, what is still measured, and how to find out."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from disttrain_cli.analysis.kineto.losses import Losses, Straggler
 from disttrain_cli.analysis.kineto.ranks import TELL_RANKS_APART
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
-#: Above this share of the kernels' time nobody knows what the devices did.
+#: Above this share of unclassified kernel time, the work of the devices is unknown.
 MOST_UNCLASSIFIED = 0.5
-#: Above this share of kernels with impossible times, idle devices may be a matter of these.
+#: Above this share of kernels with impossible times, idle devices may be due to these.
 MOST_REPAIRED = 0.01
 MOST_NAMED, MOST_LINES, LONGEST_NAME = 5, 4, 60
 P_VALUE = "p-value of being last this often by chance"
@@ -40,7 +39,7 @@ _MEASURED = (
 
 
 def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
-    """Nothing that was recorded is known as work of a device."""
+    """Return the verdict if no recorded event is known as work of a device."""
     strange = database.answer("strange")
     step_s = database.answer("iterations")[0]["mean_s"]
     evidence = [
@@ -101,7 +100,7 @@ def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
 
 
 def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence]) -> Verdict:
-    """Most kernels are known neither as compute nor as communication."""
+    """Return the verdict if most kernels are known neither as compute nor as communication."""
     kernels = [row for row in database.answer("top") if row["kind"] == "unclassified"]
     return _unknown(
         f"{100 * share:.0f} % of the kernels' time is classified neither as compute nor as"
@@ -127,7 +126,7 @@ def idle_without_reason(
     evidence: list[Evidence],
     repaired: float,
 ) -> Verdict:
-    """The devices idle, and no record says that their hosts are late."""
+    """Return the verdict if the devices idle and no record shows host-side delays."""
     if repaired > MOST_REPAIRED:
         return _unknown(
             f"the devices seem to idle {of_step}, but {100 * repaired:.0f} % of the kernels had"
@@ -162,7 +161,7 @@ def idle_without_reason(
 
 
 def crowded(evidence: list[Evidence]) -> Verdict:
-    """A file of several ranks is read as one, because nothing tells them apart."""
+    """Return the verdict if several ranks of a file cannot be separated and are read as one."""
     return _unknown(
         "several ranks in one file are read as one, as nothing tells which is which, so their times"
         " add up",
@@ -175,7 +174,10 @@ def crowded(evidence: list[Evidence]) -> Verdict:
 def may_be_chance(
     straggler: Straggler, of_step: str, lost_s: float, evidence: list[Evidence]
 ) -> Verdict:
-    """Ranks wait for one of them nearly always, but too seldom to tell that from chance."""
+    """Return the verdict if nearly all waiting is for one rank, but in too few collectives.
+
+    The rank being last may then be chance.
+    """
     rank, often = straggler.rank, counted(straggler.costly.joined, "collective")
     return _unknown(
         f"communication costs {of_step}, and {100 * straggler.share:.0f} % of the waiting is for"
@@ -196,8 +198,10 @@ def may_be_chance(
 def may_wait_for_missing(
     database: KinetoDatabase, of_step: str, command: str, evidence: list[Evidence], lost_s: float
 ) -> Verdict:
-    """Communication takes long, most of it with ranks that are not there: how long these let the
-    others wait is not recorded."""
+    """Return the verdict if most communication is with missing ranks, and takes long.
+
+    It is not recorded how long these let the others wait.
+    """
     size = database.sql("SELECT max(world_size) AS size FROM files WHERE kept")[0]["size"]
     present = {row["rank"] for row in database.sql("SELECT rank FROM times")}
     missing = [rank for rank in range(size) if rank not in present]
@@ -215,7 +219,7 @@ def may_wait_for_missing(
 
 
 def no_compute(evidence: list[Evidence]) -> Verdict:
-    """The devices only communicated: what that waited for, or was hidden by, nobody recorded."""
+    """Return the verdict if the devices only communicated, without any compute to compare with."""
     return _unknown(
         "only communication of the devices was recorded, and no compute that could hide it or be"
         " waited for",
@@ -246,8 +250,10 @@ def _unknown(
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:
-    """Lines for the list of patterns that fit the names, as far as the names tell; numbers may be
-    any."""
+    """Return lines of patterns that match the names, with any numbers.
+
+    Their kind is a guess by the names.
+    """
     lines = []
     for name in (row["name"] for row in rows):
         kind = "communication" if operation_in(name) is not None else "compute"
@@ -262,7 +268,7 @@ def _short(name: str) -> str:
 
 
 def of_step(value: float, step_s: float, marked: bool) -> str:
-    """A time of every step: "12 ms of the 80 ms of a step (15 %)"."""
+    """Format a time of every step: "12 ms of the 80 ms of a step (15 %)"."""
     return (
         f"{seconds(value)} of the {seconds(step_s)}"
         f" {'of a step' if marked else 'from the first kernel to the last'}"

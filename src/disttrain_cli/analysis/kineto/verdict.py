@@ -1,15 +1,14 @@
-"""What slows a job of which only Kineto traces are known: stragglers, the host, data,
-communication, or compute.
+"""Verdict on a job with only Kineto traces: stragglers, the host, data, communication, or compute.
 
-Where the traces do not tell (`unknown`), nothing is blamed: no kernels, most of them of an unknown
-kind, or devices that idle without a record of a late host.
+If the traces do not show the cause (`unknown`), nothing is blamed: no kernels, most of them of an
+unknown kind, or devices that idle without a record of host-side delays.
 
-Evidence (`analysis/confidence.py`): of stragglers, how sure it is that this is no chance, times the
-chance that mending them gains enough in more such steps (of those known by waiting alone, their
-share of all waiting); of another cause, the chance that it costs enough and more than every other
-one, times the share of ranks on which it is the largest loss; where either costs enough in half of
-the steps or fewer, times their share; of "none", the chance that nothing
-costs enough. What the traces lack lowers it: steps, ranks, kinds of kernels, reasons for idle time.
+Evidence (`analysis/confidence.py`): of stragglers, one minus the p-value, times the probability
+that fixing them saves enough in more such steps (of those known by waiting alone, their share of
+all waiting); of another cause, the probability that it costs enough and more than every other one,
+times the share of ranks on which it is the largest loss; if either costs enough in half of the
+steps or fewer, times their share; of "none", the probability that nothing costs enough. Missing
+steps, ranks, kinds of kernels and reasons for idle time lower it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from disttrain_cli.analysis.kineto.unknown import (
 )
 from disttrain_cli.analysis.result.verdicts import Evidence, Place, Verdict
 
-#: A cause that costs a smaller share of a step is none.
+#: Least share of a step that a cause must cost.
 LEAST_SHARE = {
     "worker": LEAST_STRAGGLER,
     "data": 0.05,
@@ -59,19 +58,18 @@ LEAST_SHARE = {
     "host": 0.1,
     "unexplained": 0.1,
 }
-#: Where a larger share of communication is with ranks that are missing, nobody knows whether it
-#: moves or waits.
+#: If a larger share of communication is with missing ranks, it may be waiting as well as transfers.
 MOST_INCOMPLETE = 0.5
-#: Chance that kernels of unknown kind are communication, which then is not hidden.
+#: Probability that kernels of unknown kind are communication, which then is exposed.
 UNCLASSIFIED_TALKS = 0.5
-#: What "no straggler" is worth where of no collective it is known who joined it.
+#: Factor of the confidence in "no straggler" if the ranks of no collective are known.
 UNMATCHED_CALM = 0.3
 MOST_NAMED = 8  # steps
 LEAST_NAMED = 0.005  # of a step, to be named
 
 
 def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
-    """Name what costs most in a usual step, and a step that is not usual."""
+    """Name what costs most in a typical step, and a step that is not typical."""
     verdict, event = _of_usual_step(losses, database), losses.judged.event
     if event is None:
         return verdict
@@ -100,8 +98,10 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
 
 
 def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
-    """Name what costs most; stragglers go first, because the others' waiting for them hides the
-    rest."""
+    """Name what costs most in a typical step.
+
+    Stragglers go first, because the others' waiting for them hides the rest.
+    """
     step_s, means = losses.step_s, losses.mean_parts()
     lost_s = by_key(means)
     large = {
@@ -212,7 +212,7 @@ def _of_usual_step(losses: Losses, database: KinetoDatabase) -> Verdict:
 
 
 def _with_larger(losses: Losses, verdict: Verdict, means: dict[str, float]) -> Verdict:
-    """The verdict on stragglers, with the cause that costs more than they do, if one does."""
+    """Add to the verdict on stragglers the cause that costs more than they do, if there is one."""
     lost_s = {cause: lost for cause, lost in by_key(means).items() if cause in LEAST_SHARE}
     cause = max(lost_s, key=lambda name: lost_s[name])
     if cause == "worker" or lost_s[cause] <= verdict.lost_s:
@@ -237,12 +237,12 @@ def _uncapitalised(text: str) -> str:
 
 
 def _largest(cause: str, means: dict[str, float]) -> str:
-    """The finer kind of lost time that costs most of a cause."""
+    """Return the finer kind of lost time that costs most of a cause."""
     return max((part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: means[part])
 
 
 def _holds(losses: Losses, cause: str) -> float:
-    """The chance that in more such steps a cause costs enough, and more than any other."""
+    """Return the probability that in more such steps a cause costs enough and most."""
     shares = losses.shares
     rivals = [shares[other] for other in LEAST_SHARE if other != cause]
     return min(
@@ -252,7 +252,7 @@ def _holds(losses: Losses, cause: str) -> float:
 
 
 def _seldom(losses: Losses, cause: str) -> str:
-    """In which steps a cause costs enough, where that is half of them or fewer."""
+    """Return a sentence on the steps in which a cause costs enough, if they are half or fewer."""
     shares, judged = losses.shares[cause], losses.judged
     steps = [
         step
@@ -303,7 +303,7 @@ def _calm(losses: Losses, database: KinetoDatabase, evidence: list[Evidence]) ->
 
 
 def _not_one(losses: Losses) -> list[Evidence]:
-    """Why no rank is called a straggler, where collectives or messages were matched."""
+    """Return evidence why no rank is called a straggler; empty if nothing was matched."""
     straggler = losses.straggler
     if straggler is None:
         return []
@@ -323,8 +323,10 @@ def _not_one(losses: Losses) -> list[Evidence]:
 
 
 def _figured(told: str, largest: str, means: dict[str, float], losses: Losses) -> str:
-    """The largest part of a cause with its seconds, the cause's other parts with theirs, and their
-    sum, where the named parts leave some out."""
+    """Format the largest part of a cause with its seconds, its other parts, and their sum.
+
+    The sum is given if the named parts leave some out.
+    """
     step_s, worded = losses.step_s, dict[str, float]()
     for part, (words, *_) in _DETAILS.items():
         if KEY_OF[part] == KEY_OF[largest]:

@@ -1,5 +1,5 @@
--- Compute time of every stage and replica per slot: mean over the measured steps, beside what the profile predicts
--- for the same work. Ratios to the mean of the unit; `normalised` is slowness that the work does not explain.
+-- Compute time of every stage and replica per slot: mean over the measured steps, and the profile's prediction for the
+-- same work. Ratios are to the mean of the unit; `normalised` is the slowness that the work does not explain.
 WITH passes AS (
     SELECT step, slot, unit, stage, replica, depth, sum(duration_ns) / 1e6 / count(DISTINCT rank) AS ms,
            sum(predicted_ms) / count(DISTINCT rank) AS predicted_ms

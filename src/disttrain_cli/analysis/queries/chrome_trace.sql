@@ -1,6 +1,6 @@
--- Events of the Chrome trace format for some steps: a line of JSON each. One process per unit, one thread per rank, times
--- in µs from $origin. X: operations; s, f: an arrow from the send that a receive waited for; C: ranks of a unit that
--- compute. Names become JSON by to_json: whatever they hold, they stay strings.
+-- Events of the Chrome trace format for some steps: a line of JSON each. One process per unit, one thread per rank,
+-- times in µs from $origin. X: operations; s, f: an arrow from the send that a receive waited for; C: number of a
+-- unit's ranks that compute. Names become JSON by to_json, so they stay strings for any content.
 WITH rows AS (
     SELECT o.*, u.place, row_number() OVER (ORDER BY o.step, o.rank, o.start_ns) AS number
     FROM operations o JOIN units u USING (unit) WHERE list_contains($steps, o.step)

@@ -1,5 +1,5 @@
--- How early did a message from one host arrive at another, by their own clocks? Per step and pair of hosts the least time
--- from the start of a send to the end of its receive; it took that long or less, however far the clocks are apart.
+-- Per step and pair of hosts, the least time from the start of a send to the end of its receive, by their own clocks:
+-- an upper bound of the transfer time plus the difference of the clocks.
 WITH sent AS (
     SELECT step, slot, rank, peer, host, operation, start_ns FROM recorded WHERE operation LIKE 'send%' AND peer >= 0
 ), received AS (

@@ -1,8 +1,7 @@
--- What share of the devices' time moves tensors while the rank computes nothing? A rank counts as often as it stands
--- for devices. Waiting for a peer is not counted:
--- a receive counts from the latest start of the sends that feed it, a reduction from its last member's arrival.
--- Which sends feed a receive: those of its peer where one is recorded, else of its replica in the same unit, else of
--- all of the neighbouring stages.
+-- Share of the devices' time that moves tensors while the rank computes nothing. A rank counts once per device that it
+-- represents. Waiting for a peer is not counted: a receive counts from the latest start of the sends that feed it, a
+-- reduction from its last member's arrival. The sends that feed a receive are those of its peer if one is recorded,
+-- else of its replica in the same unit, else of all ranks of the neighbouring stages.
 WITH moving AS (
     SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer, pp, devices_per_rank AS devices,
            operation LIKE '%activation' AS onward

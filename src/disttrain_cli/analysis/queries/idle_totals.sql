@@ -1,5 +1,5 @@
--- Where does the time of the devices go? Shares of the window of a step, over all devices and measured steps; a rank
--- counts as often as it stands for devices.
+-- Breakdown of the devices' time: shares of the window of a step, over all devices and measured steps. A rank counts
+-- once per device that it represents.
 WITH weighted AS (SELECT i.*, u.devices_per_rank AS devices FROM idle i JOIN units u USING (unit)),
 total AS (SELECT sum(window_s * devices) AS s FROM weighted)
 SELECT sum(compute_s * devices) / any_value(s) AS compute, sum(warmup_s * devices) / any_value(s) AS warmup,

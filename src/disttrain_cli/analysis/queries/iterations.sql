@@ -1,4 +1,4 @@
--- How long do steps take? Warm-up and incomplete steps are left out; their numbers are counted beside.
+-- Times of the steps, without warm-up and incomplete ones, and the numbers of these.
 SELECT count(*) AS recorded, count(*) FILTER (measured) AS measured, count(*) FILTER (warmup) AS warmup,
        count(*) FILTER (NOT complete) AS incomplete, min(start_ns) AS first_ns, min(step) AS first_step, max(step) AS last_step,
        avg(covered_s) FILTER (measured) AS covered_s, avg(window_s) FILTER (measured) AS iteration_s,

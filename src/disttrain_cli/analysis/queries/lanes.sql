@@ -1,4 +1,4 @@
--- Ranks of one step in the order of the pipeline, with the time that each computed.
+-- Ranks of one step in the order of the pipeline, with their compute time.
 SELECT rank, any_value(unit) AS unit, any_value(stage) AS stage, any_value(replica) AS replica,
        if(any_value(cp) > 1, any_value(cp_rank), NULL) AS cp_rank,
        coalesce(sum(duration_ns) FILTER (operation IN ('forward', 'backward', 'weights')), 0)::BIGINT AS compute_ns

@@ -1,4 +1,4 @@
--- Without job.json: the units as the trace shows them, ordered by when their first forward starts.
+-- Units in a trace without job.json, ordered by the start of their first forward.
 INSERT INTO units
 WITH seen AS (
     SELECT unit, list_sort(list(DISTINCT module)) AS modules, max(tp_rank) + 1 AS tp, max(cp_rank) + 1 AS cp,

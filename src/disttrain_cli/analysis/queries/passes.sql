@@ -1,7 +1,7 @@
--- What a replay needs: every forward, backward and weights' part of the chosen steps with what preceded it on its rank since the
--- previous one (waiting for data, handing over tensors, receiving, and time covered by no row). Seconds from the
--- start of the step; `received_from_s` is when the rank began to wait for this pass's tensors. Of what it received and
--- sent on: the bytes, and the one rank it came from or went to, -1 for several; null where that was not recorded.
+-- Input of a replay: every forward, backward and weight gradient of the chosen steps with what preceded it on its rank
+-- since the previous one (waiting for data, handing over tensors, receiving, and time covered by no row). Seconds from
+-- the start of the step; `received_from_s` is when the rank began to wait for this pass's tensors. For the tensors that
+-- it received and sent: the bytes, and the only peer, -1 for several; null if not recorded.
 WITH chosen AS (SELECT step, start_ns FROM windows WHERE list_contains($steps, step)),
 summed AS (
     SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, any_value(o.stage) AS stage,

@@ -1,4 +1,4 @@
--- Where every rank is, how long it was active over the measured steps, and its wait in collectives: from its arrival to
+-- Coordinates of every rank, its active time over the measured steps, and its wait in collectives: from its arrival to
 -- that of the last member of its group.
 WITH spans AS (
     SELECT rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage,

@@ -1,4 +1,5 @@
--- Which microbatch is heavy? Compute time of a slot, mean over the ranks that have it, beside what its work predicts.
+-- Compute time of every slot, mean over the ranks that have it, and the prediction for its work: shows heavy
+-- microbatches.
 WITH passes AS (
     SELECT slot, sum(duration_ns) / 1e6 / count(DISTINCT (step, rank)) AS ms,
            sum(predicted_ms) / count(DISTINCT (step, rank)) AS predicted_ms

@@ -1,4 +1,4 @@
--- Makes `trace` of the recorded rows and puts the times in `seen` right: all on the clock of rank 0's host.
+-- Create `trace` from the recorded rows and correct the times in `seen`: all on the clock of rank 0's host.
 CREATE VIEW trace AS
 SELECT r.* REPLACE (start_ns - shift_ns AS start_ns, end_ns - shift_ns AS end_ns)
 FROM (SELECT r.*, if(c.applied, clock_shift(r.start_ns, c.offset_us, c.drift_ppm), 0) AS shift_ns

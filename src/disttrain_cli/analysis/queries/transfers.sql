@@ -1,8 +1,8 @@
--- How long do a slot's tensors travel over a cut? From the start of the send, or the end of the pass that made them
--- where sends were not recorded (between units: of the last replica), to the end of the receive, where the receiver
--- already waited for them: median in ms over $steps, and how often a rank waited in a
--- step. $before, $after: depths of the stages on both sides; $crosses: whether they are of different units. A stage that
--- receives over several cuts waits for the latest.
+-- Transfer time of a slot's tensors over a cut: from the start of the send, or the end of the pass that computed them
+-- if sends were not recorded (between units: of the last replica), to the end of the receive, if the receiver already
+-- waited for them. Median in ms over $steps, and how often a rank waited in a step. $before, $after: depths of the
+-- stages on both sides; $crosses: true if they are of different units. A stage that receives over several cuts waits
+-- for the latest.
 WITH cuts AS (SELECT unnest($before) AS before, unnest($after) AS after, unnest($crosses) AS crosses),
 ways AS (
     SELECT before, after, crosses, before AS source, after AS target, true AS onward FROM cuts

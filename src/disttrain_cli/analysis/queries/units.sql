@@ -1,5 +1,5 @@
--- How much does each unit compute, how busy are its ranks, and what do its ranks wait for? Per step. FLOPs are those of
--- all devices, also where one rank was recorded for several.
+-- Compute, busy time and waits of every unit's ranks, per step. FLOPs are those of all devices, also if one rank was
+-- recorded for several.
 WITH steps AS (SELECT count(*) AS steps, sum(window_s) AS window_s FROM windows WHERE measured),
 work AS (
     SELECT unit, sum(flops) AS flops, sum(duration_ns) / 1e9 AS compute_s,

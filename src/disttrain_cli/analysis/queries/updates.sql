@@ -1,6 +1,6 @@
--- What do the reduction and the optimizer step of a stage take without waiting? The shortest row among its ranks in a
--- step: the others wait. An optimizer step begins with a norm over all ranks, so it counts from the last one's arrival.
--- Mean over the measured steps in ms.
+-- Time of a stage's reduction and optimizer step without waiting: the shortest row among its ranks in a step, as the
+-- others wait. An optimizer step begins with a norm over all ranks, so it counts from the last one's arrival. Mean over
+-- the measured steps in ms.
 WITH rows AS (
     SELECT step, unit, stage, operation, duration_ns,
            end_ns - max(start_ns) OVER (PARTITION BY step, operation) AS after_last_ns

@@ -1,8 +1,11 @@
--- One row per measured step and rank: where the window of the step went; the parts sum to window_s.
--- warmup_s: before the rank's first forward, and waiting for its first gradient · drain_s: from its last
--- compute to the last one of the job · other_unit_s, other_stage_s: waiting for tensors in between ·
--- data_wait_s: load · transfer_s: handing over tensors · update_s: reduction and optimizer after the job's last
--- compute · gap_s: inside the pipeline, covered by no row (the host).
+-- One row per measured step and rank: breakdown of the window of the step; the parts sum to window_s.
+-- warmup_s: before the rank's first forward, and waiting for its first gradient
+-- drain_s: from its last compute to the last one of the job
+-- other_unit_s, other_stage_s: waiting for tensors in between
+-- data_wait_s: load
+-- transfer_s: handing over tensors
+-- update_s: reduction and optimizer after the job's last compute
+-- gap_s: inside the pipeline, covered by no row (the host)
 -- Columns: step, rank, host, unit, stage, replica, window_s, compute_s, data_wait_s, warmup_s, other_unit_s,
 -- other_stage_s, transfer_s, drain_s, update_s, gap_s
 CREATE VIEW idle AS

@@ -1,4 +1,4 @@
--- One row per row of the trace, moments at which memory was read included; columns as those of operations.
+-- One row per row of the trace, samples of memory included; columns as those of operations.
 CREATE VIEW known AS
 SELECT t.*, u.first_depth + t.stage AS depth, u.pp,
        CASE WHEN c.kind = 'llm' THEN t.sequences ELSE t.images END AS items,

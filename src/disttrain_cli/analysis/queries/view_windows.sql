@@ -1,9 +1,9 @@
--- One row per step: when it began and ended, as reported while training, or else over all ranks (evaluations and
--- checkpoints left out), and whether it is measured; covered_s: from its first to its last recorded operation. A host
--- that runs ahead of its GPU reports a step before the optimizer step is done: then it lasts until the reporting rank's
+-- One row per step: its begin and end, as reported during training, or else over all ranks (evaluations and checkpoints
+-- left out), and whether it is measured; covered_s: from its first to its last recorded operation. A host that runs
+-- ahead of its GPU reports a step before the optimizer step is done: the step then lasts until the reporting rank's
 -- last operation ends, and the next one begins there.
--- A step is measured unless it is warm-up (the first of every start of the job; the first two where at least six
--- were recorded) or incomplete (fewer ranks computed, or fewer operations were recorded, than usual).
+-- A step is measured unless it is warm-up (the first of every start of the job; the first two if at least six were
+-- recorded) or incomplete (fewer ranks computed, or fewer operations were recorded, than usual).
 -- Columns: step, run, start_ns, end_ns, compute_end_ns, window_s, covered_s, ranks, warmup, complete, measured
 CREATE TABLE windows AS
 WITH spans AS (

@@ -1,8 +1,8 @@
-"""The report: one HTML page that needs nothing else, verdict first.
+"""Report: one self-contained HTML page, verdict first.
 
-Start at `page.write_report`. `pictures` asks the traces for what is drawn, `timeline` makes lanes
-and bars of it; `sections`, `tables`, `predictions` and `devices` turn an `Analysis` into text,
-`charts` and `heat` into SVG, `words` says figures. The page's style and script are
+Start at `page.write_report`. `pictures` queries the traces for what is drawn, `timeline` converts
+it to lanes and bars; `sections`, `tables`, `predictions` and `devices` turn an `Analysis` into HTML
+text, `charts` and `heat` into SVG, `words` formats figures. The page's style and script are
 `templates/report.css` and `templates/report.js`.
 """
 

@@ -1,5 +1,7 @@
-"""Small pictures of the report as SVG text: lines over steps, stacked shares, bars. Every string is
-escaped."""
+"""Small charts of the report as SVG text: lines over steps, stacked shares, bars.
+
+Every string is escaped.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,15 @@ def line_chart(
     last: Literal["last", "mean"] = "last",
     log: bool = False,
 ) -> str:
-    """Lines over steps, at most 400 points each; empty text where there is nothing to draw.
+    """Return lines over steps, at most 400 points each; empty text if there is nothing to draw.
 
-    `expected` is drawn as a dashed line across: what the plan said. `last` is the figure in the
-    legend. `log` takes a logarithmic axis where values are positive and spread tenfold.
+    Args:
+        title: caption.
+        series: lines.
+        unit: unit of the figures in the legend.
+        expected: the plan's value, drawn as a dashed horizontal line.
+        last: figure in the legend: the last value or the mean.
+        log: logarithmic axis, if values are positive and span a factor of ten.
     """
     means = [sum(y for _, y in points) / len(points) for _, points in series if points]
     series = [(name, thin(points)) for name, points in series if points]
@@ -96,7 +103,7 @@ def line_chart(
 
 
 def _summary(title: str, series: Sequence[Series], unit: str) -> str:
-    """A chart in a sentence."""
+    """Describe a chart in a sentence."""
     ends = [
         f"{name} from {figure(points[0][1])}{unit} to {figure(points[-1][1])}{unit}"
         for name, points in series
@@ -105,8 +112,7 @@ def _summary(title: str, series: Sequence[Series], unit: str) -> str:
 
 
 def share_bar(shares: Sequence[tuple[str, str, float]]) -> str:
-    """One stacked bar of (class, name, share) with a legend; every part is named and numbered
-    there."""
+    """Return one stacked bar of (class, name, share) with a legend that names every part."""
     x, parts, legend = 0.0, [], []
     total = sum(max(0.0, share) for _, _, share in shares) or 1.0
     for kind, name, share in shares:
@@ -132,8 +138,10 @@ def share_bar(shares: Sequence[tuple[str, str, float]]) -> str:
 
 
 def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
-    """Bars of (class, name, seconds), each beginning where the one before ended; of class total:
-    beginning at 0."""
+    """Return bars of (class, name, seconds), each beginning at the end of the one before.
+
+    Bars of class total begin at 0.
+    """
     reach, at = 1e-12, 0.0
     for kind, _, value in parts:
         at = value if kind == "total" else at + value
@@ -156,7 +164,7 @@ def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
 
 
 def stacked_rows(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label: str) -> str:
-    """One stacked bar per row of (name, parts of (class, value)), all on one scale."""
+    """Return one stacked bar per row of (name, parts of (class, value)), all on one scale."""
     reach = max((sum(value for _, value in parts) for _, parts in rows), default=0.0) or 1.0
     drawn = []
     for name, parts in rows:
@@ -171,11 +179,10 @@ def stacked_rows(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label:
 def _bars(
     rows: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]], label: str, more: str = ""
 ) -> str:
-    """Rows of (name, figure, bars of (class, where it begins, how long it is, both as shares of the
-    whole width)).
+    """Return rows of (name, figure, bars of (class, offset, length)).
 
-    Names and figures are text of the page; only the bars stretch with it, so that a phone shows all
-    of them.
+    Offset and length are shares of the full width. Names and figures are text of the page; only the
+    bars stretch with it, so that a phone shows all of them.
     """
     drawn = []
     for name, value, bars in rows:
@@ -194,12 +201,12 @@ def _bars(
 
 
 def _tick(value: float) -> str:
-    """A round number, with no more digits than it has."""
+    """Format a round number without superfluous digits."""
     return figure(value) if value == 0 or abs(value) >= 1e-3 else f"{value:g}"
 
 
 def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that enclose a range."""
+    """Return multiples of 1, 2 or 5 times a power of ten that enclose a range."""
     high = high if high > low else low + 1
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -209,7 +216,7 @@ def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Powers of ten that enclose a range, and their 2 and 5 fold where there are few."""
+    """Return powers of ten that enclose a range, and their multiples of 2 and 5 if they are few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, -(-(last - first) // most))
     factors = (1, 2, 5) if last - first < 3 else (1,)
@@ -222,6 +229,6 @@ def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
-    """Every k-th point, the last one kept, so that a page does not grow with the steps."""
+    """Return every k-th point and the last one, so that a page does not grow with the steps."""
     every = -(-len(points) // most)
     return points if every <= 1 else [*points[:-1:every], points[-1]]

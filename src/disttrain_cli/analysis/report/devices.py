@@ -1,5 +1,4 @@
-"""Sections about devices and what their hosts launch, of Kineto traces; empty text where an
-analysis has none."""
+"""Sections on devices and launches, for Kineto traces; empty text if an analysis has none."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _PATH = {
 
 
 def collective_kinds(analysis: Analysis) -> str:
-    """Bandwidth and distribution of every kind of collective."""
+    """Show bandwidth and distribution of every kind of collective."""
     rows = [
         [
             escape(row.kind),
@@ -83,7 +82,7 @@ def collective_kinds(analysis: Analysis) -> str:
 
 
 def operators(analysis: Analysis) -> str:
-    """FLOPs of operators, and how near they come to the roof of the device."""
+    """Show FLOPs of operators, and their share of the device's roof."""
     rows = [
         [
             kernel(row.name),
@@ -145,7 +144,7 @@ def operators(analysis: Analysis) -> str:
 
 
 def critical_path(analysis: Analysis) -> str:
-    """The kernels and gaps that determine the length of a step."""
+    """Show the kernels and gaps that determine the length of a step."""
     path = analysis.critical_path
     if path is None:
         return ""
@@ -182,7 +181,7 @@ def critical_path(analysis: Analysis) -> str:
 
 
 def launches(analysis: Analysis) -> str:
-    """How hosts launch, and what devices have waiting."""
+    """Show launches of the hosts, and queues of the devices."""
     rows = [
         [
             str(row.rank),

@@ -1,4 +1,4 @@
-"""What the model drew and wrote, with what it was asked for and what a judge says of it."""
+"""Section on images and texts that the model generated, with their prompts and a judge's result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from disttrain_cli.analysis.report.words import percent, section, table
 from disttrain_cli.spec.samples import FILE, Drawn, Samples, Written, read_samples
 
-#: Images drawn, and images read, on the page, and the largest one taken in.
+#: Most generated images and most described images on the page, and the largest one included.
 MOST_IMAGES = 100
 MOST_READ = 24
 MOST_IMAGE_BYTES = 512 * 1024
@@ -17,8 +17,10 @@ _TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".we
 
 
 def generated(images: list[Path]) -> str:
-    """Images that the model drew, or read, after the last step, and its answers; `samples.json`
-    beside them tells which and why, and may be one of these files."""
+    """Show images that the model generated or described after the last step, and its answers.
+
+    `samples.json` in their folder lists their prompts, and may be one of these files.
+    """
     if not images:
         return ""
     folder = next(

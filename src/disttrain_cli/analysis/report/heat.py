@@ -1,5 +1,4 @@
-"""The heatmap of stage × replica: mean time of a slot, and the same divided by the time that its
-work should take."""
+"""Heatmap of stage × replica: mean time of a slot, and the same over its predicted time."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from disttrain_cli.analysis.report.words import figure, folded, percent, scrolled, table
 
-#: Rows and columns drawn; of more replicas those that are furthest from the mean.
+#: Rows and columns drawn; of more replicas, those furthest from the mean.
 MOST_STAGES, MOST_REPLICAS = 48, 64
 _STRIPES = (
     '<defs><pattern id="{name}" width="5" height="5" patternUnits="userSpaceOnUse" '
@@ -18,7 +17,7 @@ _STRIPES = (
 
 
 def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
-    """Both maps and their figures as a table; empty text where there are no cells."""
+    """Return both maps and their figures as a table; empty text if there are no cells."""
     if not cells:
         return ""
     drawn = _map("time", cells, "ratio", "Compute of a slot in ms, against the unit’s mean")
@@ -45,7 +44,7 @@ def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def _chosen(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells that are drawn."""
+    """Return the cells that are drawn."""
     depths = sorted({cell["depth"] for cell in cells})[:MOST_STAGES]
     furthest: dict[int, float] = {}
     for cell in cells:
@@ -56,10 +55,9 @@ def _chosen(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> str:
-    """Stages (rows, through the pipeline) × replicas (columns), coloured by a ratio to the unit's
-    mean.
+    """Draw stages (rows, through the pipeline) × replicas (columns), coloured by ratio to the mean.
 
-    Slower is full, faster is striped, so that they stay apart in grey.
+    The mean is the unit's. Slower is full, faster is striped, so that they differ in greyscale.
     """
     shown = _chosen(cells)
     stages = sorted({(cell["depth"], str(cell["unit"])[:20], cell["stage"]) for cell in shown})

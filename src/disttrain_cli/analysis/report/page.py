@@ -1,9 +1,9 @@
-"""The page itself: sections in their order, one template, and a policy that lets nothing else in.
+"""HTML page of the report: sections in order, one template, and a content security policy.
 
-Everything that can be text or SVG is written here, so that the page reads without a script and in
-print; the script (`templates/report.js`) only draws the zoomable timeline. The page's policy allows
-exactly this script and this style sheet, by hash, and images in `data:` form; every string of the
-trace is escaped.
+Everything that can be text or SVG is written here, so that the page is complete without a script
+and in print; the script (`templates/report.js`) only draws the zoomable timeline. The page's policy
+allows exactly this script and this style sheet, by hash, and images in `data:` form; every string
+of the trace is escaped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from disttrain_cli.spec.whole import write_whole
 
 
 def write_report(analysis: Analysis, pictures: Pictures, images: list[Path], out: Path) -> Path:
-    """Write the page; returns its path.
+    """Write the page and return its path.
 
     Args:
-        analysis: what was found, in traces of any format.
-        pictures: what is drawn of the same traces, as far as they tell it.
+        analysis: results, for traces of any format.
+        pictures: what is drawn of the same traces, as far as they contain it.
         images: PNG or JPEG files that the model generated; unreadable or large ones are left out.
         out: the HTML file.
 
@@ -55,8 +55,8 @@ def write_report(analysis: Analysis, pictures: Pictures, images: list[Path], out
 
 
 def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
-    """All sections; those that these traces cannot fill are left out and named at the end."""
-    parts: list[tuple[str, str]] = [  # text, and why it is empty where that must be said
+    """Return all sections; those that these traces cannot fill are listed at the end."""
+    parts: list[tuple[str, str]] = [  # text, and the reason if it is empty, "" for none
         (sections.rehearsed(analysis.job), ""),
         (sections.verdict(analysis), ""),
         (sections.tiles(analysis), ""),
@@ -137,7 +137,7 @@ def _sha256(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end its script element, whatever strings it holds."""
+    """Return JSON that cannot end its script element, for any strings in it."""
     text = json.dumps(value, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

@@ -1,4 +1,4 @@
-"""What the page draws beyond the figures of an `Analysis`, asked of the traces themselves."""
+"""Data of the page's pictures that an `Analysis` lacks, queried from the traces."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Timelines as `timeline.drawn_lanes` makes them, rows of `cells.sql`, rows of
-    `step_series.sql`."""
+    """Timelines of `timeline.drawn_lanes`, rows of `cells.sql`, and rows of `step_series.sql`."""
 
     timelines: list[dict[str, Any]] = field(default_factory=list)
     cells: list[dict[str, Any]] = field(default_factory=list)
@@ -28,7 +27,7 @@ class Pictures:
 
 
 def pictures_of(database: Database, rank: int | None = None) -> Pictures:
-    """Of own traces; `rank` is the one that the verdict names."""
+    """Return the pictures of disttrain's traces; `rank` is the one that the verdict names."""
     return Pictures(
         [drawable(database, step, why, rank) for step, why in representative_steps(database)],
         database.query("cells"),
@@ -37,7 +36,7 @@ def pictures_of(database: Database, rank: int | None = None) -> Pictures:
 
 
 def kineto_pictures(database: KinetoDatabase, rank: int | None = None) -> Pictures:
-    """Of Kineto traces: kernels of some steps, time by step."""
+    """Return the pictures of Kineto traces: kernels of some steps, time by step."""
     return Pictures(
         [drawable_kineto(database, step, why, rank) for step, why in kineto_steps(database)],
         [],

@@ -1,5 +1,4 @@
-"""Tables of predictions against measurements, and of what would change a step; empty text where an
-`Analysis` has nothing for one."""
+"""Tables of predictions, measurements and remedies; empty text if an `Analysis` has none."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from disttrain_cli.analysis.report.words import (
 from disttrain_cli.analysis.result.rows import GROWN, Comparison, OperationRow
 from disttrain_cli.analysis.result.summary import Analysis
 
-#: Rows; what is beyond is left out, and the page says so.
+#: Most rows; the page states how many more are left out.
 MOST_OPERATIONS, MOST_ROWS, MOST_GROUPS = 120, 24, 12
-SHOWN = 10  # operations before the fold
+SHOWN = 10  # operations that are not folded
 _FIGURES = {
     "iteration_s": "step time",
     "sequences_per_s": "sequences per second",
@@ -29,7 +28,7 @@ _FIGURES = {
 
 
 def remedies(analysis: Analysis) -> str:
-    """Savings of single changes."""
+    """Show savings of single changes."""
     rows = [
         [
             escape(row.change),
@@ -60,7 +59,7 @@ def remedies(analysis: Analysis) -> str:
 
 
 def what_if(analysis: Analysis) -> str:
-    """The published study's slowdowns."""
+    """Show the published study's slowdowns."""
     search = analysis.what_if
     if search is None:
         return ""
@@ -103,7 +102,7 @@ def what_if(analysis: Analysis) -> str:
 
 
 def predicted(analysis: Analysis) -> str:
-    """Predictions and measurements, one line per figure; errors beyond 10 and 25 % are marked."""
+    """Show predictions and measurements, one line per figure; errors beyond 10 and 25 % marked."""
     rows = [
         row for row in analysis.predicted_vs_measured if row.unit is None or row.what == "stage_ms"
     ]
@@ -145,7 +144,7 @@ def predicted(analysis: Analysis) -> str:
 
 
 def operations(analysis: Analysis) -> str:
-    """Predictions and measurements by operation; the largest effect on a step first."""
+    """Show predictions and measurements by operation; the largest effect on a step first."""
     rows = [_operation(row) for row in analysis.operations[1 : 1 + MOST_OPERATIONS]]
     if not rows:
         return ""
@@ -193,7 +192,7 @@ def _operation(row: OperationRow) -> list[str]:
 
 
 def memory(analysis: Analysis) -> str:
-    """The fullest rank of every stage; of other programs' traces the fullest ranks."""
+    """Show the rank with most memory of every stage; for other programs' traces the top ranks."""
     rows = [
         [
             escape(f"{row.unit} · stage {row.stage}"),
@@ -238,7 +237,7 @@ def memory(analysis: Analysis) -> str:
 
 
 def _error(error_pct: float | None) -> str:
-    """An error in percent, marked beyond 10 and 25."""
+    """Format an error in percent, marked beyond 10 and 25."""
     if error_pct is None:
         return "–"
     kind = "far" if abs(error_pct) > 25 else "off" if abs(error_pct) > 10 else ""

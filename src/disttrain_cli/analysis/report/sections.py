@@ -1,5 +1,4 @@
-"""Sections of the page that are drawn or written out; empty text where an analysis has nothing for
-them."""
+"""Sections of the page with drawings or text; empty text if an analysis has nothing for them."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ from disttrain_cli.analysis.report.words import (
 )
 from disttrain_cli.analysis.result.summary import Analysis, JobSummary
 
-#: Ranks that have a bar of their own.
+#: Most ranks with a bar.
 MOST_BARS = 64
-MOST_EVIDENCE = 6  # rows before the fold
+MOST_EVIDENCE = 6  # rows that are not folded
 MOST_CURVES = 5
 LOSSES = ("loss_text", "loss_image")
 _SHARES = (
@@ -66,7 +65,7 @@ _KINDS = {
 
 
 def dates(job: JobSummary) -> str:
-    """When it was recorded, what wrote the page, and when."""
+    """Format the time of the recording, the program's version, and the time of the report."""
     recorded = [f"recorded {job.recorded_at}"] if job.recorded_at is not None else []
     return " · ".join(
         [*recorded, f"disttrain {__version__}", f"report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"]
@@ -82,7 +81,7 @@ def rehearsed(job: JobSummary) -> str:
 
 
 def verdict(analysis: Analysis) -> str:
-    """The cause that slows the job, the confidence, what to do, and the figures behind it."""
+    """Show the cause that slows the job, the confidence, the advice, and the evidence."""
     judged = analysis.verdict
     kind = "good" if judged.cause == "none" else "bad" if judged.confidence >= 0.5 else "unsure"
     where = place(**asdict(judged.place))
@@ -110,7 +109,7 @@ def verdict(analysis: Analysis) -> str:
 
 
 def tiles(analysis: Analysis) -> str:
-    """The job's figures, large; those that the traces tell."""
+    """Show the job's figures, large; those that the traces contain."""
     job = analysis.job
     steps = f" · {counted(job.steps_measured, 'step')} measured" if job.steps_measured else ""
     values = [
@@ -146,7 +145,7 @@ def tiles(analysis: Analysis) -> str:
 
 
 def timeline(timelines: list[dict[str, Any]]) -> str:
-    """The frame of the timeline; the script fills it."""
+    """Return the frame of the timeline, which the script fills."""
     if not timelines:
         return ""
     buttons = "".join(
@@ -189,7 +188,7 @@ def timeline(timelines: list[dict[str, Any]]) -> str:
 
 
 def time_shares(analysis: Analysis) -> str:
-    """One bar of what the ranks do over a step."""
+    """Show the ranks' activities over a step as one bar."""
     shares = analysis.job.time_shares
     if not shares:
         return ""
@@ -213,7 +212,7 @@ def time_shares(analysis: Analysis) -> str:
 
 
 def losses(analysis: Analysis) -> str:
-    """From the ideal step to the measured one, cause by cause."""
+    """Show the time from the ideal step to the measured one, cause by cause."""
     lost = analysis.stragglers
     if lost.lost_s is None or lost.slowdown is None or lost.ideal_s is None:
         return ""
@@ -259,7 +258,7 @@ def losses(analysis: Analysis) -> str:
 
 
 def losses_by_step(analysis: Analysis) -> str:
-    """The causes that cost most, step by step."""
+    """Show the causes that cost most, step by step."""
     steps = analysis.stragglers.by_step
     if len(steps) < 2:
         return ""
@@ -302,8 +301,10 @@ def heat(pictures: Pictures) -> str:
 
 
 def ranks_chart(analysis: Analysis) -> str:
-    """A bar per rank: what it computed, communicated outside of compute, and idled; the slowest
-    ranks of many."""
+    """Show a bar per rank: compute, other operations outside of compute, and idle time.
+
+    Of many ranks, those active longest are shown.
+    """
     ranks = sorted(
         sorted(analysis.ranks, key=lambda rank: -rank.span_us)[:MOST_BARS],
         key=lambda rank: rank.rank,
@@ -313,7 +314,7 @@ def ranks_chart(analysis: Analysis) -> str:
         or analysis.format == "disttrain"
         or any(rank.compute_us is None for rank in ranks)
     ):
-        return ""  # the timeline of own traces shows them
+        return ""  # the timeline of disttrain's traces shows them
     more = (
         f" The {len(ranks)} of {len(analysis.ranks)} ranks that were active longest."
         if len(ranks) < len(analysis.ranks)
@@ -349,8 +350,7 @@ def ranks_chart(analysis: Analysis) -> str:
 
 
 def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
-    """Losses, MFU, time, tokens, gradient norm and learning rate over steps, with the plan's
-    figures."""
+    """Show losses, MFU, time, tokens, gradient norm and learning rate over steps, and the plan."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [
@@ -359,7 +359,7 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
             if row["step"] is not None
             and row.get(name) is not None
             and math.isfinite(row[name])
-            and (row[name] or name not in LOSSES)  # 0: the batch had nothing to compute it of
+            and (row[name] or name not in LOSSES)  # 0: the batch had nothing to compute a loss from
         ]
 
     plan = {
@@ -411,7 +411,7 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
 
 
 def learned(analysis: Analysis) -> str:
-    """Verdict on what the run learns, loss by loss."""
+    """Show the verdict on what the run learns, loss by loss."""
     judged = analysis.learning
     if judged is None:
         return ""
@@ -446,7 +446,7 @@ def warnings(analysis: Analysis) -> str:
 
 
 def left_out(reasons: list[str]) -> str:
-    """One line for every section that these traces cannot fill."""
+    """Show the reasons why these traces cannot fill some sections."""
     if not reasons:
         return ""
     items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
@@ -454,7 +454,7 @@ def left_out(reasons: list[str]) -> str:
 
 
 def footer(analysis: Analysis) -> str:
-    """What the figures are of."""
+    """Describe the recording that the figures are from."""
     job = analysis.job
     origin = {
         "disttrain": f"Start {job.run}",

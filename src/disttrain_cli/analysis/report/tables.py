@@ -1,4 +1,4 @@
-"""Tables of what was recorded, from an `Analysis`; empty text where it has nothing for one."""
+"""Tables of recorded figures from an `Analysis`; empty text if it has none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from disttrain_cli.analysis.report.words import (
 from disttrain_cli.analysis.result.rows import HostClock
 from disttrain_cli.analysis.result.summary import Analysis
 
-#: Rows; what is beyond is left out, and the page says so.
+#: Most rows; the page states how many more are left out.
 MOST_RANKS, MOST_ROWS = 256, 24
 
 
 def units(analysis: Analysis) -> str:
-    """One row per unit."""
+    """Show one row per unit."""
     has_cp = any(unit.cp > 1 for unit in analysis.units)
     rows = [
         [
@@ -78,7 +78,7 @@ def units(analysis: Analysis) -> str:
 
 
 def slowest(analysis: Analysis) -> str:
-    """The slowest stage, replica and slot."""
+    """Show the slowest stage, replica and slot."""
     rows = [
         [
             f"{escape(row.kind)} {row.number}",
@@ -106,7 +106,7 @@ def slowest(analysis: Analysis) -> str:
 
 
 def collectives(analysis: Analysis) -> str:
-    """Who joined last, and how long the others waited."""
+    """Show the rank that joined each collective last, and how long the others waited."""
     rows = [
         [
             escape(row.name),
@@ -151,7 +151,7 @@ def collectives(analysis: Analysis) -> str:
 
 
 def kernels(analysis: Analysis) -> str:
-    """The kernels that take most time."""
+    """Show the kernels that take most time."""
     rows = [
         [
             kernel(row.name),
@@ -180,7 +180,7 @@ def kernels(analysis: Analysis) -> str:
 
 
 def hosts(analysis: Analysis) -> str:
-    """One row per host: what its ranks did, and its clock."""
+    """Show one row per host: its ranks' compute, and its clock."""
     names = list(dict.fromkeys(rank.host for rank in analysis.ranks if rank.host is not None))
     clocks = {clock.host: clock for clock in analysis.clocks}
     measured_s = (analysis.job.iteration_s or 0.0) * analysis.job.steps_measured
@@ -229,7 +229,7 @@ def _clock(clock: HostClock | None) -> str:
 
 
 def inside(analysis: Analysis) -> str:
-    """Times of our operations by torch's profile."""
+    """Show the breakdown of operations by torch's profile."""
     if not analysis.inside:
         return ""
     kinds = list(dict.fromkeys(kind for row in analysis.inside for kind in row.shares))
@@ -274,7 +274,7 @@ def inside(analysis: Analysis) -> str:
 
 
 def ranks(analysis: Analysis) -> str:
-    """Time of every rank, folded."""
+    """Show the time of every rank, folded."""
     if not analysis.ranks:
         return ""
     has_units = any(rank.unit is not None for rank in analysis.ranks)

@@ -1,4 +1,4 @@
-"""What the page draws as timelines: lanes and bars of single steps, few enough for a browser."""
+"""Timelines of single steps: lanes and bars, few enough for a browser."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from disttrain_cli.analysis.job.database import Database
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
 
-#: Lanes and bars drawn per step; more are left out, and the page says so.
+#: Most lanes and bars per step; the page states how many more are left out.
 MOST_LANES = 128
 MOST_BARS = 16_000
 
 
 def kind_of(operation: str) -> str:
-    """The colour of an operation."""
+    """Return the kind of an operation, which is its colour."""
     if operation.startswith("receive"):
         return "receive"
     if operation.startswith("send") or operation == "wait":
@@ -28,14 +28,17 @@ def kind_of(operation: str) -> str:
 
 
 def representative_steps(database: Database) -> list[tuple[int, str]]:
-    """Up to three measured steps: the one of median length, the slowest and the fastest."""
+    """Return up to three measured steps: the one of median length, the slowest and the fastest."""
     rows = database.sql("SELECT step FROM windows WHERE measured ORDER BY window_s, step")
     return chosen_of([int(row["step"]) for row in rows])
 
 
 def chosen_of(steps: list[int]) -> list[tuple[int, str]]:
-    """Of steps from the shortest to the longest: the middle one, the slowest and the fastest, each
-    once."""
+    """Return the median step, the slowest and the fastest, each once.
+
+    Args:
+        steps: sorted from the shortest to the longest.
+    """
     if not steps:
         return []
     chosen = {steps[0]: "fastest", steps[-1]: "slowest", steps[len(steps) // 2]: "typical"}
@@ -43,7 +46,7 @@ def chosen_of(steps: list[int]) -> list[tuple[int, str]]:
 
 
 def drawable(database: Database, step: int, why: str, rank: int | None = None) -> dict[str, Any]:
-    """One step of own traces for drawing; `rank` is one that must be among the lanes."""
+    """Return one step of disttrain's traces for drawing; `rank` must be among the lanes."""
     length_us = database.sql(
         "SELECT window_s * 1e6 AS us FROM windows WHERE step = $step", {"step": step}
     )[0]["us"]
@@ -72,8 +75,16 @@ def drawn_ranks(
     length_us: float,
     rank: int | None = None,
 ) -> dict[str, Any]:
-    """One step with a lane per rank; `bars_of` ranks, as `drawn_lanes` needs them with their
-    rank."""
+    """Return one step with a lane per rank.
+
+    Args:
+        step: number of the step.
+        why: reason for its choice, such as "slowest".
+        lanes: rows of ranks.
+        bars_of: returns the bars of ranks, as for `drawn_lanes` but with their rank.
+        length_us: length of the step.
+        rank: must be among the lanes.
+    """
     shown = choose_lanes(lanes, rank)
     row_of = {lane["rank"]: index for index, lane in enumerate(shown)}
     drawn = drawn_lanes(
@@ -96,8 +107,10 @@ def drawn_ranks(
 
 
 def kineto_steps(database: KinetoDatabase) -> list[tuple[int | None, str]]:
-    """The measured profiler step of median length and the slowest; without marked steps all that
-    was recorded."""
+    """Return the measured step of median length and the slowest; None without marked steps.
+
+    None is the whole recording.
+    """
     rows = database.sql(
         "SELECT step FROM step_lengths WHERE measured GROUP BY step ORDER BY max(length_s), step"
     )
@@ -113,7 +126,7 @@ def kineto_steps(database: KinetoDatabase) -> list[tuple[int | None, str]]:
 def drawable_kineto(
     database: KinetoDatabase, step: int | None, why: str, rank: int | None = None
 ) -> dict[str, Any]:
-    """One profiler step, three lanes per rank: its host, compute, and communication and copies."""
+    """Return one profiler step, three lanes per rank: host, compute, communication and copies."""
     lanes = database.query("lanes", step=step)
     shown = choose_lanes(lanes, rank)
     ranks = list({lane["rank"] for lane in shown})
@@ -153,8 +166,14 @@ def drawable_kineto(
 def drawn_lanes(
     lanes: list[tuple[str, str]], bars: list[tuple[int, dict[str, Any]]], length_us: float
 ) -> dict[str, Any]:
-    """Lanes (group, name) and bars (lane, {operation, kind, module, slot, start_us, duration_us})
-    as the script reads them: columns of numbers, names by their place in a list.
+    """Return lanes and bars in the form that the script reads: columns of numbers.
+
+    Names are indices in a list.
+
+    Args:
+        lanes: (group, name).
+        bars: (lane, {operation, kind, module, slot, start_us, duration_us}).
+        length_us: length of the step.
     """
     left_out = max(0, len(bars) - MOST_BARS)
     if left_out:
@@ -185,8 +204,13 @@ def drawn_lanes(
 
 
 def choose_lanes(lanes: list[dict[str, Any]], rank: int | None = None) -> list[dict[str, Any]]:
-    """Of lanes with `unit`, `stage`, `rank`, `compute_ns` as many as can be drawn: all, or of every
-    stage some from the slowest to the fastest; in their order.
+    """Return as many lanes as can be drawn, in their order.
+
+    These are all, or some of every stage, from the slowest to the fastest.
+
+    Args:
+        lanes: rows with `unit`, `stage`, `rank` and `compute_ns`.
+        rank: must be among them.
     """
     if len(lanes) <= MOST_LANES:
         return lanes
@@ -206,7 +230,7 @@ def choose_lanes(lanes: list[dict[str, Any]], rank: int | None = None) -> list[d
 
 
 def _rounded(values: Iterable[float], digits: int) -> list[float]:
-    """Short in JSON: whole numbers without a point."""
+    """Round numbers for short JSON: integers without a decimal point."""
     return [
         int(value) if value == int(value) else value
         for value in (round(value, digits) for value in values)

@@ -9,9 +9,9 @@ from html import escape
 from disttrain_cli.analysis.figures import figure as figure
 from disttrain_cli.analysis.figures import seconds as seconds
 
-#: Of names more is no use to anyone.
+#: Longer names are cut.
 LONGEST_NAME = 2000
-#: Figures as they are named to people.
+#: Names of the causes in the report.
 CAUSES = {
     "unit": "GPUs shared unevenly between units",
     "intra_microbatch": "uneven data over replicas",
@@ -26,12 +26,12 @@ CAUSES = {
 
 
 def percent(fraction: float | None) -> str:
-    """0.1234 as "12.3 %"; a dash where there is no value."""
+    """Format 0.1234 as "12.3 %"; a dash for None."""
     return "–" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def prose(text: str) -> str:
-    """Escaped, with figures that stay beside their units."""
+    """Escape text, with non-breaking spaces between figures and units."""
     return re.sub(r"(\d) (?=[%a-zµG])", "\\1\u00a0", escape(text))
 
 
@@ -39,7 +39,7 @@ _SAID = {"cp_rank": "CP rank"}
 
 
 def place(**parts: object) -> str:
-    """The parts that are known, in words: "llm · stage 0 · replica 1"; escaped."""
+    """Format the known parts of a location: "llm · stage 0 · replica 1"; escaped."""
     named = [
         str(value) if name in ("unit", "host") else f"{_SAID.get(name, name)} {value}"
         for name, value in parts.items()
@@ -49,8 +49,10 @@ def place(**parts: object) -> str:
 
 
 def kernel(name: str) -> str:
-    """A name of a trace, cut by the page where it is long, whole where it is pointed at or tapped;
-    escaped."""
+    """Format a name from a trace, escaped.
+
+    The page truncates long names, and shows them in full on hover or tap.
+    """
     whole = escape(name[:LONGEST_NAME])
     return f'<code class="name" tabindex="0" title="{whole}">{whole}</code>'
 
@@ -58,11 +60,12 @@ def kernel(name: str) -> str:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", narrow: bool = False
 ) -> str:
-    """An HTML table whose rows begin with their heads; heads and cells must be escaped already.
+    """Return an HTML table whose rows begin with row headers; all text must be escaped already.
 
     Args:
-        label: what it shows, for whoever does not see the heading above it; else its first columns
-            do.
+        head: column headers.
+        rows: cells.
+        label: accessible name of the table; "" for its first columns.
         narrow: no wider than its text.
     """
     top = "".join(f'<th scope="col">{name}</th>' for name in head)
@@ -81,7 +84,10 @@ def table(
 
 
 def scrolled(body: str, label: str) -> str:
-    """What may be wider than the page, and is then moved by finger, wheel or arrow keys."""
+    """Wrap content that may be wider than the page in a box that scrolls.
+
+    It scrolls by finger, wheel or arrow keys.
+    """
     return (
         '<div class="scroll" tabindex="0" role="region"'
         f' aria-label="{escape(label, quote=True)}">{body}</div>'
@@ -89,7 +95,7 @@ def scrolled(body: str, label: str) -> str:
 
 
 def section(title: str, note: str, body: str, name: str = "") -> str:
-    """A card; `title` and `note` must be escaped already."""
+    """Return a card; `title` and `note` must be escaped already."""
     about = f' id="{name}"' if name else ""
     return (
         f"<section{about}><h2>{title}</h2>"
@@ -99,5 +105,5 @@ def section(title: str, note: str, body: str, name: str = "") -> str:
 
 
 def folded(summary: str, body: str) -> str:
-    """Something that is opened on demand, and in print."""
+    """Return content that is opened on demand, and in print."""
     return f"<details><summary>{summary}</summary>{body}</details>"

@@ -1,1 +1,1 @@
-"""What an analysis says: the keys of `disttrain analyze --json`; `summary` has the whole of it."""
+"""Result of an analysis: the keys of `disttrain analyze --json`; `summary` has the top level."""

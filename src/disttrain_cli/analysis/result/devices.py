@@ -1,4 +1,4 @@
-"""Rows of an analysis about devices and what their hosts launch on them, of Kineto traces."""
+"""Rows of an analysis about devices and kernel launches, for Kineto traces."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from msgspec import Meta, Struct
 
 
 class CollectiveKind(Struct, frozen=True, kw_only=True):
-    """All collectives of one kind among equally many ranks; times are those of a collective, not of
-    a rank."""
+    """All collectives of one kind among equally many ranks; times are per collective."""
 
     kind: str
     ranks: int
@@ -42,8 +41,7 @@ class CollectiveKind(Struct, frozen=True, kw_only=True):
 
 
 class OperatorRow(Struct, frozen=True, kw_only=True):
-    """Calls of one operator with the same shapes: what they compute, and how near the device comes
-    to its roof."""
+    """Calls of one operator with the same shapes: FLOPs, time, and share of the roofline."""
 
     name: str
     shapes: str
@@ -75,8 +73,7 @@ class OperatorRow(Struct, frozen=True, kw_only=True):
 
 
 class LaunchRow(Struct, frozen=True, kw_only=True):
-    """How the host of a rank launches kernels, over the measured steps; definitions of
-    HolisticTraceAnalysis."""
+    """Kernel launches of a rank's host over the measured steps, as in HolisticTraceAnalysis."""
 
     rank: int
     launched: Annotated[
@@ -95,7 +92,7 @@ class LaunchRow(Struct, frozen=True, kw_only=True):
 
 
 class QueueRow(Struct, frozen=True, kw_only=True):
-    """What a stream had to do: kernels that are launched and have not begun."""
+    """Queue of a stream: kernels that are launched and have not begun."""
 
     rank: int
     stream: int
@@ -110,7 +107,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
 
 
 class PathPart(Struct, frozen=True, kw_only=True):
-    """What of the critical path is of one kind, one rank and one name."""
+    """Part of the critical path of one kind, one rank and one name."""
 
     kind: Annotated[
         str,
@@ -130,7 +127,7 @@ class PathPart(Struct, frozen=True, kw_only=True):
 
 
 class CriticalPath(Struct, frozen=True, kw_only=True):
-    """The longest chain of a step: what has to be shorter for the step to be."""
+    """The longest chain of a step, which must become shorter for the step to."""
 
     step: int | None
     length_us: Annotated[

@@ -1,4 +1,4 @@
-"""Rows about ranks, operations, kernels and hosts."""
+"""Rows of an analysis about ranks, operations, kernels and hosts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from msgspec import Meta, Struct
 
 
 class RankSummary(Struct, frozen=True, kw_only=True):
-    """Time of one rank over the measured steps, in the definitions of HolisticTraceAnalysis.
+    """Time of one rank over the measured steps, as HolisticTraceAnalysis defines it.
 
-    Null is what a trace of another program does not tell: its ranks have no unit, stage and
-    replica.
+    Null is what a trace of another program lacks: its ranks have no unit, stage and replica.
     """
 
     rank: int
@@ -70,8 +69,7 @@ class RankSummary(Struct, frozen=True, kw_only=True):
 
 
 class CollectiveRow(Struct, frozen=True, kw_only=True):
-    """One collective or message, matched over ranks: who joined last, and how long the others
-    waited."""
+    """One collective or message, matched over ranks: the last rank, and the others' waiting."""
 
     name: str
     group: Annotated[
@@ -101,7 +99,7 @@ class KernelRow(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """A prediction beside its measurement."""
+    """A prediction and its measurement."""
 
     what: str
     unit: Annotated[str | None, Meta(description="Unit of the plan, or null for the job.")]
@@ -120,8 +118,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class OperationRow(Struct, frozen=True, kw_only=True):
-    """One operation, as planned, as the profile expects it for the recorded work, and as
-    measured."""
+    """One operation: planned, predicted by the profile for the recorded work, and measured."""
 
     unit: Annotated[str | None, Meta(description="Unit of the plan, or null for the whole step.")]
     stage: Annotated[
@@ -159,7 +156,7 @@ class OperationRow(Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """Where it happens, in words."""
+        """Location of the operation, in words."""
         if self.unit is None:
             return "job"
         of = f", {self.module}" if self.module not in (None, self.unit) else ""
@@ -167,11 +164,11 @@ class OperationRow(Struct, frozen=True, kw_only=True):
 
     @property
     def effect_ms(self) -> float:
-        """How much longer or shorter the steps of its rank are than predicted."""
+        """Effect on the steps of its rank: measured − predicted, in ms per step."""
         return (self.measured - self.predicted) * self.per_step
 
 
-#: What tables of memory say where rows are `of_process`.
+#: Note of the tables of memory on rows that are `of_process`.
 GROWN = (
     "Held is by how much the process grew, libraries and caches included: on a CPU no tensors are"
     " counted apart. The plan counts the stage's tensors at the worst sequence."
@@ -179,7 +176,7 @@ GROWN = (
 
 
 class MemoryRow(Struct, frozen=True, kw_only=True):
-    """Memory of the fullest rank of a stage."""
+    """Memory of the rank of a stage that has most."""
 
     unit: str
     stage: int
@@ -203,7 +200,7 @@ class MemoryRow(Struct, frozen=True, kw_only=True):
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """One kernel, or operator of a CPU, inside an operation of ours."""
+    """One kernel, or operator of a CPU, inside an operation of disttrain."""
 
     name: str
     kind: str
@@ -212,8 +209,7 @@ class Part(Struct, frozen=True, kw_only=True):
 
 
 class InsideRow(Struct, frozen=True, kw_only=True):
-    """What the time of an operation is made of, by torch's profile of some steps (train
-    --profile-steps)."""
+    """Breakdown of an operation's time by torch's profile of some steps (`--profile-steps`)."""
 
     unit: str
     stage: int
@@ -257,8 +253,7 @@ class Slowest(Struct, frozen=True, kw_only=True):
 
 
 class HostClock(Struct, frozen=True, kw_only=True):
-    """What the clock of a host shows more than the reference's, the host of rank 0; null where
-    nothing ties them."""
+    """Offset of a host's clock from the reference's, the host of rank 0; null if unconnected."""
 
     host: str
     offset_us: Annotated[float | None, Meta(description="At the start of the trace.")]

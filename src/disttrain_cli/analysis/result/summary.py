@@ -1,4 +1,4 @@
-"""The whole of an analysis."""
+"""Top level of an analysis."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from disttrain_cli.analysis.result.verdicts import Cause, Remedy, Stragglers, Ve
 from disttrain_cli.spec.drift import Drift
 from disttrain_cli.spec.learning import Learning
 
-#: Times outside of these (2000 to 2200) count from elsewhere than 1970.
+#: Times outside of these (2000 to 2200) do not count from 1970.
 _DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
 
 
 class JobSummary(Struct, frozen=True, kw_only=True):
-    """The job as a whole, over the measured steps; null is what the traces cannot tell."""
+    """The job as a whole, over the measured steps; null is what the traces lack."""
 
     run: Annotated[str, Meta(description="Name of the last start that was analysed.")]
     name: Annotated[
@@ -133,7 +133,7 @@ class UnitSummary(Struct, frozen=True, kw_only=True):
 
 
 class Analysis(Struct, frozen=True, kw_only=True):
-    """Everything `disttrain analyze` found; lists that a format cannot fill are empty."""
+    """Results of `disttrain analyze`; lists that a format cannot fill are empty."""
 
     format: Annotated[
         Literal["disttrain", "kineto", "operations"],
@@ -228,27 +228,27 @@ class Analysis(Struct, frozen=True, kw_only=True):
 
     @property
     def pipelined(self) -> bool:
-        """True where ranks are known to be stages of a pipeline, whose idle time is a bubble."""
+        """True if ranks are known to be stages of a pipeline, whose idle time is a bubble."""
         return len({(rank.unit, rank.stage) for rank in self.ranks if rank.stage is not None}) > 1
 
     @property
     def not_computing(self) -> str:
-        """Name of `job.bubble_fraction` for people."""
+        """Name of `job.bubble_fraction` in texts."""
         return "bubble" if self.pipelined else "not computing"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         document: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
         return document
 
 
 def moment(since_1970_ns: int | None) -> str | None:
-    """Date and time in UTC; None for times that do not count from 1970."""
+    """Format a time in UTC; None for times that do not count from 1970."""
     if since_1970_ns is None or not _DATED_NS[0] < since_1970_ns < _DATED_NS[1]:
         return None
     return datetime.fromtimestamp(since_1970_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def plain(value: Any) -> Any:
-    """A NumPy scalar as Python's own number, for `msgspec`."""
+    """Convert a NumPy scalar to a Python number, for `msgspec`."""
     return value.item()

@@ -1,4 +1,4 @@
-"""What slows a job, how sure that is, and what would help."""
+"""Verdict on a job, with its confidence, causes and remedies."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-#: A remedy that gains less of a step is not shown.
+#: Remedies that save a smaller share of a step are not shown.
 LEAST_GAIN_PCT = 1.0
 
 
 class StepLosses(Struct, frozen=True, kw_only=True):
-    """What one step lost."""
+    """Lost seconds of one step by cause."""
 
     step: int
     ideal_s: float
@@ -20,8 +20,10 @@ class StepLosses(Struct, frozen=True, kw_only=True):
 
 
 class Stragglers(Struct, frozen=True, kw_only=True):
-    """Lost seconds per step by cause, mean over the steps of `by_step`; null when no step could be
-    replayed."""
+    """Lost seconds per step by cause, mean over the steps of `by_step`.
+
+    They are null if no step could be replayed.
+    """
 
     slowdown: Annotated[
         float | None,
@@ -53,12 +55,12 @@ class Stragglers(Struct, frozen=True, kw_only=True):
     ] = []
 
 
-#: What a drawing's lane is named by.
+#: Fields in the name of a drawing's lane.
 LANE = ("stage", "replica", "cp_rank", "rank")
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where a cause lies; null where it does not apply."""
+    """Location of a cause; fields that do not apply are null."""
 
     unit: str | None = None
     stage: int | None = None
@@ -71,13 +73,13 @@ class Place(Struct, frozen=True, kw_only=True):
 
     @property
     def named(self) -> str:
-        """Unit, stage and place in it of a rank, in words."""
+        """Unit, stage and replica of a rank, in words."""
         of_cp = "" if self.cp_rank is None else f", CP rank {self.cp_rank}"
         return f"{self.unit}, stage {self.stage}, replica {self.replica}{of_cp}"
 
     @property
     def lane(self) -> str:
-        """Its name in a drawing, under that of its unit."""
+        """Name of its lane in a drawing, below that of its unit."""
         of_cp = "" if self.cp_rank is None else f" · CP rank {self.cp_rank}"
         return f"stage {self.stage} · replica {self.replica}{of_cp} · rank {self.rank}"
 
@@ -91,7 +93,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     @property
     def shown(self) -> tuple[float, str]:
-        """Value and unit for people: shares in percent."""
+        """Value and unit for texts: shares in percent."""
         share = self.unit == "share" or self.unit.startswith("share of ")
         return (
             (100 * self.value, f"%{self.unit.removeprefix('share')}")
@@ -101,7 +103,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What slows the job, how sure that is, and what to do."""
+    """Cause that slows the job, with confidence, evidence and advice."""
 
     cause: Annotated[
         str,
@@ -129,7 +131,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Cause(Struct, frozen=True, kw_only=True):
-    """Something that slows a step, by what fixing it saves; none of them claims more than that."""
+    """A cause that slows a step, and an estimate of what fixing it saves, never more."""
 
     cause: Annotated[
         str,
@@ -221,5 +223,5 @@ class Remedy(Struct, frozen=True, kw_only=True):
 
     @property
     def worth(self) -> bool:
-        """Whether it gains enough to be shown and advised."""
+        """True if it saves enough to be shown and advised."""
         return self.gain_pct >= LEAST_GAIN_PCT

@@ -1,11 +1,11 @@
-"""Operation-level traces of "Understanding Stragglers in Large Model Training Using What-if
-Analysis", to a verdict.
+"""Analysis of the straggler study's operation-level traces.
 
-Start with `analyze.analyze_study`. `reader` checks the Parquet files and keeps the steps and
-replicas that are whole, `graph` says which operation waits for which (Megatron's 1F1B, interleaved
-or not, and its collectives), `clocks` puts the ranks on one clock where theirs contradict,
-`replays` plays the steps again in the study's own definition, `losses` splits the lost time by
-cause as for our own traces, `advice` is what to do, `drawing` what the report shows.
+The study is "Understanding Stragglers in Large Model Training Using What-if Analysis". Start with
+`analyze.analyze_study`. `reader` checks the Parquet files and selects complete steps and replicas,
+`graph` determines which operation waits for which (Megatron's 1F1B, interleaved or not, and its
+collectives), `clocks` puts the ranks on one clock if theirs contradict each other, `replays`
+replays the steps in the study's definition, `losses` attributes the lost time to causes as for
+disttrain's traces, `advice` gives advice, `drawing` the report's pictures.
 """
 
 from disttrain_cli.analysis.study.analyze import analyze_study

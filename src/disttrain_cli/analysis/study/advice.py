@@ -1,4 +1,4 @@
-"""Advice for a job of operation-level traces, and the rows that show why."""
+"""Advice for a job with operation-level traces, and the queries for its evidence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOST = _SQL.format(
 
 
 def command_of(cause: str, place: Place) -> str:
-    """The rows that show a cause."""
+    """Return the command that lists the rows behind a cause."""
     if cause == "worker":
         return _SQL.format(
             what="step, avg(duration) * 1e3 AS ms",
@@ -48,7 +48,7 @@ def command_of(cause: str, place: Place) -> str:
 
 
 def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
-    """The verdict with advice for a Megatron job, and with this trace's own evidence."""
+    """Add advice for a Megatron job, and this trace's evidence, to a verdict."""
     cause, place = verdict.cause, replace(verdict.place, unit=None)
     headline, advice, command = verdict.headline, verdict.advice, command_of(cause, place)
     more = list[Evidence]()
@@ -104,9 +104,11 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
 
 
 def _stage(place: Place, graph: StudyGraph, even: str) -> tuple[str, list[Evidence]]:
-    """Advice and evidence for a stage that takes longer than the others.
+    """Return advice and evidence for a stage that takes longer than the others.
 
     Args:
+        place: location of the stage.
+        graph: operations of the job.
         even: the saving of equally long stages.
     """
     stage = place.stage
@@ -150,8 +152,10 @@ def _worker(place: Place, graph: StudyGraph) -> tuple[str, list[Evidence]]:
 def _beside(
     graph: StudyGraph, kind: str, mask: np.ndarray, name: str, others: str
 ) -> list[Evidence]:
-    """Mean time of a type of pass of a microbatch, all parts of a stage, at a place and
-    elsewhere."""
+    """Return the mean time of a type of pass per microbatch, at a location and elsewhere.
+
+    All parts of a stage count together.
+    """
     what, same = kind.removesuffix("-compute"), graph.optype == kind
     groups = {name: same & mask, f"the other {others}": same & ~mask}
     ms = 1e3 * graph.trace.chunks * graph.taken

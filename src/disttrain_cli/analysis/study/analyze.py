@@ -1,4 +1,4 @@
-"""From an operation-level trace to an `Analysis`."""
+"""Analysis of an operation-level trace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def analyze_study(files: list[Path]) -> Analysis:
     """Analyse operation-level Parquet files, parts of one job's trace.
 
     Raises:
-        DataError: nothing can be read, or no step or no replica of the job is whole.
+        DataError: nothing can be read, or no step or no replica of the job is complete.
     """
     trace = read_study(files)
     stragglers, study = Stragglers(slowdown=None, ideal_s=None, lost_s=None), None
@@ -116,7 +116,7 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
         for rank, stage, replica in zip(graph.rank, graph.stage, graph.replica, strict=True)
     }
     stages, slots = int(graph.stage.max()) + 1, int(graph.seq[graph.optype == FORWARD].max()) + 1
-    fill = (stages - 1) / (slots + stages - 1)  # of 1F1B with equal stages
+    fill = (stages - 1) / (slots + stages - 1)  # bubble of 1F1B with equal stages
     record = Record(
         losses=losses,
         where=places,
@@ -147,8 +147,10 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
 
 
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
-    """The slowest stage, replica and slot by the time of a microbatch on one stage, forward and
-    backward together."""
+    """Return the slowest stage, replica and slot by the time of a microbatch on one stage.
+
+    Forward and backward count together.
+    """
     mask = np.isin(graph.optype, (FORWARD, BACKWARD))
     ms = 1e3 * graph.taken[mask].mean(axis=1)
     rows = []
@@ -176,15 +178,14 @@ def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
 
 
 def _of_a_slot(passes: Passes, ms: Floats, mask: NDArray[np.bool_]) -> float:
-    """Time of a microbatch on one rank, mean over the ranks and microbatches of the chosen
-    passes."""
+    """Return the time of a microbatch on one rank, mean over the chosen ranks and microbatches."""
     return float(
         ms[mask].sum() / len(np.unique(np.stack([passes.rank[mask], passes.slot[mask]]), axis=1)[0])
     )
 
 
 def _waits(graph: StudyGraph) -> dict[int, float]:
-    """By rank, µs from the start of its transfers to the latest start of their groups."""
+    """Return, by rank, µs from the start of its transfers to the latest start of their groups."""
     waited = (graph.trace.end - graph.taken - graph.trace.start).clip(0.0)
     return {
         int(rank): 1e6 * float(waited[graph.rank == rank].sum()) for rank in np.unique(graph.rank)

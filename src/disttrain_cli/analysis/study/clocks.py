@@ -1,10 +1,10 @@
-"""Ranks of an operation-level trace on one clock, where it shows that theirs are apart.
+"""Alignment of the clocks of an operation-level trace's ranks, if they contradict each other.
 
-A rank's row names no host, so every rank has a clock of its own here. That of the lowest one is the
-reference; the others are bounded as the hosts of our own traces are (`own.clocks`): a receive does
-not end before its send has begun, and nobody is done with clipping gradients before the last rank
-has come to it. What is off by less than `APART_S` may be rounding and is left: published traces,
-whose clocks are right, are. Where shifts leave more than half of the contradictions, the rows are
+Rows name no host, so every rank has a separate clock here. That of the lowest one is the reference;
+the others are bounded as the hosts of disttrain's traces are (`job.clocks`): a receive does not end
+before its send has begun, and no rank finishes clipping gradients before the last rank has started
+it. A difference of less than `APART_S` may be rounding and is ignored: published traces, whose
+clocks are right, have such. If shifts leave more than half of the contradictions, the rows are
 wrong, not the clocks.
 """
 
@@ -21,7 +21,7 @@ from disttrain_cli.analysis.study.operations import CLIP
 from disttrain_cli.analysis.study.reader import StudyTrace
 from disttrain_cli.analysis.walk import Floats
 
-#: Contradictions below this are none, in seconds.
+#: Smaller contradictions are ignored, in seconds.
 APART_S = 1e-3
 _SHOWN = 5  # ranks that a warning names
 
@@ -30,13 +30,12 @@ Sent = dict[tuple[int, int], Floats]
 
 
 def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
-    """The trace with the times of ranks shifted whose clocks contradict others', said in its
-    warnings.
+    """Shift the times of ranks whose clocks contradict others', and report it in the warnings.
 
     Args:
         trace: as read.
-        groups: operations of a replica that are two sides of one transfer, the send first; others
-            are passed over.
+        groups: operations of a replica that are two sides of one transfer, the send first; other
+            groups are ignored.
     """
     sent, left_s = _sent(trace, groups), _left(trace)
     contradictions = _contradictions(sent, left_s)
@@ -95,8 +94,7 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
 
 
 def _clocks(trace: StudyTrace, sent: Sent, ranks: list[int]) -> list[HostClock]:
-    """The clock of every rank against the first one's, of bounds that are `APART_S` looser than
-    they are."""
+    """Return each rank's clock relative to the first one's, with bounds looser by `APART_S`."""
     slack_ns, steps = round(1e9 * APART_S), range(len(trace.steps))
     messages = [
         (step, str(one), str(other), round(1e9 * least[step]) + slack_ns)
@@ -121,7 +119,7 @@ def _clocks(trace: StudyTrace, sent: Sent, ranks: list[int]) -> list[HostClock]:
 
 
 def _sent(trace: StudyTrace, groups: list[list[int]]) -> Sent:
-    """The least over the messages of a step."""
+    """Return the least time over the messages of each step, by sender and receiver."""
     start, end = (times.reshape(*trace.rank.shape, -1) for times in (trace.start, trace.end))
     sent: Sent = {}
     pairs = [
@@ -138,12 +136,12 @@ def _sent(trace: StudyTrace, groups: list[list[int]]) -> Sent:
 
 
 def _clips(trace: StudyTrace) -> list[int]:
-    """Where the gradients are clipped, which all ranks do together."""
+    """Return the indices of gradient clipping, which all ranks do together."""
     return np.flatnonzero(np.tile(trace.optype == CLIP, len(trace.replicas))).tolist()
 
 
 def _left(trace: StudyTrace) -> Floats:
-    """Seconds from when the last rank reached clipping to when the first one left it, [steps]."""
+    """Return seconds from the last rank's start of clipping to the first one's end, [steps]."""
     clips = _clips(trace)
     return (
         trace.end[clips].min(axis=0) - trace.start[clips].max(axis=0)
@@ -157,8 +155,9 @@ def _contradictions(sent: Sent, left_s: Floats) -> int:
 
 
 def _shifted(trace: StudyTrace, shift_s: Floats) -> StudyTrace:
-    """The trace with clocks that showed so much more, [operations, steps], put back; steps start
-    with their first row.
+    """Subtract the clocks' offsets [operations, steps] from the times.
+
+    Steps start with their first row.
     """
     first = (trace.start - shift_s).min(axis=0)
     return replace(

@@ -1,5 +1,4 @@
-"""What the report draws of an operation-level trace: operations of some steps, stage × replica,
-time by step."""
+"""Pictures of an operation-level trace: operations of some steps, stage × replica, time by step."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from disttrain_cli.analysis.walk import Floats
 
 
 def study_pictures(files: list[Path], rank: int | None = None) -> Pictures:
-    """Of operation-level Parquet files; `rank` is the one that the verdict names.
+    """Return the pictures of operation-level Parquet files; `rank` is the one the verdict names.
 
-    A send is drawn while it moves, not while it waits for its receiver: ranks compute beside their
+    A send is drawn while it moves, not while it waits for its receiver: ranks compute during their
     sends.
 
     Raises:
@@ -50,7 +49,7 @@ def study_pictures(files: list[Path], rank: int | None = None) -> Pictures:
 def _drawn(
     trace: StudyTrace, start: Floats, step: int, why: str, rank: int | None
 ) -> dict[str, Any]:
-    """The step at a place among those of the trace."""
+    """Draw a step, by its index among those of the trace."""
     passes = np.isin(trace.optype, (FORWARD, BACKWARD))
     began, length = (
         values[:, step].reshape(trace.rank.shape) for values in (start, trace.end - start)
@@ -63,7 +62,7 @@ def _drawn(
             numbers[number] = (
                 block,
                 nodes[np.lexsort((began[block, nodes], passes[nodes]))],
-            )  # passes over what waits
+            )  # passes are drawn over operations that wait
             lanes.append(
                 {
                     "unit": UNIT,
@@ -99,7 +98,7 @@ def _drawn(
 
 
 def _kind(optype: str) -> str:
-    """The colour of an operation."""
+    """Return the kind of an operation, which is its colour."""
     if optype in (FORWARD, BACKWARD):
         return optype.removesuffix("-compute")
     if optype in TRANSFERS:
@@ -108,8 +107,10 @@ def _kind(optype: str) -> str:
 
 
 def _cells(trace: StudyTrace) -> list[dict[str, Any]]:
-    """Forward and backward of a microbatch on every stage of every replica, mean over microbatches
-    and steps."""
+    """Return forward and backward of a microbatch on every stage of every replica.
+
+    The times are means over microbatches and steps.
+    """
     passes = np.isin(trace.optype, (FORWARD, BACKWARD))
     took = (
         (trace.end - trace.start).reshape(len(trace.replicas), len(trace.optype), -1).mean(axis=2)

@@ -1,22 +1,22 @@
-"""Which operation waits for which, in one step of a Megatron job with 1F1B (the study's dependency
-model).
+"""Dependency graph of one step of a Megatron job with 1F1B, as in the study.
 
-On a rank, passes follow each other as recorded; a receive comes before the pass it feeds and after
-the one before that, a send after the pass it sends from; each kind of transfer has a queue of its
-own. Parameters are gathered before the first forward; after the last backward follow the gradients
-of layer norms and embeddings, those of the rest, clipping, and the optimizer. A transfer is done by
-a group, and begins when its last member has:
+On a rank, passes follow each other as recorded; a receive precedes the pass that it feeds and
+follows the pass before that, a send follows the pass that it sends from; each kind of transfer has
+a separate queue. Parameters are gathered before the first forward; after the last backward follow
+the gradients of layer norms and embeddings, those of the rest, clipping, and the optimizer. A
+transfer is done by a group, and begins when its last member has:
 
-    end of a transfer = latest start in its group + transfer time; end of the rest = start +
-    duration
+    end of a transfer = latest start in its group + transfer time
+    end of the rest   = start + duration
 
 Interleaved stages hold several parts of the model each (part c of stage s is the model's c × stages
 + s), so what the last stage sends goes to the next part on the first one. Each part's parameters
-are gathered before its first forward; where gradients are reduced beside backward passes, each
-part's follow its last backward. Recorders write a transfer for every pass then, also for those at
-the model's ends, which move nothing; transfers that belong to no pass, after the last or before the
-first of a step; and may lack the very first receive. The order of passes is the recorded one. (The
-three published traces have whole stages; this is what the study's program says of the others.)
+are gathered before its first forward; if gradient reduction overlaps with backward passes, each
+part's reduction follows its last backward. Recorders then write a transfer for every pass, also for
+those at the model's ends, which move nothing; and transfers that belong to no pass, after the last
+or before the first of a step; they may lack the very first receive. The order of passes is the
+recorded one. (The three published traces have stages of one part; for the others this follows the
+study's program.)
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ from disttrain_cli.analysis.study.operations import (
 from disttrain_cli.analysis.study.reader import StudyTrace
 from disttrain_cli.analysis.walk import Floats, Ints, Walk, walk_of
 
-#: What lies this many seconds before it can have happened is a contradiction of clocks, and counts
-#: as no time.
+#: An operation this many seconds before it can have happened contradicts the clocks, and counts as
+#: no time.
 CLOCKS_APART_S = 1e-2
 
 
 class NoGraphError(Exception):
-    """The trace cannot be replayed; the message says why, as the end of a sentence."""
+    """The trace cannot be replayed; the message is the reason, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class StudyGraph:
-    """Operations of all replicas [operations], and how they wait for each other, in the columns of
-    the trace."""
+    """Operations of all replicas [operations], in the trace's columns, and their dependencies."""
 
     trace: StudyTrace  # on one clock
     optype: NDArray[np.str_]
@@ -63,22 +62,24 @@ class StudyGraph:
     rank: Ints
     seq: Ints
     slot: Ints  # microbatch of a pass
-    depth: Ints  # of a pass, the part of the model: its stage, where stages are whole
-    walk: Walk  # every operation twice: as it begins, and as it ends
+    depth: Ints  # part of the model of a pass: its stage, if stages have one part
+    walk: Walk  # two nodes per operation: its begin, and its end
     launch: Floats  # [operations, steps] seconds from when it could begin to when it did
-    # [operations, steps] seconds it took: of a transfer, from the latest start in its group
+    # [operations, steps] duration; for a transfer, from the latest start in its group
     taken: Floats
     contradictions: int  # ends before the latest start of the group
 
     def replay(self, taken: Floats, launch: Floats | None = None) -> Floats:
-        """Seconds of every step [steps] if operations take so long and nothing, or `launch`, holds
-        them up."""
+        """Return the seconds of every step [steps] for these durations and launch delays.
+
+        `launch` None means no launch delays.
+        """
         time = np.concatenate([np.zeros_like(taken) if launch is None else launch, taken])
         return np.asarray(self.walk.ends(time[self.walk.node]).max(axis=0), dtype=np.float64)
 
 
 def graph_of(trace: StudyTrace) -> StudyGraph:
-    """The graph of a trace, put on one clock first where those of its ranks contradict each other.
+    """Return the graph of a trace, on one clock if those of its ranks contradict each other.
 
     Raises:
         NoGraphError: its transfers do not match its passes, or its order is impossible.
@@ -138,8 +139,7 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
 
 
 def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
-    """By operation, those of its rank that it waits for; and the groups that do a transfer
-    together."""
+    """Return, by operation, those of its rank that it waits for, and the groups of transfers."""
     after: list[set[int]] = [set() for _ in trace.optype]
     stages = int(trace.stage.max()) + 1
     nodes = [
@@ -160,7 +160,7 @@ def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
     groups.append(
         [op for kinds in (nodes[0], nodes[-1])[:stages] for op in kinds.get(EMBEDDING, [])]
     )
-    for stage in range(stages):  # after the last comes the first, with its next part
+    for stage in range(stages):  # the last stage is followed by the first, with its next part
         following = (stage + 1) % stages
         groups += _pairs(
             trace, crossing[stage]["forward-send"], crossing[following]["forward-recv"]
@@ -172,21 +172,26 @@ def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
 
 
 def _of(trace: StudyTrace, stage: int, kind: str) -> list[int]:
-    """Operations of a type on a stage, in order."""
+    """Return the operations of a type on a stage, in order."""
     nodes = np.flatnonzero((trace.stage == stage) & (trace.optype == kind))
     return [int(op) for op in nodes[np.argsort(trace.seq[nodes])]]
 
 
 def _depth(trace: StudyTrace) -> Ints:
-    """The part of the model that every operation works on, where it does on one."""
+    """Return the part of the model that every operation works on, if it works on one."""
     return trace.chunk.clip(0) * (trace.stage.max() + 1) + trace.stage
 
 
 def _pairs(
     trace: StudyTrace, sends: list[tuple[int, int]], receives: list[tuple[int, int]]
 ) -> list[list[int]]:
-    """The two sides of every transfer, in order; each is given with the part of the model that it
-    leads to."""
+    """Return the two sides of every transfer, in order.
+
+    Args:
+        trace: operations of the job.
+        sends: sends, each with the part of the model that it leads to.
+        receives: receives, likewise.
+    """
     if [part for _, part in sends] != [part for _, part in receives]:
         kinds = [str(trace.optype[side[0][0]]) for side in (sends, receives) if side]
         raise NoGraphError(
@@ -199,10 +204,11 @@ def _pairs(
 def _passes(
     trace: StudyTrace, stage: int, kinds: dict[str, list[int]], after: list[set[int]]
 ) -> dict[str, list[tuple[int, int]]]:
-    """What the passes and transfers of a stage wait for.
+    """Add what the passes and transfers of a stage wait for to `after`.
 
-    Returns: by kind of transfer those that have another side, with the part of the model that each
-    leads to.
+    Returns:
+        By kind of transfer, those that have another side, with the part of the model that each
+        leads to.
     """
     depth = _depth(trace)
     parts, crossing = (
@@ -252,7 +258,7 @@ def _of_passes(
     passes: list[int],
     crosses: list[bool],
 ) -> list[tuple[int, int]]:
-    """Transfers of one kind, each with the number of the pass that it feeds or sends from."""
+    """Return transfers of one kind, each with the index of the pass that it feeds or sends from."""
     if not any(crosses):
         return []
     every, needed = (
@@ -274,7 +280,7 @@ def _of_passes(
 
 
 def _update(trace: StudyTrace, kinds: dict[str, list[int]], after: list[set[int]]) -> None:
-    """What gathering, reduction and optimizer of a stage wait for."""
+    """Add what gathering, reduction and optimizer of a stage wait for to `after`."""
     gathers, scatters = kinds.get(GATHER, []), kinds.get(SCATTER, [])
     _chain(
         sorted(
@@ -299,11 +305,11 @@ def _update(trace: StudyTrace, kinds: dict[str, list[int]], after: list[set[int]
 
 
 def _of_part(trace: StudyTrace, passes: list[int], part: int) -> list[int]:
-    """Those of a part of their stage; all, where it is not told."""
+    """Return the passes of a part of their stage; all, if the part is not recorded."""
     return [one for one in passes if trace.chunk[one] == part] or passes
 
 
 def _chain(operations: list[int], after: list[set[int]]) -> None:
-    """Each of them waits for the one before."""
+    """Make each operation wait for the one before."""
     for before, following in itertools.pairwise(operations):
         after[following].add(before)

@@ -1,10 +1,10 @@
-"""Lost seconds of an operation-level trace by cause, as `analysis.losses` has them for our own.
+"""Lost seconds of an operation-level trace by cause, as `analysis.losses` has them for disttrain's.
 
-The ideal is the study's, slow ranks left out: one unit whose stages are equal. No row tells the
-work of a microbatch, so it is taken from what its passes have in common: the median, over stages
-and directions, of their time over the mean of their rank (and part of the model). What then differs
-is the stage, the rank, communication (and the optimizer), and the host: launch delays, loading data
-among them.
+The ideal is the study's, slow ranks left out: one unit whose stages are equal. No row has the work
+of a microbatch, so it is estimated from what its passes have in common: the median, over stages and
+directions, of their time over the mean of their rank (and part of the model). The remaining
+differences are the stage, the rank, communication (and the optimizer), and the host: launch delays,
+loading data included.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.replays import Replays, ideal_of
 from disttrain_cli.analysis.walk import Floats
 
-#: The one unit of a job whose trace names none, as a verdict's sentences have it.
+#: Name in sentences of the one unit of a job whose trace names none.
 UNIT = "the job"
-#: Causes of which its trace tells nothing: there is one unit, and waiting for data is the host's.
+#: Causes that its trace lacks: there is one unit, and waiting for data counts as the host's.
 NOT_TOLD = ("unit", "data")
 
 
 def explain_study(graph: StudyGraph) -> Explained:
-    """What of the passes' times their work, stage and rank explain."""
+    """Attribute the passes' times to their work, stage and rank."""
     passes = passes_of(graph)
     compute = graph.taken[np.isin(graph.optype, (FORWARD, BACKWARD))]
     return explain(passes, compute, _work(passes, compute))
@@ -35,6 +35,8 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
     """Replay the steps with the delays returning one by one.
 
     Args:
+        graph: operations of the job.
+        replays: the study's replays of the graph.
         why: `explain_study` of the graph.
     """
     nodes = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
@@ -47,7 +49,7 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
         why.worked,
         why.staged,
         why.ranked,
-    ]  # of one unit, its share is right
+    ]  # with one unit, its share of the devices is right
     times = [graph.replay(_with(ideal, nodes, part)) for part in parts]
     times.append(graph.replay(_with(graph.taken, nodes, why.ranked)))
     times += [times[-1], graph.replay(graph.taken, graph.launch), replays.measured]
@@ -75,7 +77,7 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
 
 
 def passes_of(graph: StudyGraph) -> Passes:
-    """Forward and backward passes among the operations."""
+    """Return the forward and backward passes among the operations."""
     mask = np.isin(graph.optype, (FORWARD, BACKWARD))
     return Passes(
         rank=graph.rank[mask],
@@ -89,15 +91,17 @@ def passes_of(graph: StudyGraph) -> Passes:
 
 
 def _with(taken: Floats, mask: np.ndarray, compute: Floats) -> Floats:
-    """The operations' times with those of the passes in their places."""
+    """Return the operations' times with those of the passes replaced."""
     changed = taken.copy()
     changed[mask] = compute
     return changed
 
 
 def _work(passes: Passes, compute: Floats) -> Floats:
-    """Work of every pass over the mean, [passes, steps], from what the passes of a microbatch have
-    in common."""
+    """Estimate the work of every pass over the mean, [passes, steps].
+
+    It is what the passes of a microbatch have in common.
+    """
     ratio = compute / np.maximum(
         group_mean(compute, passes.groups("rank", "depth", "operation")), 1e-12
     )

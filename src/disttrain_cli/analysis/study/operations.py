@@ -1,5 +1,4 @@
-"""Types of operations in a trace of the study: those of Megatron-LM's 1F1B with a distributed
-optimizer."""
+"""Types of operations in the study's traces: Megatron-LM's 1F1B with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ EMBEDDING, NORM, CLIP = (
     "layernorm-grads-all-reduce",
     "optimizer-clip-main-grad",
 )
-#: Transfers in which all replicas of a stage take part; of clipping, all stages too.
+#: Transfers that all replicas of a stage join; clipping is joined by all stages too.
 OVER_REPLICAS = (GATHER, SCATTER, SEPARATE, CLIP)
-#: Communication, whose ideal is the median. That of the others is the mean.
+#: Communication, whose ideal is the median; that of other operations is the mean.
 COMMUNICATION = (*TRANSFERS, *OVER_REPLICAS, NORM, EMBEDDING)
-#: What follows the last pass of a stage, in this order; where gradients are reduced beside
-#: backward passes, SEPARATE stands in the place of SCATTER.
+#: Operations after the last pass of a stage, in this order; if gradient reduction overlaps with
+#: backward passes, SEPARATE replaces SCATTER.
 CLOSING = ("gc", NORM, EMBEDDING, SCATTER, SEPARATE, CLIP, "optimizer")
 KNOWN = (FORWARD, BACKWARD, *COMMUNICATION, "gc", "optimizer")
 
 
 def family(optype: str) -> str:
-    """The name under which the study sums operations up: both ends of a transfer are one."""
+    """Return the name under which the study sums operations: both ends of a transfer are one."""
     return f"{optype.split('-')[0]}-pp-comm" if optype in TRANSFERS else optype

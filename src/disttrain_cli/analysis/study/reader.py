@@ -1,11 +1,10 @@
-"""Reading operation-level Parquet: one row per operation of a rank; the steps and replicas that are
-whole are kept.
+"""Reader of operation-level Parquet: one row per operation of a rank; complete steps and replicas.
 
-A row's rank is a worker: its place (dp_rank, stage). `seq_id` counts the operations of one type of
-a worker in a step; `mc` is the part of a stage that it works on where stages are interleaved (the
-model's part mc × stages + stage), and else 0, or -1 where that does not apply. It belongs to what
-an operation is, so steps whose passes go through the parts in another order than usual count as not
-whole.
+A row's rank is a worker: its coordinates (dp_rank, stage). `seq_id` counts the operations of one
+type of a worker in a step; `mc` is the part of a stage that it works on if stages are interleaved
+(the model's part mc × stages + stage), and else 0, or -1 if that does not apply. It is part of an
+operation's identity, so steps whose passes go through the parts in another order than usual count
+as incomplete.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ COLUMNS = {
     "gmc": "BIGINT",
 }
 TIMES = ("start_ts", "duration")
-#: A pass over a microbatch takes no longer. Beyond it times are no seconds: the unit, how many of
-#: it are a second, and the longest median pass for which they are taken for it.
+#: Longest pass over a microbatch. If the median pass is longer, the times are not in seconds: by
+#: unit, the number per second, and the longest median pass for which the times have this unit.
 LONGEST_PASS_S = 100
 _UNITS = (("s", 1, LONGEST_PASS_S), ("ms", 10**3, 10**3), ("µs", 10**6, 10**7))
-#: Steps that are read, spread evenly, so that memory does not grow with the length of a job.
+#: Most steps that are read, spread evenly, so that memory does not grow with the length of a job.
 MOST_STEPS = 64
-#: An operation that fewer of the steps have, on every replica, is no part of a usual step.
+#: An operation in a smaller share of the steps, on every replica, is not part of a usual step.
 USUAL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class StudyTrace:
-    """Operations that every kept step has, those of a replica in one block and all blocks alike."""
+    """Operations of the selected steps, one block per replica, with the same operations in each."""
 
     files: list[Path]
     steps: Ints
@@ -61,21 +60,20 @@ class StudyTrace:
     optype: NDArray[np.str_]  # by operation of a replica [n]
     stage: Ints
     seq: Ints
-    chunk: Ints  # part of the stage, -1: of none
-    slot: Ints  # microbatch of a pass, or of a transfer where stages are whole; -1: of none
+    chunk: Ints  # part of the stage, -1: none
+    slot: Ints  # microbatch of a pass, or of a transfer if stages have one part; -1: none
     replicas: Ints  # dp_rank of every block
     rank: Ints  # [replicas, n]
-    origin: Floats  # [steps] when each step starts, in seconds of the trace's clock
+    origin: Floats  # [steps] start of each step, in seconds of the trace's clock
     start: Floats  # [replicas × n, steps] seconds from the start of the step
     end: Floats
     chunks: int  # parts of a stage
-    present: float = 1.0  # share of the job's replicas that are whole, as far as their numbers tell
+    present: float = 1.0  # share of the job's replicas that are complete, by their highest number
     warnings: list[str] = field(default_factory=list)
 
 
 def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
-    """A connection with the view `operations` over the files that can be read, and what was left
-    out.
+    """Return a connection with the view `operations` over the readable files, and warnings.
 
     Raises:
         DataError: no file can be read, or none has the study's columns.
@@ -116,7 +114,7 @@ def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
 
 
 def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> str | None:
-    """Why a file cannot be read together with those before it, or None."""
+    """Return why a file cannot be read together with those before it, or None."""
     import duckdb
 
     try:
@@ -143,8 +141,10 @@ def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> 
 
 
 def _unit(connection: DuckDBPyConnection, files: list[Path]) -> tuple[str, int]:
-    """The unit of the times, and how many of it are a second: as the median pass tells, which takes
-    1 ms to 100 s."""
+    """Return the unit of the times, and the number per second, judged by the median pass.
+
+    A pass takes 1 ms to 100 s.
+    """
     import duckdb
 
     try:
@@ -153,7 +153,7 @@ def _unit(connection: DuckDBPyConnection, files: list[Path]) -> tuple[str, int]:
             "WHERE list_contains($passes, optype)",
             {"passes": [FORWARD, BACKWARD]},
         ).fetchall()[0][0]
-    except duckdb.Error:  # what is wrong is said when the rows are read
+    except duckdb.Error:  # errors are reported when the rows are read
         return "s", 1
     return next(
         ((unit, per_s) for unit, per_s, longest in _UNITS if (usual or 0.0) <= longest),
@@ -166,11 +166,11 @@ def _quoted(files: list[Path]) -> str:
 
 
 def read_study(files: list[Path]) -> StudyTrace:
-    """The steps and replicas of a job that are whole.
+    """Read the complete steps and replicas of a job.
 
     Raises:
-        DataError: nothing can be read, or no step or no replica is whole; says which ranks and
-            operations lack.
+        DataError: nothing can be read, or no step or no replica is complete; the message names
+            missing ranks and operations.
     """
     import duckdb
 
@@ -240,7 +240,7 @@ _SOUND = (
 def _whole(
     columns: dict[str, Any], files: list[Path], recorded: int, warnings: list[str]
 ) -> StudyTrace:
-    """Arrange the rows by replica, operation and step; leave out what is not whole, and say so."""
+    """Arrange the rows by replica, operation and step; leave out incomplete ones, with warnings."""
     steps, step = np.unique(columns["step"], return_inverse=True)
     names, kind = np.unique(columns["optype"].astype(str), return_inverse=True)
     replicas, replica = np.unique(columns["dp_rank"], return_inverse=True)
@@ -331,8 +331,7 @@ def _whole(
 
 
 def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks: int) -> Ints:
-    """The microbatch of every operation: a part of a stage has them in their order. -1 where it has
-    none."""
+    """Return the microbatch of every operation, in order within a part of a stage; -1 for none."""
     passes = np.isin(optype, (FORWARD, BACKWARD))
     slot = np.where(passes | (np.isin(optype, TRANSFERS) & (chunks == 1)), seq, -1)
     _, part = np.unique(np.stack([stage, chunk, optype == FORWARD]), axis=1, return_inverse=True)
@@ -345,7 +344,7 @@ def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks
 def _replica_is_whole(
     index: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints, warnings: list[str]
 ) -> bool:
-    """Whether a replica has every usual operation in most steps; says what it lacks."""
+    """Return True if a replica has every usual operation in most steps; else add a warning."""
     lacks = there[index].mean(axis=1) < USUAL_SHARE
     if lacks.any():
         whole = [int(stage) for stage in np.unique(stages) if lacks[stages == stage].all()]
@@ -361,8 +360,7 @@ def _replica_is_whole(
 
 
 def _missing(numbers: Ints, count: int) -> list[int]:
-    """The first of 0 … count − 1 that are not among the numbers, at most as many as there are of
-    these."""
+    """Return the first of 0 … count − 1 that are not among the numbers, at most as many."""
     return np.setdiff1d(np.arange(min(count, 2 * len(numbers))), numbers).tolist()
 
 

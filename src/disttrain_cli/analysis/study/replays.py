@@ -1,11 +1,15 @@
-"""Steps played again in the study's own definition.
+"""Replays of the steps in the study's definition.
 
-Without launch delays (what its operations do not explain, such as loading data) a step takes T. Its
-ideal takes the **mean** of each type of pass and of the optimizer, and the **median** of each type
-of communication, over all ranks and steps. S = T ÷ T(ideal); S_x = T(ideal, group x as recorded) ÷
-T(ideal); S of a worker = the smaller one of its replica's and its stage's. M_W and M_S are the
-shares of T − T(ideal) that are regained when the worst 3 % of the workers, or the last stage, take
-the ideal's times. T is a mean over the steps.
+Without launch delays (time that its operations do not explain, such as loading data) a step takes
+T. Its ideal takes the **mean** of each type of pass and of the optimizer, and the **median** of
+each type of communication, over all ranks and steps.
+
+    S = T ÷ T(ideal)
+    S_x = T(ideal, group x as recorded) ÷ T(ideal)
+    S of a worker = the smaller one of its replica's and its stage's
+
+M_W and M_S are the shares of T − T(ideal) that are regained when the worst 3 % of the workers, or
+the last stage, take the ideal's times. T is a mean over the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Replays:
 
 
 def ideal_of(graph: StudyGraph) -> Floats:
-    """Seconds that every operation takes in the ideal, [operations, steps]."""
+    """Return the seconds of every operation in the ideal, [operations, steps]."""
     ideal = np.empty_like(graph.taken)
     for kind in np.unique(graph.optype):
         mask = graph.optype == kind
@@ -44,7 +48,7 @@ def ideal_of(graph: StudyGraph) -> Floats:
 
 
 def replay(graph: StudyGraph) -> Replays:
-    """Every replay of the study."""
+    """Run every replay of the study."""
     ideal = ideal_of(graph)
     undelayed, best = graph.replay(graph.taken), graph.replay(ideal)
     loss = float(undelayed.mean() - best.mean())

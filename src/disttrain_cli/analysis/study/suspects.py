@@ -1,5 +1,4 @@
-"""What could be mended in an operation-level trace: what all formats have, and transfers and launch
-delays."""
+"""Suspects in an operation-level trace: those of all formats, transfers and launch delays."""
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ from disttrain_cli.analysis.walk import Floats
 
 
 def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Finding]:
-    """What slows the steps: of what operations take, and, as they are recorded, of when they begin.
+    """Return the causes that slow the steps: operations' durations, and recorded launch delays.
 
-    When an operation is launched follows what others took: with them mended it would be launched
-    earlier. So what is mended of their times is tried on steps without launch delays, as the study
-    has them.
+    An operation's launch depends on the durations of others: with those fixed it would be launched
+    earlier. So fixes of durations are tried on steps without launch delays, as in the study.
     """
     slow, _ = find_causes(
         lambda state: graph.replay(*state), (graph.taken,), _suspects(graph, why, where)
@@ -47,7 +45,7 @@ def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) 
 
 
 def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
-    """What could be mended of operations' times; `why` explains the passes."""
+    """Return possible faults in the operations' durations; `why` explains the passes."""
     nodes = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
 
     def scaled(state: State, factor: Floats, more: Floats) -> State:
@@ -65,8 +63,10 @@ def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> 
 
 
 def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
-    """Stages whose passes take longer than the median of the others': nothing tells whether they
-    have more work."""
+    """Yield stages whose passes take longer than the median of the others'.
+
+    The trace does not show if they have more work.
+    """
     stages = np.unique(passes.stage)
     if len(stages) < 2:
         return
@@ -92,7 +92,7 @@ def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
 
 
 def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect]:
-    """By stage, nothing but passes slower than the median of its type."""
+    """Yield, by stage, operations slower than the median of their type, passes excluded."""
     late = (graph.taken - ideal_of(graph)).clip(0.0)
     late[passes] = 0.0
     for stage in np.unique(graph.stage):
@@ -112,7 +112,7 @@ def _sooner(state: State, late: Floats) -> State:
 def _hosts(
     graph: StudyGraph, passes: NDArray[np.int64], why: Explained, where: Mapping[int, Place]
 ) -> list[Suspect]:
-    """Passes that take what their rank's usually do."""
+    """Return ranks with passes that take longer than is usual for the rank."""
     steady, added = np.ones_like(graph.taken), np.zeros_like(graph.taken)
     steady[passes] = ratio(why.ranked, graph.taken[passes])
     added[passes] = (graph.taken[passes] - why.ranked).clip(0.0)

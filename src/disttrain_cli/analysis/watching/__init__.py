@@ -1,6 +1,6 @@
-"""Verdicts on a job that still runs, by the same engine as `analyze`.
+"""Verdicts on a running job, by the same engine as `analyze`.
 
-`tail` reads what its traces grew by and holds the last steps, `looking` judges these now and then
-and says what has changed, `ending` whether the job is over, `record` leaves verdicts beside the
-job's logs.
+`tail` reads new rows of its traces and holds the last steps, `looking` analyses these from time to
+time and reports changes, `ending` detects the end of the job, `record` appends verdicts to a file
+among the job's logs.
 """

@@ -1,4 +1,4 @@
-"""Whether a job is over: nobody holds its folder, and no rank tells what it does any more."""
+"""Detection of a job's end: its folder is unlocked, and no rank reports its state any more."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from disttrain_cli.spec.rundir import RunDir, pulses
 
-#: Ranks tell what they do every 10 s at least; after this long without a word they are gone.
+#: Ranks report their state every 10 s at least; after this long without a report they have ended.
 SILENT_S = 60.0
 
 
 class Ending:
-    """Looks at a run's folder now and then.
+    """Poll of a run's folder for the end of the job.
 
-    Training holds a lock on it on its own host. On others, over a shared folder, only the files are
-    seen in which ranks tell what they do.
+    Training holds a lock on the folder on its own host. On other hosts, over a shared folder, only
+    the files with the ranks' states are visible.
     """
 
     def __init__(self, folder: RunDir) -> None:
@@ -27,7 +27,7 @@ class Ending:
         self._heard_s = time.monotonic()
 
     def over(self) -> bool:
-        """Whether the job has ended, as far as this host can see; not before it has begun."""
+        """Return True if the job has begun and ended, as far as this host can see."""
         held = _held(self._folder.root / ".training")
         self.begun |= held
         if held or not (self._folder.traces / "job.json").exists():

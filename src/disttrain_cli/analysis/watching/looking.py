@@ -1,9 +1,9 @@
-"""Looks at a job that runs: what its last steps say, told where it changes.
+"""Repeated analyses of a running job: verdicts on its last steps, reported when they change.
 
-A look is an analysis of the last steps, as `analyze` makes it of all. One step more or less can
-turn a verdict that is not sure, so it stands once it is sure enough, or was found by two looks in
-succession. What gains about as much as divides a fault from none would come and go: it is told
-when it gains clearly more, and is over when it gains clearly less.
+A look is an analysis of the last steps, by the same code as `analyze`. One step more or less can
+change an uncertain verdict, so a verdict stands once its confidence is high enough, or if two looks
+in succession have it. A cause with a saving near the threshold of a fault would come and go: it is
+reported once it saves clearly more, and is over once it saves clearly less.
 """
 
 from __future__ import annotations
@@ -33,49 +33,50 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.trace import Job
 
-#: Steps that a look judges, and those before them that an analysis leaves out as warm-up.
+#: Steps of a look, and warm-up steps before them that an analysis leaves out.
 STEPS, WARM_UP = 5, 2
-#: A verdict this sure stands at once.
+#: A verdict with this confidence stands at once.
 SURE = 0.9
-#: Looks in succession at which a verdict stands with one cause at one host (or rank, where there is
-#: one host), until it is said to stay; the last of them judges none of the steps of the first.
+#: Looks in succession at which a verdict must stand with one cause at one host (or rank, if there
+#: is one host) to be persistent; the last of them judges none of the steps of the first.
 STAYS = 3
-#: Of a step, by how much a fault gains more than `LEAST_SHARE`, or one that is over less.
+#: Share of a step by which a fault must exceed `LEAST_SHARE`, or fall below it to be over.
 MARGIN = 0.01
-#: Time of a core that looks may take, of all cores of this host, where no rhythm is asked for.
+#: CPU time of looks as a share of all cores of this host, if no interval is requested.
 SHARE = 0.005
 POLL_S, QUIET_S = 1.0, 5.0
-#: How long a run that is over already is watched for its next start.
+#: Seconds to wait for the next start of a run that is over already.
 NEXT_START_S = 120.0
-#: As many looks in succession may come early: where the last `LATEST` steps take so much more or
-#: less time than those of the last look did, and where its verdict does not stand.
+#: Most early looks in succession, number of steps, and their relative change: a look is early if
+#: the last `LATEST` steps take that much more or less time than those of the last look, or if its
+#: verdict does not stand.
 EARLY, LATEST, MOVED = 2, 3, 0.03
 
-#: What a verdict says, without its figures.
+#: Content of a verdict, without its figures.
 Said = tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
 class Look:
-    """The last steps of a job, judged."""
+    """Analysis of the last steps of a job."""
 
     analysis: Analysis
     first: int  # step
     last: int
     at: datetime
-    stands: bool  # whether the verdict is sure enough, or was found by the look before, too
-    changed: bool  # whether it stands and says something else than what stood before
-    stays: bool = False  # whether it has now stood for long enough (`STAYS`)
+    stands: bool  # confidence is high enough, or the look before had the same verdict
+    changed: bool  # it stands and differs from the one that stood before
+    stays: bool = False  # it has now stood for long enough (`STAYS`)
     blamed: tuple[int, ...] = ()  # ranks whose devices or hosts are slow
-    live: bool = False  # whether a step came since the watcher began: not those of an earlier start
+    live: bool = False  # a step was recorded since the watcher began: not those of an earlier start
 
     @property
     def found(self) -> bool:
-        """Whether something is to be mended."""
+        """True if there is a fault."""
         return self.analysis.verdict.cause not in ("none", "unknown")
 
     def row(self) -> dict[str, Any]:
-        """The look in figures and words."""
+        """Return the look as a row of figures and texts."""
         analysis, verdict = self.analysis, self.analysis.verdict
         step_s = analysis.job.iteration_s or 0.0
         return {
@@ -108,7 +109,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Staying:
-    """For how long a verdict has stood."""
+    """Duration for which a verdict has stood."""
 
     where: object = None  # cause and place
     looks: int = 0
@@ -116,49 +117,56 @@ class Staying:
     long_enough: bool = False
 
     def on(self, first: int, last: int) -> Staying:
-        """The same after one more look, at steps of which the first is warm-up."""
+        """Return the state after one more look.
+
+        Args:
+            first: first step of the look, which is warm-up.
+            last: last step of the look.
+        """
         looks = self.looks + 1
         since = self.last if self.looks else last
         return Staying(self.where, looks, since, looks >= STAYS and first >= since)
 
 
 class Watcher:
-    """Judges the last steps of a run's traces; knows what it said before.
+    """Analyses of the last steps of a run's traces, compared with earlier verdicts.
 
     Args:
         root: the run's folder.
-        steps: how many steps are judged.
+        steps: number of steps that are judged.
     """
 
     def __init__(self, root: Path, steps: int = STEPS) -> None:
         self._root = root
         self._tail = Tail(root / "traces", steps + WARM_UP)
         self._layouts = KnownLayouts()
-        self._step_s: float | None = None  # of the last look
+        self._step_s: float | None = None  # step time of the last look
         self._before: Said | None = None
         self._stood: Said | None = None
         self._staying = Staying()
-        self._joined: tuple[object, int] | None = None  # what was reached at the first look
+        self._joined: tuple[object, int] | None = None  # last step at the first look
 
     def moved(self) -> bool:
-        """Whether the last steps take another time than those of the last look; that is known
-        without an analysis."""
+        """Return True if the last steps' time differs from that of the last look.
+
+        This needs no analysis.
+        """
         now_s, before_s = self._tail.latest_s(LATEST), self._step_s
         return now_s is not None and before_s is not None and abs(now_s / before_s - 1) > MOVED
 
     def look(self) -> Look | None:
-        """The job as it is now; None where no step came since the last look, or none is whole.
+        """Analyse the job now; None if there is no new complete step since the last look.
 
         Raises:
             SpecError: job.json of the traces cannot be read.
-            DataError: the traces cannot.
+            DataError: the traces cannot be read.
         """
         reached = self._tail.reached()
         self._joined = self._joined or reached
         if not self._tail.grow():
             return None
         files = self._tail.files()
-        if not files.rows or self._tail.last == self._tail.first:  # all of it is warm-up
+        if not files.rows or self._tail.last == self._tail.first:  # only warm-up
             return None
         database = open_database([self._root], held=files)
         try:
@@ -173,7 +181,7 @@ class Watcher:
             analysis, self._stood and self._stood[0]
         )
         changed = stands and said != self._stood
-        if not stands:  # the next look is to find it by itself
+        if not stands:  # so that the next look computes it again
             self._layouts.forget()
         self._before, self._stood = said, said if stands else self._stood
         found = analysis.verdict.cause not in ("none", "unknown")
@@ -196,25 +204,28 @@ class Watcher:
 
 
 def _clear(analysis: Analysis, stood: str | None) -> bool:
-    """Whether a verdict is not between fault and none.
+    """Return True if a verdict is clearly a fault or clearly none.
 
     Args:
-        stood: the cause that stood before, if any.
+        analysis: analysis of the last steps.
+        stood: cause that stood before, if any.
     """
     verdict, step_s = analysis.verdict, analysis.job.iteration_s or 0.0
     if verdict.cause == "none":
         left_s = max((one.gain_s for one in analysis.causes if one.cause == stood), default=0.0)
         return left_s < (LEAST_SHARE - MARGIN) * step_s
     return (
-        verdict.lost_s == 0.0  # nothing can be told
+        verdict.lost_s == 0.0  # unknown cause
         or verdict.cause == stood
         or verdict.lost_s >= (LEAST_SHARE + MARGIN) * step_s
     )
 
 
 def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[object, ...]]:
-    """Ranks that a verdict blames, and what must not change for it to stay: its cause, and its
-    place, or of these ranks the host where there are several."""
+    """Return the ranks that a verdict blames, and the key that must not change for it to persist.
+
+    The key is the cause, and the location or, if there are several hosts, the host of these ranks.
+    """
     cause, place = analysis.verdict.cause, analysis.verdict.place
     where = {
         one.rank: Place(
@@ -233,7 +244,7 @@ def _blamed(analysis: Analysis, job: Job | None) -> tuple[list[int], tuple[objec
 
 
 def _said(analysis: Analysis) -> Said:
-    """Identity of a verdict: what it names, which data have moved, why the run does not learn."""
+    """Return the identity of a verdict: its location, drifting data, and the fault in learning."""
     place = asdict(analysis.verdict.place)
     return (
         analysis.verdict.cause,
@@ -244,24 +255,24 @@ def _said(analysis: Analysis) -> Said:
 
 
 def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Iterator[Look]:
-    """Look at a run until it is over, whenever a step has come, but not all the time.
+    """Yield looks at a run until it is over, after new steps, at limited cost.
 
     Args:
         root: the run's folder.
-        steps: how many steps are judged.
-        every_s: seconds between two looks at least; None: as many as keep them at `SHARE` of this
-            host's cores, some of them early and paid for later (`EARLY`).
+        steps: number of steps that are judged.
+        every_s: minimum seconds between two looks; None: as many as keep them at `SHARE` of this
+            host's cores, some of them early and compensated later (`EARLY`).
 
     Raises:
         As `Watcher.look`.
     """
     watcher, ending = Watcher(root, steps), Ending(RunDir(root))
     next_s = grown_s = time.monotonic()
-    early, unsure = 0, False  # of the last looks; of the last verdict
+    early, unsure = 0, False  # number of early looks; last verdict does not stand
     live = False
-    ending.over()  # sees who trains now
+    ending.over()  # detects if training holds its lock now
     while True:
-        # asked first, so that what came before the end is seen
+        # checked first, so that steps before the end are read
         quiet_s = time.monotonic() - grown_s
         over = quiet_s >= QUIET_S and ending.over()
         over &= live or ending.begun or quiet_s >= NEXT_START_S
@@ -285,10 +296,10 @@ def looks(root: Path, steps: int = STEPS, every_s: float | None = None) -> Itera
 
 
 def look_once(root: Path, steps: int = STEPS) -> Look:
-    """One look at a run, whether it still runs or not.
+    """Analyse a run once, running or not.
 
     Raises:
-        DataError: no whole step of all ranks was recorded yet. Others as `Watcher.look`.
+        DataError: no complete step of all ranks was recorded yet. Others as `Watcher.look`.
     """
     look = Watcher(root, steps).look()
     if look is None:

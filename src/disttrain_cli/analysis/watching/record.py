@@ -1,4 +1,4 @@
-"""What verdicts change to, beside the logs of the run, where rank 0 finds it for its trackers."""
+"""File of changed verdicts among the run's logs, which rank 0 reads for its trackers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from disttrain_cli.spec.rundir import verdicts_file
 
 
 class Record:
-    """Appends to the file of a run's verdicts. Of several that watch a run, one does.
+    """Appender to the file of a run's verdicts; of several watchers of a run, one appends.
 
     Args:
-        logs: folder of the run's logs; where it is not there or cannot be written, nothing is
+        logs: folder of the run's logs; if it does not exist or cannot be written, nothing is
             recorded.
     """
 
@@ -35,11 +35,11 @@ class Record:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-        except OSError:  # another one does, or the disk is full
+        except OSError:  # another watcher appends, or the disk is full
             self.close()
 
     def close(self) -> None:
-        """Let another one record."""
+        """Release the file for another watcher."""
         self._wanted = False
         if self._file is not None:
             file, self._file = self._file, None

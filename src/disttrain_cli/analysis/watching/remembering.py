@@ -1,5 +1,8 @@
-"""What other layouts gain, remembered from look to look: finding it takes half of a look, and as
-long as nothing slows or recovers the answer is the same."""
+"""Cache of the savings of other layouts between looks.
+
+Computing them takes half of a look, and while nothing slows down or recovers the result is the
+same.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from disttrain_cli.analysis.losses import Explained
 from disttrain_cli.analysis.result.verdicts import Remedy
 from disttrain_cli.analysis.walk import Floats
 
-#: By how much a step, or the passes of a unit for their work, may differ from those of an answer.
+#: Relative difference of a step, or of a unit's passes for their work, up to which a result is
+#: reused.
 SAME = 0.02
-#: A look asks twice where it finds a fault: for the steps as recorded, and without the fault.
+#: Number of cached results: a look with a fault needs two, for the steps as recorded and without
+#: it.
 KEPT = 2
 
 
 class Known(NamedTuple):
-    """An answer, and of which steps it is."""
+    """A cached result, and the steps that it is for."""
 
     start: str
     moved_on: bool
@@ -31,7 +36,7 @@ class Known(NamedTuple):
 
 
 class KnownLayouts:
-    """`other_layouts` that answers as before where it is asked of steps like those before."""
+    """Cached `other_layouts`: returns the same result for similar steps."""
 
     def __init__(self) -> None:
         self._known: list[Known] = []
@@ -48,13 +53,16 @@ class KnownLayouts:
         return layouts
 
     def forget(self) -> None:
-        """Have the next look find out for itself."""
+        """Clear the cache, so that the next look computes the result again."""
         self._known = []
 
 
 def _figures(graph: Graph, why: Explained) -> Floats:
-    """Seconds of a step, as recorded and as replayed, and by unit and operation the time of passes
-    over that of their work."""
+    """Return the figures by which steps are similar.
+
+    They are the seconds of a step, as recorded and as replayed, and by unit and operation the time
+    of passes over that predicted for their work.
+    """
     units = dict.fromkeys(graph.unit)
     return np.array(
         [

@@ -1,9 +1,9 @@
-"""The last steps of traces that grow.
+"""The last steps of growing traces.
 
-Every rank appends its rows after each step to an open segment, which is replaced by one of Parquet
-in time (`spec.trace`). What was read is never read again: of an open segment the place is kept up
-to which its stream was read, of one that was replaced the number of rows. What is older than the
-last steps is dropped, or at the beginning not read at all.
+Every rank appends its rows after each step to an open segment, which is eventually replaced by a
+Parquet file (`spec.trace`). Rows are never read twice: for an open segment the offset is stored up
+to which its stream was read, for a replaced one the number of rows. Steps before the last ones are
+dropped, or at the beginning not read at all.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ from disttrain_cli.spec.trace import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: A rank this many steps behind the last reported one is waited for; one that is further behind has
-#: no traces any more.
+#: A step waits for ranks that are this many steps behind the last reported one; a rank that is
+#: further behind has stopped writing traces.
 MOST_BEHIND = 2
 
 
 class Tail:
-    """The last steps that a run's traces hold.
+    """The last steps in a run's traces.
 
     Args:
-        traces: the folder.
-        steps: how many steps are held.
+        traces: folder of the traces.
+        steps: number of steps that are held.
     """
 
     def __init__(self, traces: Path, steps: int) -> None:
         self._traces, self._steps = traces, steps
         self._job: Job | None = None
-        self._written: tuple[int, int] | None = None  # of job.json
+        self._written: tuple[int, int] | None = None  # modification time and inode of job.json
         self._reported: Source | None = None
         self._sizes: Source | None = None
         self._ranks: dict[str, Source] = {}
         self.last = -1  # the last step that all ranks have recorded
 
     def grow(self) -> bool:
-        """Read what was added; whether there is another step of which all ranks have recorded
-        theirs.
+        """Read new rows; return True if there is a further step that all ranks have recorded.
 
         Raises:
             SpecError: job.json cannot be read.
@@ -75,7 +74,7 @@ class Tail:
         return grown
 
     def reached(self) -> tuple[object, int]:
-        """Which start is read, and the last step that rank 0 reported of it."""
+        """Return the identity of the start that is read, and the last step that rank 0 reported."""
         self._follow_start()
         if self._reported is None:
             return None, -1
@@ -83,7 +82,7 @@ class Tail:
         return self._written, self._reported.last
 
     def latest_s(self, steps: int) -> float | None:
-        """Mean seconds of the last steps that rank 0 reported; None before there are so many."""
+        """Return the mean seconds of the last steps that rank 0 reported; None if too few."""
         self._follow_start()
         if self._reported is None:
             return None
@@ -95,12 +94,12 @@ class Tail:
 
     @property
     def first(self) -> int:
-        """The first step that is held, of all ranks."""
+        """First step that is held for all ranks."""
         sources = [one for one in (self._reported, *self._ranks.values()) if one is not None]
         return max([one.first for one in sources if one.last >= 0] + [self._first(self.last)])
 
     def files(self) -> TraceFiles:
-        """What is held, up to the last step, as the analysis reads it."""
+        """Return the held rows, up to the last step, in the form that the analysis reads."""
         named = {
             "segments": list(self._ranks.values()),
             "steps": [self._reported] if self._reported else [],
@@ -123,7 +122,7 @@ class Tail:
         return max(0, last - self._steps + 1)
 
     def _follow_start(self) -> None:
-        """Begin anew where the job was started again."""
+        """Reset if the job was started again."""
         path = self._traces / "job.json"
         try:
             about = path.stat()
@@ -148,7 +147,7 @@ class Tail:
 
 
 def _steps(tables: list[pa.Table], first: int, last: int) -> pa.Table:
-    """Rows of some steps."""
+    """Return the rows of the steps from `first` to `last`."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -159,25 +158,27 @@ def _steps(tables: list[pa.Table], first: int, last: int) -> pa.Table:
 
 @dataclass
 class Source:
-    """The segments of one folder, which one process writes.
+    """Segments of one folder, which one process writes.
 
     Args:
-        run: name of the start; segments of others are left alone.
-        kept: how many steps are held, up to the last one.
+        folder: folder of the segments.
+        columns: columns and their types.
+        run: name of the start; segments of others are ignored.
+        kept: number of steps that are held, up to the last one.
     """
 
     folder: Path
     columns: dict[str, str]
     run: str
     kept: int
-    last: int = -1  # the last step of which there are rows
+    last: int = -1  # last step with rows
     problems: list[str] = field(default_factory=list)
-    _whole: set[str] = field(default_factory=set)  # segments that need not be looked at again
+    _whole: set[str] = field(default_factory=set)  # segments that are read completely
     _streams: dict[str, Stream] = field(default_factory=dict)
     _held: list[tuple[int, pa.Table]] = field(default_factory=list)  # by their last step
 
     def read(self) -> None:
-        """Read what was added, the newest first, as far as it is held."""
+        """Read new rows, the newest first, as far back as they are held."""
         found: dict[str, str] = {}
         for file in self.folder.glob(f"segment-{self.run}-*"):
             if file.suffix in (".parquet", OPEN_SEGMENT) and file.stem not in self._whole:
@@ -189,7 +190,7 @@ class Source:
             known = self._streams.pop(stem, Stream()).rows
             rows = self._replaced(self._file(stem, ".parquet"), known)
             self._whole.add(stem)
-            if rows is None:  # so are those before it
+            if rows is None:  # so are earlier segments
                 self._whole.update(one for one in found if one < stem)
                 break
             self._hold([rows])
@@ -211,21 +212,20 @@ class Source:
 
     @property
     def first(self) -> int:
-        """First step of which rows are held; 0 where there are none."""
+        """First step with held rows; 0 if there are none."""
         import pyarrow.compute as pc
 
         return min((pc.min(table.column("step")).as_py() for _, table in self._held), default=0)
 
     def tables(self) -> list[pa.Table]:
-        """The rows that are held."""
+        """Return the held rows."""
         return [table for _, table in self._held]
 
     def _file(self, stem: str, ending: str = OPEN_SEGMENT) -> Path:
         return self.folder / f"{stem}{ending}"
 
     def _replaced(self, file: Path, known: int) -> pa.Table | None:
-        """Rows of a segment written whole that are not known; None where all are of steps too long
-        ago."""
+        """Return rows of a replaced segment beyond the known ones; None if all are too old."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -252,14 +252,14 @@ class Source:
 
 @dataclass
 class Stream:
-    """An open segment, up to where it was read."""
+    """Position in an open segment, up to which it was read."""
 
     rows: int = 0
     _offset: int = 0
     _schema: Any = None
 
     def more(self, file: Path) -> list[pa.Table]:
-        """Rows that were appended; a batch that is being written is read the next time."""
+        """Return appended rows; an incomplete batch is read the next time."""
         import pyarrow as pa
 
         try:

@@ -67,17 +67,11 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
     return Assignment(positions[slot_order(layout, llm, costs, positions)])
 
 
-<<<<<<< HEAD
 def levelled_slots(size: Ints, n: int, m: int, *, dp: int) -> Ints:
-    """[n, DP, M] positions of sequences of these costs: every replica gets its share, and the k-th
-    largest microbatch of each lies in slot k."""
-=======
-def levelled_slots(size: Ints, dp: int, n: int, m: int) -> Ints:
     """Return positions [n, DP, M] of sequences of these costs.
 
     Every replica has an equal share, and the k-th largest microbatch of each lies in slot k.
     """
->>>>>>> prose-data
     replicas = np.stack(level(size, dp, n * m))
     microbatches = replicas[..., None]  # [DP, n, M]
     if m > 1:
@@ -237,13 +231,8 @@ def _chosen(members: Members, sequences: Ints) -> SlotItems:
     )
 
 
-<<<<<<< HEAD
 def by_owner(owner: Ints, grid: Ints, *, dp: int) -> list[Ints]:
-    """Item numbers of each replica: equal grids (rows, columns) adjacent, and then ascending."""
-=======
-def by_owner(owner: Ints, dp: int, grid: Ints) -> list[Ints]:
     """Return the item numbers of each replica, sorted by grid (rows, columns) and then number."""
->>>>>>> prose-data
     return np.split(
         np.lexsort((grid[:, 1], grid[:, 0], owner)),
         np.cumsum(np.bincount(owner, minlength=dp))[:-1],

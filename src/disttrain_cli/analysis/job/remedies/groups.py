@@ -1,8 +1,8 @@
-"""Slow ranks inside TP and CP groups, whose passes are equally long whichever of them is slow.
+"""Slow ranks inside TP and CP groups, whose passes are equally long whichever rank is slow.
 
-The ranks of a group wait for each other in its exchanges, so the time of a pass that is not spent
-there is the rank's own. The one with most of it in a step holds up the others by what it has more
-than the next.
+The ranks of a group wait for each other in its collectives, so the time of a pass outside of them
+is the rank's local time. The rank with most local time in a step delays the others by its
+difference to the second.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from disttrain_cli.spec.trace import WEIGHTS
 
 
 def held_up(graph: Graph) -> Floats:
-    """Share of every pass, [passes, steps], for which its rank held up its group.
+    """Return the share of every pass, [passes, steps], by which its rank delayed its group.
 
-    Single late passes do not count: it is no more than in the median pass of the rank in this step,
-    so 0 but for one rank of a group. It is 0 too where exchanges were not recorded.
+    Single slow passes do not count: the share is at most that of the rank's median pass in this
+    step, so 0 for all but one rank of a group. It is also 0 if collectives were not recorded.
     """
     compute = graph.recorded.compute
     lead = np.zeros_like(compute)
@@ -44,16 +44,18 @@ def held_up(graph: Graph) -> Floats:
 
 
 def _members(groups: Ints) -> Iterator[Ints]:
-    """Positions of every group's members."""
+    """Yield the indices of every group's members."""
     order = np.argsort(groups, kind="stable")
     yield from np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
 
 
 def of_groups(graph: Graph, share: Floats, where: Mapping[int, Place]) -> list[Suspect]:
-    """Ranks that hold up their groups: mended, they are as fast as the next slowest of them.
+    """Return ranks that delay their groups; without the fault they are as fast as the next slowest.
 
     Args:
+        graph: recorded steps.
         share: `held_up` of the graph.
+        where: location by rank.
     """
 
     def mend(pick: NDArray[np.bool_]) -> Callable[[State], State]:
@@ -64,8 +66,11 @@ def of_groups(graph: Graph, share: Floats, where: Mapping[int, Place]) -> list[S
 
 
 def without(graph: Graph, share: Floats) -> Floats:
-    """By what passes are multiplied where one rank of a group no longer holds it up: those of all
-    its ranks, of weights' parts, in which nothing is exchanged, its own."""
+    """Return the factor of every pass once one rank no longer delays its group.
+
+    It applies to the passes of all ranks of the group; for weight gradients, which have no
+    collectives, only to the rank's own.
+    """
     groups = graph.groups("depth", "replica", "operation", "slot")
     most = np.zeros((groups.max() + 1, share.shape[1]))
     np.maximum.at(most, groups, share)
@@ -74,7 +79,7 @@ def without(graph: Graph, share: Floats) -> Floats:
 
 
 def beside(graph: Graph, share: Floats) -> dict[int, float]:
-    """Of ranks that hold up their groups, the share of their passes for which they do."""
+    """Return, for ranks that delay their groups, the share of their passes by which they do."""
     return {
         int(rank): float(of_rank.mean())
         for rank in np.unique(graph.rank[share.any(axis=1)])

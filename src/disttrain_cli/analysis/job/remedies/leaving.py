@@ -1,5 +1,7 @@
-"""What leaving a slow host out would gain, or on a single host a slow device: a plan for the other
-devices, by the run's own times."""
+"""Saving by leaving out a slow host, or on a single host a slow device: a plan for the others.
+
+The planner uses the run's own times.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ def left_out(
     findings: Sequence[Finding],
     where: Mapping[int, Place],
 ) -> Iterator[Remedy]:
-    """The job without the host of its slowest ranks, or on a single host without their device.
+    """Yield the job without the host of its slowest ranks, or on a single host their device.
 
-    What it gains is what mending that rank gains, and what a plan for fewer devices loses of it, by
-    the planner's predictions for both.
+    Its saving is that of fixing that rank, less what a plan for fewer devices loses of it, by the
+    planner's predictions for both.
 
     Args:
-        where: by rank.
+        database: open traces.
+        graph: recorded steps.
+        why: `explain` of the graph's recorded passes.
+        findings: causes that slow the steps.
+        where: location by rank.
     """
     slow, ranks = next(
         (

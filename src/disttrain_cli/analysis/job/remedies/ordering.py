@@ -1,9 +1,8 @@
-"""What `train.ordering: best` would gain: batches drawn from the profile's sizes, simulated in both
-orders.
+"""Saving by `train.ordering: best`: sampled batches, simulated in the present and the best order.
 
-The recorded samples themselves cannot be ordered anew, since a trace does not hold the sizes of all
-of them. So this holds for data like those that were profiled, on devices that take what the profile
-says.
+The batches are drawn from the profile's sizes. The recorded samples themselves cannot be reordered,
+since a trace does not hold the sizes of all of them. So this holds for data like those that were
+profiled, on devices as fast as the profile's.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.trace import Job
 
-BATCHES = 4  # that are drawn
+BATCHES = 4  # batches that are drawn
 
 
 def best_share(job: Job) -> float | None:
-    """Share of a step that the ordering `best` gains over the present one; None where it takes too
-    long to find."""
+    """Return the share of a step that the ordering `best` saves; None if it takes too long."""
     if job.predicted.ordering == "best":
         return 0.0
     if job.layout.microbatches > MOST_SLOTS:

@@ -1,19 +1,17 @@
-"""What would help, and by how much: the recorded steps replayed with one thing changed that a user
-can change.
+"""Remedies and their savings: recorded steps replayed with one change that a user can make.
 
-Each row changes one thing and leaves everything else as recorded, delays too: what it gains is what
-the job would gain by this alone. Gains do not add up: of two causes on the same path, mending one
-uncovers the other. That is also why they differ from `losses`, whose parts return one after another
-and sum to the whole.
+Each row changes one thing and leaves everything else as recorded, delays too: its saving is that of
+this change alone. Savings do not add up: of two causes on the same path, fixing one exposes the
+other. That is also why they differ from `losses`, whose parts return one after another and sum to
+the whole.
 
-What a replay can tell: how delays hide behind each other in the recorded order of passes. What it
-cannot:
-- Uneven work is levelled wholly (`intra_microbatch`, `inter_microbatch`); an ordering cuts no
-  sample, so it gets less.
-- With other replicas the data would be ordered anew (`replicas`).
-- A faster step needs its data sooner: where data are nearly late now, they may be late then.
-- Where ranks share cores, passes would take other times: there nothing is said of other replicas or
-  plans. A row of basis `plan` is no replay: what it gains is the planner's, between two predictions
+A replay shows how delays hide behind each other in the recorded order of passes. Its limits:
+- Uneven work is levelled completely (`intra_microbatch`, `inter_microbatch`); an ordering cuts no
+  sample, so it saves less.
+- With other replicas the data would be ordered differently (`replicas`).
+- A faster step needs its data sooner: data that are just in time now may be late then.
+- If ranks share cores, passes would take other times: there are then no remedies of other replicas
+  or plans. A row of basis `plan` is no replay: its saving is the planner's, between two predictions
   (`replanning`).
 """
 
@@ -44,7 +42,7 @@ from disttrain_cli.analysis.result.verdicts import Place, Remedy
 from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.spec.plan import Layout
 
-#: `other_layouts`, or what knows its answers.
+#: `other_layouts`, or a function that returns its cached results.
 Layouts = Callable[[Database, Graph, Explained, bool], list[Remedy]]
 
 
@@ -55,9 +53,11 @@ def remedies(
     layouts: Sequence[Remedy],
     uneven: Sequence[Finding] = (),
 ) -> list[Remedy]:
-    """Single changes, those that gain most first.
+    """Return single changes, those that save most first.
 
     Args:
+        database: open traces.
+        graph: recorded steps.
         suspects: `own_suspects` of the graph.
         layouts: `other_layouts` of the graph.
         uneven: uneven data, as far as the ordering `best` regains it.
@@ -105,12 +105,13 @@ def remedies(
 def other_layouts(
     database: Database, graph: Graph, why: Explained, moved_on: bool = False
 ) -> list[Remedy]:
-    """Other shares of the devices, or one device more; empty where the traces cannot tell.
+    """Return other partitions of the devices, or one device more; empty if the traces cannot tell.
 
     Args:
+        database: open traces.
+        graph: recorded steps.
         why: `explain` of the graph's recorded passes.
-        moved_on: the data are not those of the profile any more, so that nothing is planned with
-            them.
+        moved_on: the data differ from those of the profile, so no plan is made with it.
     """
     record, measured_s = record_of(database, graph), float(graph.window.mean())
     if record is None:
@@ -132,17 +133,18 @@ def with_layouts(
     gain_s: Callable[[list[Suspect]], Floats],
     splits: Sequence[Suspect],
 ) -> list[Finding]:
-    """The findings, and what is wrong with the layout, if another one of as many devices gains with
-    all of them mended.
+    """Add the fault of the layout to the findings, if another layout saves once they are fixed.
 
-    That is first of all how layers are divided over stages, then how devices are shared. What the
-    other layout gains beyond even stages and a perfect sharing (by another TP size, say) is the
-    fault of neither.
+    The fault is first the partition of layers over stages, then that of the devices over units.
+    What the other layout saves beyond even stages and ideally shared devices (by another TP size,
+    say) is the fault of neither.
 
     Args:
-        layouts: `other_layouts` of the steps with all findings mended.
-        gain_s: what suspects gain in these steps.
-        splits: the stages of units, as the plan divides them.
+        findings: causes that slow the steps.
+        layouts: `other_layouts` of the steps without the findings.
+        losses: losses of the recorded steps.
+        gain_s: returns the saving of fixing suspects in these steps.
+        splits: the stages of units, as the plan partitions them.
     """
     best = max(
         (one for one in layouts if one.gpus <= 0 and one.worth),
@@ -194,8 +196,10 @@ def _row(
 def _layouts(
     record: Record, why: Explained, recorded_s: float, measured_s: float, again: str, moved_on: bool
 ) -> Iterator[tuple[str, str, float, int, Literal["replay", "plan"]]]:
-    """(change, next command, gain, more devices, basis): one replica more of each unit, and the
-    best of as many."""
+    """Yield (change, next command, saving, more devices, basis) of other layouts.
+
+    They are one replica more of each unit, the best of those with as many devices, and a new plan.
+    """
     present = record.job.layout
     for layout, change in _one_more(record):
         yield (
@@ -230,8 +234,7 @@ def _layouts(
 def _repairs(
     database: Database, suspects: Sequence[Suspect]
 ) -> Iterator[tuple[str, str, str, list[Suspect]]]:
-    """(cause, change, next command, what is mended) of everything that a new layout is not needed
-    for."""
+    """Yield (cause, change, next command, fixed suspects) of all changes without a new layout."""
     job = database.job
     ordered = "train.ordering: best"
     if job is not None and job.predicted.ordering == "best":
@@ -286,7 +289,7 @@ def _repairs(
 
 
 def _one_more(record: Record) -> Iterator[tuple[Layout, str]]:
-    """Layouts with one replica more of a unit, and what that is in words."""
+    """Yield layouts with one replica more of a unit, and their descriptions."""
     for unit in record.job.layout.units:
         layout = one_more(record.job, unit.name)
         if layout is not None:
@@ -295,7 +298,7 @@ def _one_more(record: Record) -> Iterator[tuple[Layout, str]]:
 
 
 def _moved(record: Record) -> Iterator[tuple[Layout, str]]:
-    """Layouts of as many devices, with some of one unit given to another."""
+    """Yield layouts of as many devices, with some moved from one unit to another."""
     for giver, taker in itertools.permutations([unit.name for unit in record.job.layout.units], 2):
         layout = moved(record.job, giver, taker)
         if layout is not None:

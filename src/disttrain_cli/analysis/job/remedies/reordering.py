@@ -1,9 +1,8 @@
-"""Recorded steps with their slots in another order: what `train.ordering: paper` would gain a run
-that orders nothing.
+"""Saving by `train.ordering: paper` for runs without ordering: recorded steps, slots reordered.
 
 The slots of every step are put into the order of the interval rule (`data.ordering.intervals`), by
-what their passes took; what is in a slot stays. A step that was faster as recorded stays too. The
-policy also levels the microbatches themselves, which cannot be told from a trace, so it gains more
+the times of their passes; the contents of a slot stay. A step that was faster as recorded stays
+too. The policy also levels the microbatches themselves, which a trace cannot show, so it saves more
 or less than this.
 """
 
@@ -17,17 +16,19 @@ from disttrain_cli.analysis.graph import Graph
 from disttrain_cli.analysis.walk import Floats, Ints
 from disttrain_cli.data.ordering.intervals import interval_order
 
-MOST_SLOTS = 128  # of longer steps the order takes too long to find
+MOST_SLOTS = 128  # for more slots the order takes too long to find
 
 
 def reordered_s(graph: Graph) -> Floats | None:
-    """Seconds of every step [steps] with its slots reordered; None where they are too many or too
-    few."""
+    """Return the seconds of every step [steps] with reordered slots.
+
+    It is None if there are too many slots or too few.
+    """
     slots = int(graph.slot.max()) + 1
     if not 2 < slots <= MOST_SLOTS:
         return None
     compute, lanes = graph.recorded.compute, graph.groups("rank", "operation")
-    at = np.full((lanes.max() + 1, slots), -1, dtype=np.int64)  # by rank and operation, and slot
+    at = np.full((lanes.max() + 1, slots), -1, dtype=np.int64)  # [rank and operation, slot] pass
     at[lanes, graph.slot] = np.arange(len(lanes))
     if (at < 0).any():
         return None
@@ -40,8 +41,10 @@ def reordered_s(graph: Graph) -> Floats | None:
 
 
 def _stage_costs_ns(graph: Graph, slots: int) -> Ints:
-    """What every slot takes on every stage, all passes, of its slowest replica [steps,
-    slots, stages]."""
+    """Return the time of every slot on every stage, all passes of its slowest replica.
+
+    The shape is [steps, slots, stages].
+    """
     both = np.zeros((int(graph.rank.max()) + 1, slots, len(graph.steps)))
     np.add.at(both, (graph.rank, graph.slot), graph.recorded.compute)
     costs_ns = np.zeros((int(graph.depth.max()) + 1, slots, len(graph.steps)))

@@ -1,15 +1,14 @@
-"""A new plan for the recorded job, on as many devices or fewer, from costs corrected by what was
-recorded.
+"""New plan for the recorded job, on as many devices or fewer, with costs corrected by the trace.
 
-What `disttrain profile --calibrate RUN && disttrain plan` would gain: the profile's times are
-scaled, unit by unit, forward and backward, to what usual ranks took for the recorded work, and
-the planner's best layouts are simulated beside the present one on the same global batch, drawn from
-the profile's sizes and ordered as training would; with backwards in two parts where the recorded
-job has such.
+It estimates the saving of `disttrain profile --calibrate RUN && disttrain plan`: the profile's
+times are scaled, unit by unit, forward and backward, to those of typical ranks for the recorded
+work, and the planner's best layouts and the present one are simulated on the same global batch,
+drawn from the profile's sizes and ordered as in training; with split backwards if the recorded job
+has them.
 
-The planner itself simulates more layouts and more batches, so the gain found here is the least it
-will find; it knows no slow rank and no waits, which stay as they are. Data that have moved are not
-seen here (`own.staleness` has them). It takes 0.1 to 0.4 s; 0.7 s for a model of 72B parameters on
+The planner itself simulates more layouts and more batches, so this saving is a lower bound of what
+it will find; it knows no slow rank and no waits, which stay as they are. Drift of the data is not
+considered (`job.staleness` does). It takes 0.1 to 0.4 s; 0.7 s for a model of 72B parameters on
 1,296 GPUs.
 """
 
@@ -31,12 +30,12 @@ from disttrain_cli.spec.trace import BACKWARD, FORWARD, WEIGHTS, Job
 if TYPE_CHECKING:
     from disttrain_cli.planning.units import Cluster
 
-# of the formula's best, with any number of the LLM's replicas, and with no more than there are
+# candidates of the search, with any number of the LLM's replicas, and with no more than there are
 TRIED = 3
 
 
 class Replanned(NamedTuple):
-    """A layout beside the present one, both simulated with the corrected costs."""
+    """A layout and the seconds per step of it and of the present one, with the corrected costs."""
 
     layout: Layout
     present_s: float
@@ -44,11 +43,15 @@ class Replanned(NamedTuple):
 
 
 def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned | None:
-    """The best of the planner's layouts with a unit for each module or the job's own units, which
-    may be the present one; None where the profile lacks what it needs, or none fits.
+    """Return the best of the planner's layouts, which may be the present one; None if none fits.
+
+    The layouts have a unit for each module or the job's own units. It is also None if the profile
+    lacks what the planner needs.
 
     Args:
-        gpus: for so many devices; None: as many as the job has.
+        record: recorded steps.
+        why: `explain` of the recorded passes.
+        gpus: number of devices; None: as many as the job has.
     """
     job = record.job
     if not _complete(job.profile):
@@ -88,19 +91,18 @@ def replan(record: Record, why: Explained, gpus: int | None = None) -> Replanned
 
 
 def can_replan(record: Record | None) -> bool:
-    """Whether the planner can say what other layouts take."""
+    """Return True if the planner can predict other layouts."""
     return record is not None and _complete(record.job.profile)
 
 
 def _complete(profile: Profile) -> bool:
-    """Whether it says what brings every module its work."""
+    """Return True if the profile knows where the work of every module comes from."""
     inputs = profile.inputs
     return set(profile.modules) <= {inputs.llm, *(head.module for head in inputs.heads)}
 
 
 def cluster_of(job: Job) -> Cluster:
-    """What a layout must fit into: the devices of the recorded one, and its choices, as far as
-    job.json tells them."""
+    """Return the constraints of a layout: the job's devices and choices, as far as recorded."""
     from disttrain_cli.planning.units import Cluster
 
     layout, cpu = job.layout, job.profile.device.kind == "cpu"
@@ -123,8 +125,7 @@ def cluster_of(job: Job) -> Cluster:
 
 
 def corrected(record: Record, why: Explained) -> Profile:
-    """The profile with the times of each unit's layers as its usual ranks took for the recorded
-    work."""
+    """Return the profile with layer times scaled, by unit, to the typical ranks' recorded times."""
     profile = record.job.profile
     modules = dict(profile.modules)
     for unit in record.job.layout.units:
@@ -141,7 +142,7 @@ def corrected(record: Record, why: Explained) -> Profile:
 
 
 def factors_of(unit: str, graph: Graph, why: Explained) -> list[float]:
-    """What a unit's passes took over what the profile says of the recorded work, by operation."""
+    """Return, by operation, the recorded time of a unit's passes over their predicted time."""
     factors: list[float] = []
     for operation in (FORWARD, BACKWARD, WEIGHTS):
         mask = (np.asarray(graph.unit) == unit) & (graph.operation == operation)
@@ -152,8 +153,10 @@ def factors_of(unit: str, graph: Graph, why: Explained) -> list[float]:
 
 
 def _scaled(shard: LayerShard, factors: list[float]) -> LayerShard:
-    """The times of a layer times a factor for each operation; `backward_ms` holds the weights'
-    part."""
+    """Scale the times of a layer by a factor for each operation.
+
+    `backward_ms` includes the weight gradients.
+    """
     forward, backward, weights = factors
     return shard.model_copy(
         update={

@@ -1,17 +1,17 @@
-"""Recorded steps with other numbers of replicas: what a step would take with one more encoder GPU.
+"""Recorded steps with other numbers of replicas, such as one more encoder GPU.
 
-Every pass of a unit is done by fewer or more replicas, so it takes as long as its share of the work
-says: the profile's part that does not shrink with work stays, the rest is scaled as the work of the
-busiest replica is; an image cannot be cut (`planning.objective.busiest_load`). What else the
-profile predicts to change (transfers, reduction, optimizer) changes by what it predicts. All delays
-stay as recorded: slow ranks, waits for data, uneven work.
+Every pass of a unit is done by fewer or more replicas, so its time changes with its share of the
+work: the profile's constant part stays, the rest scales with the work of the busiest replica; an
+image cannot be cut (`planning.objective.busiest_load`). What else the profile predicts to change
+(transfers, reduction, optimizer) changes by as much as predicted. All delays stay as recorded: slow
+ranks, waits for data, uneven work.
 
 The LLM's replicas share the sequences of a step evenly, so with more of them a step has fewer
 slots, or smaller microbatches. Fewer slots are replayed on the first slots of the recorded steps,
 each taking the mean of all.
 
-Not told by this: data are more uneven over more replicas than over few, and an ordering made for
-the new layout may level them better or worse than the recorded one was.
+Not modelled: data are more uneven over more replicas than over few, and an ordering for the new
+layout may level them better or worse than the recorded one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from disttrain_cli.spec.trace import Job
 
 @dataclass(frozen=True)
 class Record:
-    """Recorded steps of a job on devices of its own, and what its profile knows of them."""
+    """Recorded steps of a job on separate devices, with its stages and work."""
 
     graph: Graph
     job: Job
@@ -44,8 +44,10 @@ class Record:
 
 
 def record_of(database: Database, graph: Graph) -> Record | None:
-    """What other replicas can be replayed on; None where the profile, ranks or devices of their own
-    are missing."""
+    """Return the record on which other replicas can be replayed.
+
+    It is None if ranks share cores, or a profile or ranks are missing.
+    """
     job = database.job
     if job is None or not database.stages or shares_cores(job):
         return None
@@ -68,14 +70,16 @@ def record_of(database: Database, graph: Graph) -> Record | None:
 
 
 def _counted(job: Job, unit: UnitPlan) -> str:
-    """The module of a unit whose items its replicas share."""
+    """Return the module of a unit whose items its replicas share."""
     llm = job.profile.inputs.llm
     return llm if llm in unit.modules else unit.modules[0]
 
 
 def one_more(job: Job, name: str) -> Layout | None:
-    """The layout with one replica more of a unit; of the LLM's with as many more as the global
-    batch needs."""
+    """Return the layout with one replica more of a unit.
+
+    The LLM gets as many more as are needed to divide the global batch.
+    """
     llm = name == job.layout.unit_of(job.profile.inputs.llm).name
     dp = next(unit.dp for unit in job.layout.units if unit.name == name)
     batch = job.layout.global_batch_size
@@ -88,8 +92,10 @@ def one_more(job: Job, name: str) -> Layout | None:
 
 
 def moved(job: Job, giver: str, taker: str) -> Layout | None:
-    """The layout with one replica more of a unit, on devices of another one's; None where those are
-    too few."""
+    """Return the layout with one replica more of a unit, on devices taken from another one.
+
+    It is None if the other unit has too few.
+    """
     more = one_more(job, taker)
     unit = next(unit for unit in job.layout.units if unit.name == giver)
     if more is None:
@@ -104,11 +110,10 @@ def moved(job: Job, giver: str, taker: str) -> Layout | None:
 
 
 def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
-    """The layout with other replicas of some units, or None where the batch or the memory does not
-    allow them.
+    """Return the layout with other replicas of some units; None if batch or memory do not allow it.
 
     It has as many slots as the recorded one, or the most below that which divide the global batch.
-    No stage may need more memory than there is, or, where the recorded job did too by the profile,
+    No stage may need more memory than there is, or, if the recorded job did too by the profile,
     more than that.
     """
     layout, llm = job.layout, job.profile.inputs.llm
@@ -142,15 +147,17 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
 
 
 def memory_gib(job: Job) -> float:
-    """Memory of a device, as the plan was made for."""
+    """Return the memory of a device that the plan was made for."""
     return min(
         (stage.limit_gib for stage in job.predicted.memory), default=job.profile.device.memory_gib
     )
 
 
 def seconds_with(record: Record, layout: Layout) -> Floats:
-    """Seconds of every step [steps] with the replicas of another layout, everything else as
-    recorded."""
+    """Return the seconds of every step [steps] with the replicas of another layout.
+
+    Everything else is as recorded.
+    """
     graph, job, recorded = record.graph, record.job, record.graph.recorded
     stages = stages_of(job.profile, layout)
     then = expected_transfers(job, layout, stages, graph.operation, graph.depth)
@@ -171,7 +178,7 @@ def seconds_with(record: Record, layout: Layout) -> Floats:
 
 
 def _times(record: Record, layout: Layout) -> Floats:
-    """By what every pass takes longer, [passes, steps]."""
+    """Return the factor by which every pass takes longer, [passes, steps]."""
     graph, job = record.graph, record.job
     fixed_ms = np.array(
         [
@@ -207,21 +214,23 @@ def _times(record: Record, layout: Layout) -> Floats:
 
 
 def _busiest(items: Floats, *, dp: int) -> Floats:
-    """Items of the busiest of so many replicas; where only the mean is known, as if any remainder
-    were as likely."""
+    """Return the items of the busiest of `dp` replicas.
+
+    If only the mean is known, every remainder is assumed equally likely.
+    """
     known = np.abs(items - np.round(items)) < 1e-6
     return np.where(known, np.ceil(np.round(items) / dp), items / dp + (dp - 1) / (2 * dp))
 
 
 def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delays]:
-    """The same steps with so many slots only, whose passes take the mean of all slots.
+    """Return the steps with their first slots only, whose passes take the mean of all slots.
 
-    What is left of a 1F1B schedule when its last slots go is the 1F1B schedule of the others.
+    A 1F1B schedule without its last slots is the 1F1B schedule of the others.
     """
     kept = np.flatnonzero(graph.slot < slots)
     number = np.full(len(graph.slot), -1, dtype=np.int64)
     number[kept] = np.arange(len(kept))
-    near: list[int] = []  # by pass, the last kept one on its rank up to it, in the new numbers
+    near: list[int] = []  # by pass, the last remaining one on its rank up to it, by new index
     for node, before in enumerate(graph.walk.previous.tolist()):
         near.append(int(number[node]) if number[node] >= 0 else near[before] if before >= 0 else -1)
     before = graph.walk.previous[kept]
@@ -269,7 +278,7 @@ def _at(delays: Delays, nodes: Ints) -> Delays:
 
 
 def _mean_over_slots(graph: Graph, values: Floats, pick: np.ndarray) -> Floats:
-    """Of every pass, the mean in each step over the picked passes of its rank and operation."""
+    """Return, by pass and step, the mean over the picked passes of its rank and operation."""
     groups = graph.groups("rank", "operation")
     sums = np.zeros((groups.max() + 1, values.shape[1]))
     np.add.at(sums, groups[pick], values[pick])

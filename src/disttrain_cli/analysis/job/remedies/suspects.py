@@ -1,5 +1,4 @@
-"""What could be mended in recorded steps of ours: what all formats have, and transfers, data,
-hosts, whole units."""
+"""Suspects in disttrain's traces: those of all formats, and transfers, data, hosts, whole units."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from disttrain_cli.analysis.result.verdicts import Place
 from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
-COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
-#: Stages and units are slow that take so many times as long for their work as others do, by the
-#: profile.
+COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # indices in a state
+#: Stages and units are slow if they take this many times as long for their work as others do, by
+#: the profile.
 SLOW_STAGE, SLOW_UNIT = 1.03, 1.1
 
 
 def state_of(delays: Delays) -> State:
-    """Times of a replay."""
+    """Return the input of a replay."""
     return (
         delays.compute,
         delays.transfer,
@@ -37,14 +36,14 @@ def state_of(delays: Delays) -> State:
 
 
 def replayed(graph: Graph, state: State) -> Floats:
-    """Seconds of every step [steps]."""
+    """Return the seconds of every step [steps]."""
     return graph.replay(Delays(*state))
 
 
 def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
-    """Everything that could be mended without another layout."""
+    """Return every possible fault that can be fixed without another layout."""
     share, level, alike = held_up(graph), graph, why
-    if share.any():  # what groups wait for one of their ranks is no fault of the others
+    if share.any():  # waits for the slow rank of a group are no fault of the others
         compute = graph.recorded.compute * without(graph, share)
         level = replace(graph, recorded=replace(graph.recorded, compute=compute))
         alike = explain(level, compute, graph.predicted)
@@ -61,12 +60,12 @@ def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> li
 
 
 def is_split(suspect: Suspect) -> bool:
-    """Whether it is how the plan divides the layers of a unit over its stages."""
+    """Return True if it is the plan's partition of a unit's layers over its stages."""
     return suspect.cause == "stage" and suspect.place.stage is None
 
 
 def is_update(suspect: Suspect) -> bool:
-    """Whether it is what comes after the last pass of a step."""
+    """Return True if it is the time after the last pass of a step."""
     return suspect.cause == "communication" and suspect.place.unit is None
 
 
@@ -79,8 +78,10 @@ def _with(state: State, column: int, values: Floats) -> State:
 
 
 def _slow_places(graph: Graph) -> Iterator[Suspect]:
-    """Stages that take longer for their work than the others of their unit, and units of which all
-    stages do."""
+    """Yield stages that are slower for their work than their unit's others, and slow units.
+
+    A unit is slow if all of its stages are.
+    """
     units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
     took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
     best = {unit: min(factors.values(), key=np.mean) for unit, factors in took.items() if factors}
@@ -111,8 +112,10 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
 
 
 def _factors(graph: Graph, mask: NDArray[np.bool_]) -> dict[int, Floats]:
-    """By stage of a unit, its time over the profile's [steps], of its usual rank (lower median); or
-    empty."""
+    """Return, by stage of a unit, its time over the profile's [steps], of its (lower) median rank.
+
+    It is empty if the profile predicts nothing or cores are shared.
+    """
     factors: dict[int, Floats] = {}
     for stage in np.unique(graph.stage[mask]).tolist() if not graph.crowded else ():
         pick = mask & (graph.stage == stage)
@@ -136,7 +139,7 @@ def _factors(graph: Graph, mask: NDArray[np.bool_]) -> dict[int, Floats]:
 
 
 def _transfers(graph: Graph) -> Iterator[Suspect]:
-    """By cut, and at the end of the step: nothing slower than usual."""
+    """Yield, by cut and for the end of the step, what is slower than usual."""
     usual = graph.without_delays()
     for stage, mask in graph.cuts().items():
         pick = np.zeros((len(graph.rank), 1), dtype=bool)
@@ -144,7 +147,7 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
         pick[graph.unheard >= 0] = False
         late = np.where(pick, (graph.recorded.transfer - usual.transfer).clip(0.0), 0.0)
         waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
-        if graph.crowded > CROWDED:  # who is ready to receive waits for a core
+        if graph.crowded > CROWDED:  # a rank that is ready to receive waits for a core
             late = np.zeros_like(late)
         yield Suspect(
             "communication",
@@ -162,8 +165,7 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
 
 
 def _unheard(graph: Graph) -> Iterator[Suspect]:
-    """Ranks without a trace: nothing that they may have sent later than usual, be it their fault or
-    their link's."""
+    """Yield ranks without a trace that may have sent later than usual, or over slow links."""
     late = (graph.recorded.transfer - graph.without_delays().transfer).clip(0.0)
     for number, ranks in enumerate(graph.lost):
         mask = np.where((graph.unheard == number)[:, None], late, 0.0)
@@ -197,7 +199,7 @@ def _data(graph: Graph) -> Iterator[Suspect]:
 
 
 def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
-    """No moments between passes, and passes that take what their rank's usually do."""
+    """Return ranks with gaps between passes, and with passes longer than the rank's usual time."""
     recorded, gap = graph.recorded, graph.recorded.gap - graph.late
     late = (recorded.transfer - graph.without_delays().transfer).clip(0.0) * (
         graph.crowded > CROWDED
@@ -226,7 +228,7 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
 
 
 def _emulation(graph: Graph, where: Mapping[int, Place]) -> Iterator[Suspect]:
-    """A rehearsal's host that was in time: what it was late tells nothing of the plan."""
+    """Yield the start delay of a rehearsal's own host, which says nothing about the plan."""
     if graph.late.any():
         yield Suspect(
             "unknown",

@@ -1,5 +1,5 @@
--- What ranks did before the collectives that rank $rank joined last: from the end of their collective before
--- (else their first kernel) to their arrival. Mean per collective, of that rank and of the others.
+-- Activity of ranks before the collectives that rank $rank joined last: from the end of their collective before (else
+-- their first kernel) to their arrival. Mean per collective, for that rank and for the others.
 WITH own AS (
     SELECT w.*, coalesce(lag(w.end_ns) OVER (PARTITION BY w.rank ORDER BY w.start_ns, w.end_ns), s.start_ns) AS from_ns
     FROM waits w

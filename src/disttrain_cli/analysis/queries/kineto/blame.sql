@@ -1,7 +1,7 @@
--- One row per rank that takes part in matched collectives, and in messages at which someone waited: in how many, in how
--- many the last, how often if everyone were last equally often, the same of costly ones (the others wait there for
--- a quarter of the mean waiting, every moment weighted alike, as in late.py), and the time that others waited for it in collectives; its own
--- waiting, and that at messages.
+-- One row per rank in matched collectives, and in messages at which a rank waited: how many it joined, how many last,
+-- the expected number if every rank were last equally often, and the same for costly ones (the others wait there at
+-- least a quarter of the mean waiting, each moment weighted equally, as in late.py); the time that others waited for it
+-- in collectives; its own waiting, and that at messages.
 WITH own AS (SELECT *, sum(wait_ns) OVER (PARTITION BY collective) AS waited_ns FROM waits),
 counted AS (
     SELECT *, waited_ns >= 0.25 * coalesce(sum(waited_ns::DOUBLE * waited_ns) OVER of_rank

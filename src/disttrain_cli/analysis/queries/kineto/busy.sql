@@ -1,5 +1,6 @@
--- When the CPU of a rank does something (operators, calls of the runtime), loads data, or waits for other hosts; no overlaps.
--- python: from the first to the last frame of a thread that launches, where frames were recorded.
+-- Times when the CPU of a rank is busy (operators, calls of the runtime), loads data, or waits for other hosts; no
+-- overlaps.
+-- python: from the first to the last frame of a thread that launches, if frames were recorded.
 CREATE TABLE busy AS
 WITH named AS (
     SELECT id, name, regexp_matches(name, '\b(gloo|mpi|ucc):|\bbarrier', 'i') AS waits, name ILIKE '%synchronize%' AS syncs,

@@ -1,6 +1,6 @@
--- The events of a file ($file) become those of a part for each device ($parts, $devices): kernels and copies of a device,
--- all events of the process that launched them ($launchers, null where one launched all), else the launches and
--- operators that they came from, and of all parts what else the host did.
+-- Replaces the events of a file ($file) by those of a part for each device ($parts, $devices): kernels and copies of a
+-- device, all events of the process that launched them ($launchers, null if one process launched all), else the
+-- launches and operators that they came from, and, for all parts, all other events of the host.
 CREATE TEMP TABLE copied AS
 SELECT t.id AS thread, (SELECT max(id) FROM threads) + row_number() OVER (ORDER BY part.file, t.id) AS id, part.file, part.device,
        t.process, t.thread_name, t.thread AS number, t.process = part.launcher AS launches

@@ -1,5 +1,6 @@
--- One row per rank: by how much its clock is ahead, as collectives that end everywhere at once show it. Repaired where
--- that is clear: beyond 20 µs and ten times the spread, or, where groups are named, beyond 200 µs and three times.
+-- One row per rank: by how much its clock is ahead, from collectives that end on all ranks at once. It is repaired if
+-- that is certain: beyond 20 µs and ten times the spread, or, if groups are named, beyond 200 µs and three times the
+-- spread.
 -- Columns: rank, ahead_ns, spread_ns, repaired
 CREATE TABLE clocks AS
 WITH ends AS (

@@ -1,5 +1,6 @@
--- Matched collectives by kind and number of ranks. Bytes that a rank gives in are those of the call's elements, or of the
--- shapes of the annotation around its launch. bus: bytes over the time, as nccl-tests counts them for a rank's link.
+-- Matched collectives by kind and number of ranks. Bytes that a rank contributes are those of the call's elements, or
+-- of the shapes of the annotation around its launch. bus: bytes over the time, as nccl-tests counts them for a rank's
+-- link.
 WITH parts AS (
     SELECT w.collective, w.name, w.ranks, w.wait_ns, w.transfer_ns,
            coalesce(c.elements * i.bytes, if(k.launched_ns <= s.end_ns, s.bytes, NULL)) AS bytes

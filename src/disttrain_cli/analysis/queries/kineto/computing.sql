@@ -1,4 +1,4 @@
--- Compute of the ranks during what is measured, by rank and start.
+-- Compute of the ranks in the measured time, by rank and start.
 SELECT rank, start_ns, end_ns, if(launched_by IS NULL, start_ns, launched_ns) AS launched_ns
 FROM raw_kernels
 WHERE kind IN ('compute', 'unclassified') AND end_ns > start_ns

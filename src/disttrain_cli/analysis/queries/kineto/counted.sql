@@ -1,5 +1,5 @@
--- One row per call of an operator whose shapes are counted: when it ran, and the time of the kernels that it launched in
--- measured steps (of traces without a device: its own). Columns: rank, thread, start_ns, end_ns, shape, ns
+-- One row per call of an operator whose shapes are counted: its time, and that of the kernels that it launched in
+-- measured steps (for traces without a device: its own). Columns: rank, thread, start_ns, end_ns, shape, ns
 CREATE TABLE counted AS
 WITH calls AS (
     SELECT f.rank, e.name, e.thread, e.start_ns, e.start_ns + e.duration_ns AS end_ns, e.shape

@@ -1,4 +1,4 @@
--- Files in which several processes run operators or launch kernels, or, where nothing is known as either, hold events of
+-- Files in which several processes run operators or launch kernels, or, if no event is known as either, have events of
 -- the same names: one rank has one such process.
 WITH known AS (
     SELECT e.file, t.process

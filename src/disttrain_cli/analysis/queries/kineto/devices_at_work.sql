@@ -1,5 +1,6 @@
--- Busy devices of every file that holds several, and how many processes run operators or launch kernels there. A device that
--- has less than 5 % of the busiest one's kernels is not counted (a few kernels and copies on another device are common).
+-- Busy devices of every file with several, and the number of processes that run operators or launch kernels there. A
+-- device with less than 5 % of the busiest one's kernels is not counted (a few kernels and copies on another device are
+-- common).
 WITH busy AS (
     SELECT e.file, e.device, sum(e.duration_ns) AS ns
     FROM raw_events e

@@ -1,4 +1,4 @@
--- Kernels that the same file holds more than once, each with everything else that is there twice: kept once.
+-- Kernels that are in the same file more than once: they, and all other duplicates in the file, are reduced to one.
 CREATE TEMP TABLE doubled AS
 SELECT e.file FROM raw_events e JOIN categories c ON c.id = e.category AND c.class IN (1, 2)
 WHERE e.duration_ns > 0

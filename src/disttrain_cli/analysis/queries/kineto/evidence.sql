@@ -1,4 +1,4 @@
--- Kernels whose names tell nothing: what the CPU was doing when it launched them.
+-- Kernels with uninformative names: the CPU's activity when it launched them.
 CREATE TEMP TABLE unknown AS
 SELECT rowid AS place, launched_by AS thread, launched_ns
 FROM raw_kernels

@@ -1,4 +1,4 @@
--- One row per rank: how long its grouped GEMMs (of experts), attention and other GEMMs run in a measured step, in s (mean).
+-- One row per rank: time of its grouped GEMMs (of experts), attention and other GEMMs in a measured step, in s (mean).
 WITH works AS (
     SELECT id, CASE
         WHEN regexp_matches(name, 'group(ed)?_?(gemm|mm|matmul)|GroupProblemShape|GemmGrouped|GemmType\)[1-3]|fused_?moe|moe_?(fc)?_?gemm|ck_moe|fmoe_|matmul_ogs|scatter2scatter|_(sdd|dsd|dds)_kernel|moe\w*marlin|^bmm_|\bt?gmm\b|ragged-dot', 'i')

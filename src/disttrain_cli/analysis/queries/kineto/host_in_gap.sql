@@ -1,4 +1,5 @@
--- What the host of rank $rank ran between $start and $end: the innermost event that lasts at least half of that time.
+-- Event that the host of rank $rank ran between $start and $end: the innermost one that lasts at least half of that
+-- time.
 WITH launching AS (SELECT DISTINCT launched_by AS thread FROM raw_kernels WHERE rank = $rank)
 SELECT n.name
 FROM raw_events e

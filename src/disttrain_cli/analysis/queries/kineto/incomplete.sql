@@ -1,5 +1,5 @@
--- Share of the time of communication, waiting for ranks that are there left out, that is in collectives and messages
--- whose ranks are not all there, or not known: where ranks are missing, it may be waiting for them.
+-- Share of the time of communication, without waiting for present ranks, that is in collectives and messages whose
+-- ranks are not all present, or not known: if ranks are missing, it may be waiting for them.
 WITH job AS (SELECT max(world_size) AS size FROM files WHERE kept),
 moved AS (
     SELECT k.end_ns - k.start_ns - coalesce(w.wait_ns, 0) AS ns,

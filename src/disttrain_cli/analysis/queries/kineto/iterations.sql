@@ -1,4 +1,4 @@
--- Profiler steps: how many, how many are measured, and how long those take (mean over the ranks, as in losses).
+-- Profiler steps: their number, the number of measured ones, and the time of these (mean over the ranks, as in losses).
 WITH lengths AS (SELECT step, avg(length_s) AS s FROM step_lengths WHERE measured GROUP BY step)
 SELECT (SELECT count(DISTINCT step) FROM steps) AS recorded, count(*) AS measured, avg(s) AS mean_s,
        quantile_cont(s, 0.5) AS p50_s, quantile_cont(s, 0.95) AS p95_s,

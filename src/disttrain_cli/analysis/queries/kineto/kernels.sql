@@ -1,5 +1,5 @@
--- Kernels, copies and fills of the analysed files. A kernel is of the step in which it was launched; measured where
--- that step is, or where its rank marks no steps. Their order is total, since places of rows in it break ties later.
+-- Kernels, copies and fills of the analysed files. A kernel is of the step in which it was launched; it is measured if
+-- that step is, or if its rank marks no steps. Their order is total, since row numbers break ties later.
 CREATE TABLE raw_kernels AS
 WITH on_device AS (
     SELECT f.rank, e.name, e.device, e.stream, e.bytes, e.call, e.start_ns, e.start_ns + e.duration_ns AS end_ns,

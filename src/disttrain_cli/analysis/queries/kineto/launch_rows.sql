@@ -1,4 +1,4 @@
--- How the host of every rank launches: a kernel's call is the longest that began with its launch.
+-- Launches of every rank's host: a kernel's call is the longest one that began with its launch.
 WITH calls AS (
     SELECT e.thread, e.start_ns, max(e.duration_ns) AS ns
     FROM raw_events e JOIN categories c ON c.id = e.category AND c.class = 4

@@ -1,6 +1,6 @@
--- Processes of a file ($file) that may have launched the kernels of its devices ($devices): by correlation, they have launches
--- for half of them or more, none later than its kernel begins but for 1 %; of several, those that fit most kernels. Where
--- processes number their launches alike, only times tell them apart.
+-- Processes of a file ($file) that may have launched the kernels of its devices ($devices): by correlation, they have
+-- launches for half of them or more, none later than its kernel begins but for 1 %; of several, those that fit most
+-- kernels. If processes number their launches alike, only times distinguish them.
 WITH calls AS (
     SELECT t.process, e.correlation, min(e.start_ns) AS launched_ns
     FROM raw_events e

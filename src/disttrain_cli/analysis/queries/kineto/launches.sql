@@ -1,4 +1,4 @@
--- When the call began that launched what runs on a device, by file and correlation.
+-- Begin of the call that launched each kernel, copy or fill, by file and correlation.
 CREATE TEMP TABLE launches AS
 SELECT e.file, e.correlation, min(e.start_ns) AS launched_ns, arg_min(e.thread, e.start_ns) AS launched_by
 FROM raw_events e

@@ -1,5 +1,5 @@
--- Sends and receives: their two ends, where arguments name the peer or the group, or the job, has two ranks only. A
--- batch of them (coalesced) names none.
+-- Sends and receives: their two ends, if arguments name the peer, or the group or the job has two ranks only. A batch
+-- of them (coalesced) names none.
 CREATE TABLE messages AS
 WITH found AS (
     SELECT k.rowid AS place, k.rank, lower(coalesce(nullif(c.collective, ''), k.operation)) AS does, c.source,
@@ -20,9 +20,9 @@ known AS (
 SELECT place, CASE does WHEN 'send' THEN rank WHEN 'recv' THEN peer END AS source,
        CASE does WHEN 'send' THEN peer WHEN 'recv' THEN rank END AS destination
 FROM known;
--- One row per rank and collective: the same operation of the same group with the same ordinal in the step. Only where
--- every rank that takes part does so equally often (even). A message is one of two: a send and its receive, with
--- the same ordinal among the group's messages from this rank to that.
+-- One row per rank and collective: the same operation of the same group with the same ordinal in the step, only if
+-- every rank in it has it equally often (even). A message is a collective of two: a send and its receive, with the same
+-- ordinal among the group's messages from this rank to that one.
 CREATE TABLE joined AS
 WITH parts AS (
     SELECT k.rowid AS place, k.rank, k.step, k.start_ns, k.end_ns, k.operation,

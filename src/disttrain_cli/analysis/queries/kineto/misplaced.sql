@@ -1,7 +1,7 @@
--- Kernels, copies and fills whose start is impossible are left out: CUPTI gives 0 and 0 where it could not collect a time;
--- others begin more than 3 ms before their own launch, or as far outside of all calls that their file recorded as these
--- last (10 s at least). In 45 public traces no kernel begins before its launch; clocks of host and device are known to differ
--- by up to 2 ms. Where half of a file's kernels seem misplaced its device has another clock, and none is.
+-- Kernels, copies and fills with an impossible start are left out: CUPTI writes 0 and 0 if it could not collect a time;
+-- others begin more than 3 ms before their own launch, or as far outside of all calls in their file as these last (10 s
+-- at least). In 45 public traces no kernel begins before its launch; clocks of host and device are known to differ by
+-- up to 2 ms. If half of a file's kernels seem misplaced its device has another clock, and none is left out.
 CREATE TEMP TABLE misplaced AS
 WITH calls AS (
     SELECT e.file, min(e.start_ns) AS first_ns, max(e.start_ns + e.duration_ns) AS last_ns,

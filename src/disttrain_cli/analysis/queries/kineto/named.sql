@@ -1,4 +1,4 @@
--- Names that patterns are tried on: of kernels, operators and annotations.
+-- Names to which patterns are applied: of kernels, operators and annotations.
 SELECT DISTINCT n.id, n.name
 FROM raw_events e
 JOIN names n ON n.id = e.name

@@ -1,5 +1,6 @@
--- Where no kernel was recorded: the events that lines of the user's own name are work of a device. Where there are none,
--- operators of the CPU stand for kernels, and annotated collectives for communication; without operators, all events.
+-- Substitutes for kernels, if none was recorded: the events that the user's patterns name as work of a device. If there
+-- are none, operators of the CPU count as kernels, and annotated collectives as communication; without operators, all
+-- events.
 CREATE TABLE raw_kernels AS
 WITH spans AS (
     SELECT f.rank, e.name, e.device, e.thread AS stream, e.bytes, e.call, e.start_ns,

@@ -1,13 +1,13 @@
--- Kernels, copies and fills whose length is impossible: they outlast a later one of their stream by more than 20 µs. They end
--- where the next one begins, and are no longer than the longest sound one of their name. Exempt are those of one launch (a
--- CUDA graph may run them at once), communication beside compute, and names of which half do so: there a profiler has put
--- several queues on one row. In 45 public traces kernels reach up to 13 µs into the next one, by programmatic launches and
--- rounded times, and outlast none. Not exempt are kernels that reach into the next one and are longer than all that their
--- host recorded (100 ms at least), or whose length has overflowed: 2^32 ns or more, and without the multiple of 2^32 ns
--- (2^32 µs is one) they end before the next one begins; that remainder is then their length. The last one of a stream has
--- no later one: it is shortened where it is over three times as long as any other of its name (where there is none: as all
--- that its host recorded, and as 100 ms) and ends after all else, of its file or, of communication, after the kernels of all
--- files.
+-- Kernels, copies and fills with an impossible length: they outlast a later one of their stream by more than 20 µs.
+-- They are shortened to end where the next one begins, and to be no longer than the longest valid one of their name.
+-- Exempt are those of one launch (a CUDA graph may run them at once), communication next to compute, and names of which
+-- half do so: there a profiler has put several queues on one row. In 45 public traces kernels reach up to 13 µs into
+-- the next one, by programmatic launches and rounded times, and outlast none. Not exempt are kernels that reach into
+-- the next one and are longer than all that their host recorded (100 ms at least), or whose length has overflowed: 2^32
+-- ns or more, and without the multiple of 2^32 ns (2^32 µs is one) they end before the next one begins; that remainder
+-- is then their length. The last one of a stream has no later one: it is shortened if it is over three times as long as
+-- any other of its name (if there is none: as all that its host recorded, and as 100 ms) and ends after all else, of
+-- its file or, for communication, after the kernels of all files.
 CREATE TEMP TABLE overlong AS
 WITH hosts AS (
     SELECT e.file, greatest(max(e.start_ns + e.duration_ns) - min(e.start_ns), 100_000_000) AS recorded_ns

@@ -1,4 +1,5 @@
--- Begin and end marks of a thread, paired at the same depth of its stack, become events; says how many have no partner.
+-- Converts begin and end marks of a thread, paired at the same depth of its stack, to events; returns the number
+-- without a partner.
 CREATE TEMP TABLE paired AS
 WITH deep AS (
     SELECT *, rowid AS place,

@@ -1,5 +1,5 @@
 -- One row per rank and collective that several ranks joined, or message between two. number: of the collective in its
--- step, the same in every step that holds the same ones. gone: sent and gone before the receiver came.
+-- step, the same in every step with the same ones. gone: sent and returned before the receiver joined.
 SELECT coalesce(w.step, -1) AS step, w.collective - min(w.collective) OVER (PARTITION BY w.step) AS number, w.rank,
        CASE WHEN NOT w.message THEN w.name WHEN starts_with(w.name, 'message ' || w.rank || ' ') THEN 'send' ELSE 'recv' END
            AS name,

@@ -1,4 +1,5 @@
--- What ran on a rank: its kernels, copies and fills, or operators of the CPU where it has none. Outer ones first; thread -1: on the device.
+-- Activity of a rank: its kernels, copies and fills, or operators of the CPU if it has none. Outer ones first; thread
+-- -1: on the device.
 WITH own AS (
     SELECT e.name, e.thread, e.start_ns, e.start_ns + e.duration_ns AS end_ns, c.class
     FROM raw_events e

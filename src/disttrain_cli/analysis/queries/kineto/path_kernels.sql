@@ -1,4 +1,4 @@
--- What ran on the devices in a step ($step, or null for all that was measured), and who was last into its collectives.
+-- Activity of the devices in a step ($step, or null for the whole measured time), and the last rank of its collectives.
 SELECT k.rank, k.stream, k.name, k.kind, k.start_ns, k.end_ns, if(k.launched_by IS NULL, NULL, k.launched_ns) AS launched_ns,
        k.rowid AS place, w.own_latest_ns AS latest_ns, l.place AS last_place
 FROM raw_kernels k

@@ -1,6 +1,6 @@
--- Calls in which the host waited for its device: synchronisations, copies that return when they are done, and loops that
--- poll (cudaEventQuery, cudaStreamQuery), from the last query but one: it failed, and the last one ended the loop. Only
--- threads that launch kernels count for polling: NCCL's watchdog polls all the time, and nothing waits for it.
+-- Calls in which the host waited for its device: synchronisations, copies that return when they are done, and loops
+-- that poll (cudaEventQuery, cudaStreamQuery), from the last query but one: it failed, and the last one ended the loop.
+-- Polling counts only in threads that launch kernels: NCCL's watchdog polls all the time, and nothing waits for it.
 WITH calls AS (
     SELECT f.rank, n.name, e.thread, e.start_ns, e.start_ns + e.duration_ns AS end_ns, n.name ILIKE '%query%' AS polls
     FROM raw_events e JOIN files f ON f.file = e.file AND f.kept

@@ -1,4 +1,4 @@
--- Events move to the file of their rank and to the clock that all files share; those of no rank are left out.
+-- Moves events to the file of their rank and to the clock of all files; those without a rank are left out.
 CREATE TABLE placed AS
 SELECT e.* REPLACE (t.file AS file, e.start_ns + f.shift_ns AS start_ns)
 FROM raw_events e JOIN threads t ON t.id = e.thread JOIN files f ON f.file = t.file;

@@ -1,4 +1,5 @@
--- What every stream had waiting to run, mean over the time from its first launch to its last start.
+-- Queue of every stream: launched kernels that have not begun, mean over the time from its first launch to its last
+-- start.
 WITH spans AS (
     SELECT *, lead(at_ns) OVER (PARTITION BY rank, stream ORDER BY at_ns) - at_ns AS ns FROM queue),
 sums AS (

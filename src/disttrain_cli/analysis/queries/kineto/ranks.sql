@@ -1,4 +1,4 @@
--- One row per rank, as `analyze --json` gives it.
+-- One row per rank, as in `analyze --json`.
 SELECT t.rank, t.span_ns / 1e3 AS span_us, t.idle_ns / 1e3 AS idle_us, t.compute_ns / 1e3 AS compute_us,
        (t.span_ns - t.idle_ns - t.compute_ns) / 1e3 AS non_compute_us,
        100.0 * t.overlapped_ns / nullif(t.communication_ns, 0) AS overlap_pct,

@@ -1,6 +1,7 @@
 -- Tables that are filled while files are read; strings are numbers of `names`, `categories`, `threads` and `calls`.
--- step: of an annotation of a step (step_num), iteration: in which one an event lies, as arguments say; -1: they do not.
--- A file of several ranks is several here; holds: ranks that nothing tells apart. What counts from its base_ns was moved by shift_ns, to one clock for all.
+-- step: of an annotation of a step (step_num), iteration: the one of an event by its arguments; -1: none.
+-- A file of several ranks is several here; holds: number of ranks that cannot be separated. Times that count from the
+-- file's base_ns were moved by shift_ns, to one clock for all.
 CREATE TABLE files (file INTEGER, name VARCHAR, rank INTEGER, world_size BIGINT, first_ns BIGINT, last_ns BIGINT,
                     events BIGINT, kept BOOLEAN, base_ns BIGINT, shift_ns BIGINT, holds BIGINT);
 CREATE TABLE names (id INTEGER, name VARCHAR);
@@ -11,7 +12,7 @@ CREATE TABLE calls (id INTEGER, collective VARCHAR, process_group VARCHAR, descr
 CREATE TABLE shapes (id INTEGER, name INTEGER, dims VARCHAR, dtype VARCHAR, flops DOUBLE, bytes DOUBLE);
 CREATE TABLE item_bytes (dtype VARCHAR, bytes BIGINT);
 CREATE TABLE devices (file INTEGER, name VARCHAR);
--- What names tell: kinds of kernels (told: by a line of the user's own), and marks of steps.
+-- Classification of names: kinds of kernels (told: by the user's patterns), and marks of steps.
 CREATE TABLE kinds (name INTEGER, kind VARCHAR, operation VARCHAR, told BOOLEAN);
 CREATE TABLE step_names (name INTEGER, line INTEGER, number BIGINT, edge VARCHAR);
 CREATE TABLE raw_memory (file INTEGER, thread INTEGER, at_ns BIGINT, device_type BIGINT, device BIGINT,

@@ -1,4 +1,4 @@
--- Marks of steps in threads of a file ($file) that name no rank are marks of every rank in it ($parts): copies of them.
+-- Copies marks of steps in threads of a file ($file) without a rank to every rank in it ($parts).
 CREATE TEMP TABLE copied AS
 WITH shared AS (
     SELECT * FROM threads WHERE file = $file

@@ -1,9 +1,10 @@
--- One row per step and rank, by whatever marks steps: names (the first pattern of a step that any event fits), else
--- arguments (step_num of annotations, iteration of all events). Marks without a number, in name or arguments, are counted.
--- measured: on all ranks that mark steps, and not the first of several (warm-up). Ranks that mark none and were recorded
--- at that time have the marks of the first rank that does (lent). Of steps that begin at the same time the one that ends
--- last counts. Where marks end long before the next begins (a host that runs ahead), the last step is as long as they are
--- apart. Columns: rank, step, start_ns, end_ns, until_ns, measured, lent
+-- One row per step and rank, by the marks of steps: names (the first pattern of a step that any event fits), else
+-- arguments (step_num of annotations, iteration of all events). Marks without a number, in name or arguments, are
+-- counted. measured: on all ranks that mark steps, and not the first of several (warm-up). Ranks that mark none and
+-- were recorded at that time have the marks of the first rank that does (lent). Of steps that begin at the same time
+-- the one that ends last counts. If marks end long before the next begins (a host that runs ahead), the last step is as
+-- long as the distance between marks.
+-- Columns: rank, step, start_ns, end_ns, until_ns, measured, lent
 CREATE TABLE steps AS
 WITH marks AS (
     SELECT f.rank, CASE WHEN s.line IS NOT NULL THEN s.line WHEN e.step >= 0 THEN 1000000 ELSE 2000000 END AS line,

@@ -1,5 +1,5 @@
--- What was recorded and is not known as work of a device, names that differ in numbers only taken together; the longest
--- first. Operators of the CPU are only looked at where nothing else is there.
+-- Recorded events that are not known as work of a device, grouped by names without numbers; the longest first.
+-- Operators of the CPU are included only if there is nothing else.
 SELECT coalesce(nullif(regexp_replace(n.name[:120], '\d+', '#', 'g'), ''), '(no name)') AS family,
        min(n.name) AS name, count(*) AS count, sum(e.duration_ns) / 1e9 AS s, bool_and(c.class = 3) AS operators
 FROM raw_events e

@@ -1,5 +1,5 @@
--- What the hosts of some ranks did in a step ($step, or null for all): the longest of the operators and calls that no other
--- one of their thread contains. None where nothing ran on a device: then operators are drawn as what computes.
+-- Activity of some ranks' hosts in a step ($step, or null for all): the longest of the outermost operators and calls of
+-- each thread. It is empty if nothing ran on a device: operators are then drawn as compute.
 WITH spans AS (
     SELECT f.rank, e.thread, e.name, e.start_ns, e.start_ns + e.duration_ns AS end_ns
     FROM raw_events e JOIN files f ON f.file = e.file AND f.kept AND list_contains($ranks, f.rank)

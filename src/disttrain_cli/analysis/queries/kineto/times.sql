@@ -1,5 +1,5 @@
--- Where the measured time of every rank goes, in ns. First the kernels as far as they run during what is measured: those of
--- steps that are left out count too, the device is not idle then.
+-- Breakdown of the measured time of every rank, in ns. First the kernels, clipped to the measured time: those of steps
+-- that are left out count too, as the device is not idle then.
 CREATE TEMP TABLE numbered AS
 SELECT *, row_number() OVER (PARTITION BY rank ORDER BY start_ns) AS number FROM windows WHERE measured;
 CREATE TEMP TABLE spans AS
@@ -12,7 +12,7 @@ SELECT k.rowid AS place, k.rank, k.name, k.kind, k.launched_ns, k.launched_by, b
        greatest(k.start_ns, b.start_ns) AS start_ns, least(k.end_ns, b.end_ns) AS end_ns
 FROM raw_kernels k JOIN bounds b USING (rank)
 WHERE k.measured OR (k.start_ns < b.end_ns AND k.end_ns > b.start_ns);
--- A launch takes this long to reach the device, at most: 20 µs. What follows the last kernel was not launched.
+-- A launch takes this long to reach the device, at most: 20 µs. No launch follows the last kernel.
 CREATE TEMP TABLE gaps AS
 SELECT rank, before_ns, start_ns, least(start_ns, launched_ns + 20000) AS ready_ns, name AS kernel
 FROM (SELECT *, coalesce(max(end_ns) OVER (PARTITION BY rank ORDER BY start_ns, end_ns, place
@@ -28,8 +28,8 @@ CREATE TABLE long_gaps AS
 SELECT g.rank, n.step, greatest(g.before_ns, n.start_ns) AS start_ns, least(g.start_ns, n.end_ns) AS end_ns, g.kernel
 FROM gaps g JOIN numbered n ON g.rank = n.rank AND g.before_ns < n.end_ns AND g.start_ns > n.start_ns
 WHERE least(g.start_ns, n.end_ns) - greatest(g.before_ns, n.start_ns) >= 0.02 * (n.end_ns - n.start_ns);
--- Moments of one state, summed by rank, step (stepped: in a measured one; null where none is marked) and state.
--- Outside: before a step's first kernel or after its last, for more than 1 ms, which Python between two operators hardly takes.
+-- Moments of one state, summed by rank, step (stepped: in a measured one; null if none is marked) and state. Outside:
+-- before a step's first kernel or after its last, for more than 1 ms, which Python between two operators hardly takes.
 -- Bits of the host (none overlaps itself, so they add up): data 1, cpu 2, late 4, queued 8, waits 16, python 32.
 CREATE TEMP TABLE moments AS
 WITH parts AS (
@@ -83,7 +83,7 @@ SELECT s.* EXCLUDE (ns, number), m.step, m.number IS NOT NULL AS stepped, m.kern
 FROM states s LEFT JOIN numbered m USING (rank, number)
 WHERE s.ns > 0
 GROUP BY ALL;
--- One row per rank, in the definitions of HolisticTraceAnalysis: from the first measured kernel to the last. Columns: rank,
+-- One row per rank, as HolisticTraceAnalysis defines it: from the first measured kernel to the last. Columns: rank,
 -- span_ns, idle_ns, compute_ns, communication_ns, overlapped_ns, exposed_ns, exposed_wait_ns, memory_ns
 CREATE TABLE times AS
 SELECT rank, sum(ns)::BIGINT AS span_ns,
@@ -95,9 +95,10 @@ SELECT rank, sum(ns)::BIGINT AS span_ns,
        coalesce(sum(ns) FILTER (communication AND NOT compute AND NOT moving), 0)::BIGINT AS exposed_wait_ns,
        coalesce(sum(ns) FILTER (memory AND NOT communication AND NOT compute), 0)::BIGINT AS memory_ns
 FROM moments WHERE span GROUP BY rank ORDER BY rank;
--- One row per rank and measured step (null: no step is marked), as `windows` bounds it. An idle moment is the host's while
--- it loads data (data), waits for other hosts (host_wait), runs anything and the next kernel is not launched (cpu), or that
--- is late and does not lie outside (late); queued: the next kernel was launched long enough before.
+-- One row per rank and measured step (null: no step is marked), bounded as in `windows`. An idle moment is the host's
+-- if it loads data (data), waits for other hosts (host_wait), runs anything while the next kernel is not launched
+-- (cpu), or if it is late and the moment is not outside (late); queued: the next kernel was launched long enough
+-- before.
 -- Columns: rank, step, kernels, step_ns, compute_ns, exposed_ns, exposed_wait_ns, memory_ns, host_copies_ns, idle_ns,
 -- idle_data_ns, idle_host_wait_ns, idle_cpu_ns, idle_late_ns, idle_queued_ns, idle_unrecorded_ns
 CREATE TABLE step_times AS

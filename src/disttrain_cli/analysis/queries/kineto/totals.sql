@@ -1,5 +1,5 @@
--- The job in one row: recorded time, the shares of kernel time that nothing classifies and of kernels whose times were
--- impossible, and how collectives were matched.
+-- Totals of the job in one row: recorded time, the shares of unclassified kernel time and of kernels with impossible
+-- times, and how many collectives were matched.
 SELECT avg(span_ns) / 1e9 AS span_s,
        (SELECT coalesce(sum(end_ns - start_ns) FILTER (kind = 'unclassified'), 0) / nullif(sum(end_ns - start_ns), 0)
         FROM raw_kernels WHERE measured) AS unclassified,

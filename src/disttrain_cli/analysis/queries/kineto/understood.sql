@@ -1,5 +1,5 @@
--- What of the analysed files is known as work of a device: kernels; else the events that lines of the user's own name
--- (told); else nothing. Columns: how
+-- Known work of a device in the analysed files: kernels; else the events that the user's patterns name (told); else
+-- nothing. Columns: how
 CREATE TABLE understood AS
 SELECT CASE WHEN coalesce(bool_or(c.class = 1), false) THEN 'kernels'
             WHEN coalesce(bool_or(k.told AND c.class IN (0, 3, 5)), false) THEN 'told' ELSE 'nothing' END AS how

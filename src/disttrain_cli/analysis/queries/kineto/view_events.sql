@@ -1,5 +1,5 @@
--- One row per complete event of the analysed files, as written, and per moment that marks a step (those that name no
--- rank for every rank of their file); times in ns on the clock of all files, -1 where a number is not given.
+-- One row per complete event of the analysed files, as written, and per instant that marks a step (those without a rank
+-- for every rank of their file); times in ns on the clock of all files, -1 for missing numbers.
 -- Columns: rank, category, name, process, thread, thread_name, start_ns, duration_ns, device, stream, correlation,
 -- external_id, bytes
 CREATE VIEW events AS

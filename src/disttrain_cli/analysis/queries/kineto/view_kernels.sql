@@ -1,4 +1,4 @@
--- One row per kernel, copy or fill (of traces without a device: per operator); kind: compute, communication, memory or
+-- One row per kernel, copy or fill (for traces without a device: per operator); kind: compute, communication, memory or
 -- unclassified; evidence: arguments, name, annotation, operator or category. Columns: rank, step, measured, name, kind,
 -- evidence, operation, process_group, members, elements, dtype, device, stream, start_ns, end_ns, launched_ns, bytes
 CREATE VIEW kernels AS

@@ -1,4 +1,4 @@
--- Where the measured steps of every rank went: every moment is of one cause.
+-- Breakdown of the measured steps of every rank: every moment is of one cause.
 CREATE VIEW losses AS
 UNPIVOT (
     SELECT rank, step, compute_ns / 1e9 AS compute, exposed_wait_ns / 1e9 AS waiting,

@@ -1,5 +1,5 @@
--- Kernels with the innermost operator around their launch: of those that are as deep as operators are open then, the one
--- that began last.
+-- Kernels with the innermost operator around their launch: of the operators whose depth is the number of open ones
+-- then, the one that began last.
 CREATE VIEW operators AS
 WITH own AS (
     SELECT e.thread, e.name, e.start_ns, e.start_ns + e.duration_ns AS end_ns

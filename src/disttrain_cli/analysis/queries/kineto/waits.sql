@@ -1,6 +1,6 @@
--- One row per rank and collective that several ranks joined, or message between two: how long it waited for the last
--- one. Matched by order alone (no group is named), the ends of a collective must agree: else these are not of one
--- group. Who has sent and gone before the receiver came waited for nobody. came_ns: start_ns on the clock of all.
+-- One row per rank and collective that several ranks joined, or message between two: its wait for the last one. For
+-- collectives matched by order alone (without a named group), the ends must agree: else these are not of one group. A
+-- sender that returned before the receiver joined waited for no rank. came_ns: start_ns on the clock of all.
 -- Columns: collective, rank, step, process_group, name, message, index, ranks, start_ns, end_ns, came_ns, wait_ns,
 -- transfer_ns, is_last
 CREATE TABLE waits AS

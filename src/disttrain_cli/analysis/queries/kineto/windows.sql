@@ -1,7 +1,8 @@
--- One row per step and rank: when the step ran on the rank's device. A step lasts from one mark to the next; where the host
--- runs ahead, from the end of the kernels of the step before to the end of its own, but for those that run beside the
--- first kernel of the next. Of the first step the lead of the host is that of the last one. The last step ends with its
--- mark or, if later, with its kernels, but for as long as kernels run beside the next step's elsewhere (median).
+-- One row per step and rank: when the step ran on the rank's device. A step lasts from one mark to the next; if the
+-- host runs ahead, from the end of the kernels of the step before to the end of its own, but for those that run at the
+-- same time as the first kernel of the next. For the first step the lead of the host is that of the last one. The last
+-- step ends with its mark or, if later, with its kernels, but for the time that kernels of other steps run into the
+-- next one (median).
 -- Ranks without measured steps: from their first measured kernel to the last. Columns: rank, step, measured, start_ns,
 -- end_ns, first_ns, last_ns, kernels (the step's own: first start, last end, count)
 CREATE TABLE windows AS

@@ -1,6 +1,9 @@
--- Time of every rank of an operation-level trace over the chosen steps, in the definitions of HolisticTraceAnalysis: per
--- step, span = last end − first start; compute = |union of passes and optimizer|; non-compute = the rest that any
--- operation covers; idle = what none does. |union| = Σ of what each interval adds beyond the furthest end seen so far.
+-- Time of every rank of an operation-level trace over the chosen steps, as HolisticTraceAnalysis defines it, per step:
+--   span         last end − first start
+--   compute      |union of passes and optimizer|
+--   non-compute  the rest that any operation covers
+--   idle         what no operation covers
+--   |union|      Σ of what each interval adds beyond the furthest end before it.
 WITH kinds AS (
     SELECT rank, step, dp_rank, stage, start_ts AS start_s, start_ts + duration AS end_s,
            optype IN ('forward-compute', 'backward-compute', 'optimizer') AS computes
