@@ -212,8 +212,7 @@ def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
 def kind_gib(
     unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Return [B, K] static memory, memory per slot in flight, and a running slot's peak, by
-    kind."""
+    """Return [B, K] static memory, memory per slot in flight, and a running slot's peak."""
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     mix = np.stack(
         [np.ones_like(replicas), *worst_mix(profile, unit.modules, slot_sequences, replicas)],

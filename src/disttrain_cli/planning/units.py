@@ -370,8 +370,7 @@ class Unit:
         return {}
 
     def _columns_of(self, shape: ParallelShape) -> Floats:
-        """Return [12, L]: base and slope of times, states, memory of a slot and of a running
-        layer."""
+        """Return [12, L]: base and slope of times, states, memory of a slot and when running."""
         known, trained = (self.profile, self.modules), self.cluster.trained
         overlap = self.overlaps(shape)
         if self.replicated:
