@@ -1,5 +1,7 @@
-"""Times of messages: latency + bytes over bandwidth (`spec.profile.LinkTimes`), rings for
-collectives."""
+"""Times of messages: latency + bytes over bandwidth, with rings for collectives.
+
+The figures are those of `spec.profile.LinkTimes`.
+"""
 
 from __future__ import annotations
 

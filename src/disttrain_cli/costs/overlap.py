@@ -72,8 +72,7 @@ class Hidden:
         return left_s
 
     def left_s(self, pass_s: Floats) -> Floats:
-        """Return [S, R, ...] the exposed time of every stage's messages for passes of these
-        times."""
+        """Return [S, R, ...] exposed times of every stage's messages for passes of that length."""
         left_s = np.full(pass_s.shape, -np.inf)
         each = (slice(None), *(None,) * (pass_s.ndim - 1))
         for until_s, before in zip(self.until_s, self.before, strict=True):
@@ -93,10 +92,9 @@ def last_slots(slots: int, delay: int | None) -> range:
 def hidden(
     profile: Profile, layout: Layout, stages: Sequence[CostedStage], gpus_per_node: int
 ) -> tuple[Hidden, Hidden]:
-    """Return the overlap of reductions with last passes, and of optimizer steps with first
-    forwards.
+    """Return the overlap of reductions with last passes, and of optimizer steps with first ones.
 
-    The latter include the gathers.
+    The first passes are forwards; optimizer steps include the gathers.
     """
     known: Layers = {}
     rows = [_of_stage(profile, layout, stage, gpus_per_node, known) for stage in stages]
