@@ -48,7 +48,7 @@ BETWEEN_NODES = {"network", "network_p2p", "network_hop_us", "link_hop_us"}
 
 
 class Factors(Strict):
-    """Multiples of a profile's times, or shares and latencies if the name says so."""
+    """Multiples of a profile's times; shares and latencies as named."""
 
     llm: float = Field(1.0, gt=0, description="Kernels of modules of that kind.")
     encoder: float = Field(1.0, gt=0)

@@ -1,7 +1,7 @@
 """Catalogue of devices (`templates/hardware.yaml`): peaks, memory, links, kernel efficiency.
 
-Every figure has its source. A device that is not listed is an error that asks for its figures: a
-wrong peak makes every MFU wrong.
+Every figure has its source. A device that is not listed is an error whose message requests its
+figures: a wrong peak makes every MFU wrong.
 
 Kernel times follow the roofline model (Williams et al. 2009) with the sum of its two terms instead
 of the maximum: launch + FLOPs / (peak · fraction) + bytes / (bandwidth · fraction). It is linear in
@@ -141,7 +141,7 @@ def lookup(device_name: str) -> Device:
     """Return the catalogue's entry for the name that torch reports, or for its own name.
 
     Raises:
-        SpecError: the device is not in the catalogue; asks for `cluster.peak_tflops`.
+        SpecError: the device is not in the catalogue; the message requests `cluster.peak_tflops`.
     """
     devices = catalogue().devices
     if device_name in devices:

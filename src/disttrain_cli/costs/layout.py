@@ -139,7 +139,7 @@ def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, laye
     here, llm = names.index(name), names.index(profile.inputs.llm)
     passing = [other for other in unit.modules if names.index(other) < here < llm]
     parts = names[llm] in unit.modules and unit is not layout.units[-1]
-    # True if the generator's projector is already past, which reads the LLM's output
+    # True if the generator's own projector, which reads the LLM's output, is still to come
     read = layer < min(modules[name].projector, default=0)
     if (
         here > llm

@@ -118,7 +118,7 @@ def _stacked(rows: Sequence[Messages]) -> tuple[Floats, Floats, Floats]:
     most = max(map(len, until_s))
 
     def filled(columns: Sequence[list[float]], fill: float) -> Floats:
-        """[K, S]"""
+        """Return [K, S], padded with `fill`."""
         return np.array([[*one, *[fill] * (most - len(one))] for one in columns]).T
 
     return filled(until_s, -np.inf), filled(before, 0.0), np.array(mean_s)

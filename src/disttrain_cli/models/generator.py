@@ -25,8 +25,7 @@ from disttrain_cli.spec.buckets import Buckets
 class Canvas:
     """Denoised images or latents of a generator."""
 
-    # channels, height, width of the denoised tensor: of the image or of a VAE's latents (samples,
-    # not moments)
+    # channels, height, width of the denoised tensor (image or a VAE's latents) when sampling
     shape: tuple[int, int, int]
     noise: Noise
     image_size: int  # pixels per side

@@ -96,7 +96,7 @@ class Batch:
     positions: Tensor | None = None
     # of all M·L rows: tokens of each sample; a sequence's padding counts as one
     sample_lengths: list[int] | None = None
-    sample_seeds: Tensor | None = None  # int64, one per sample, analogous to the items' seeds
+    sample_seeds: Tensor | None = None  # int64, one per entry of `sample_lengths`, as for items
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
     label_tokens: float = 1.0  # label tokens of the entire global batch
     targets: float = 1.0  # images to generate in the entire global batch

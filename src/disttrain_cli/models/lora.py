@@ -88,8 +88,7 @@ def adapt(layer: PipelineLayer, lora: Lora) -> None:
     Of the module's weights only these and the fully trained ones are trainable from then on.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, whose product is computed in
-            chunks.
+        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids.
     """
     if layer.weights_of != "module":
         return
@@ -127,8 +126,7 @@ def targets(layer: PipelineLayer, lora: Lora) -> Iterator[tuple[str, Any]]:
     """Yield the layer's targeted linears with their paths.
 
     Raises:
-        SpecError: a target is no linear layer, or an LLM's head, whose product is computed in
-            chunks.
+        SpecError: a target is no linear layer, or an LLM's head, which is sharded by token ids.
     """
     for path, part in layer.named_modules():
         if not isinstance(part, ADAPTABLE) or not _is_target(layer, path, lora):

@@ -195,7 +195,10 @@ class _Columns(torch.autograd.Function):
 
 
 class _Kept(torch.autograd.Function):
-    """Saves what a row-parallel linear's backward needs, and stands for its product [rows, D']."""
+    """Saves tensors for a row-parallel linear's backward; its output stands for the product.
+
+    The product has shape [rows, D'].
+    """
 
     @staticmethod
     def forward(

@@ -132,7 +132,7 @@ class Embed(WhisperLayer):
         given = features[clips, :, max(0, begin) : min(frames, end)]
         given = functional.pad(given, (max(0, -begin), max(0, end - frames)))
         hidden = functional.gelu(functional.conv1d(given, self.conv1.weight, self.conv1.bias))
-        if first == 0:  # padding is applied to the first convolution's output, as without a group
+        if first == 0:  # the second convolution pads with zeros, not with a convolution of zeros
             hidden = functional.pad(hidden[:, :, 1:], (1, 0))
         conv = functional.conv1d(hidden, self.conv2.weight, self.conv2.bias, FRAMES_PER_POSITION)
         hidden_NPD = functional.gelu(conv).transpose(1, 2)

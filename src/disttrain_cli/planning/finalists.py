@@ -62,7 +62,7 @@ class Limits:
     """Restrictions of a round's layouts."""
 
     within_ms: float  # by the formula
-    most: int | None = None  # ranks with the same weights in the LLM's unit: CP · DP
+    most: int | None = None  # largest dp_cp_size of the LLM's unit (ranks with the same weights)
     least: int = 1
     without: frozenset[tuple[int, int, int]] = frozenset()  # (TP, CP, DP) of the LLM's unit
     fewer: int = 0  # devices to leave unused

@@ -64,8 +64,7 @@ class Stage:
         return self.ranks[(replica * self.cp + cp_rank) * self.tp + tp_rank]
 
     def replica_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that share a replica's work, within one node or whole
-        nodes."""
+        """Return the groups of ranks that share a replica's work, in one node or filling nodes."""
         return _grouped(self.ranks, self.unit.tp_cp_size)
 
     def tp_groups(self) -> list[list[int]]:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 class Work(NamedTuple):
     """Amounts that one forward of a module processes.
 
-        encoder    items = images read, tokens = their patches, sum_length_sq = Σ patches² per
-                   image; or audio clips and their positions
-        llm        items = packed sequences, tokens = their unpadded tokens, sum_length_sq =
-                   Σ length² per sample, or its rest with windows (`ModelInputs.length_sq`)
-        generator  items = images generated, tokens = their latent pixels, sum_length_sq =
-                   Σ pixels² per image
+    encoder    items = images read, tokens = their patches, sum_length_sq = Σ patches² per
+               image; or audio clips and their positions
+    llm        items = packed sequences, tokens = their unpadded tokens, sum_length_sq =
+               Σ length² per sample, or its rest with windows (`ModelInputs.length_sq`)
+    generator  items = images generated, tokens = their latent pixels, sum_length_sq =
+               Σ pixels² per image
     """
 
     items: float = 0.0

@@ -48,7 +48,7 @@ def load_yaml(text: str) -> Any:
     """Return the plain data of one document.
 
     Raises:
-        ValueError: says what is wrong and in which line.
+        ValueError: the text is invalid; the message names the problem and its line.
     """
     try:
         _check_size(text)

@@ -26,7 +26,7 @@ NAMES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def nearest_ratio(path: Path, fields: Fields) -> ImageProcessor:
-    """Return InternVL's processor rule; it always cuts, whatever `crop_to_patches` says."""
+    """Return InternVL's processor rule; it always cuts, regardless of `crop_to_patches`."""
     refuse(path, fields, "do_resize", True)
     height, width = sides(path, "size", fields["size"], "height", "width")
     if height is None or width is None:

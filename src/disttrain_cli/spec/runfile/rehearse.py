@@ -12,7 +12,7 @@ from disttrain_cli.spec.runfile.data import DistributionSpec
 
 
 class FaultSpec(Strict):
-    """Slow-down that a rehearsal injects."""
+    """Slow-down relative to the profile that a rehearsal injects."""
 
     slow: Literal["rank", "stage", "link", "worker", "host", "node"] = Field(
         description=(

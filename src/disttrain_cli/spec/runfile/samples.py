@@ -10,7 +10,8 @@ from disttrain_cli.spec.files import Strict
 
 
 class SampleSpec(Strict):
-    """Images and texts generated after training, stored by its checkpoint's step in `images/`."""
+    """Images and texts generated after training, stored under the checkpoint's step in
+    `images/`."""
 
     images: int = Field(8, ge=0, le=10_000, description="Images generated at the end of a run.")
     prompts: list[str] = Field(
