@@ -398,7 +398,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for transformers' layers, heads before rows: [N, H, L, D] → [N, L, H, D]."""
+    """Compute attention for transformers' layers, heads first: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
     rows = _Rows(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)))
     # The result has the layout of its queries: with heads before rows it would be copied and saved

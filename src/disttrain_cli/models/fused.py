@@ -139,7 +139,7 @@ def rotated(
     cos_NLD: Tensor,
     sin_NLD: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Replacement of transformers' `apply_rotary_pos_emb`: on a GPU one kernel per tensor."""
+    """Replace transformers' `apply_rotary_pos_emb`: on a GPU one kernel per tensor."""
     whole = cos_NLD.shape == (len(query_NHLD), *query_NHLD.shape[2:])
     if not (whole and on_gpu(query_NHLD)):
         made: tuple[Tensor, Tensor] = library(query_NHLD, key_NGLD, cos_NLD, sin_NLD)

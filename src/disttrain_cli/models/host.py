@@ -55,7 +55,7 @@ def read(numbers: Tensor) -> list[float]:
 
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
-    """Context in which the host may wait for a device despite `torch.cuda.set_sync_debug_mode`."""
+    """Let the host wait for a device inside, despite `torch.cuda.set_sync_debug_mode`."""
     if device.type != "cuda":
         yield
         return

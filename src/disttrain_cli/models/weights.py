@@ -303,8 +303,8 @@ def _check(
 ) -> Iterator[int]:
     """Raise SpecError for missing tensors, wrong shapes and unsupported dtypes.
 
-    Yields the number of rows that tensors by token id lack, if the run file itself sets a larger
-    vocabulary (`asked`).
+    Yields the number of rows that tensors by token id lack, if the run file itself sets the
+    vocabulary's size (`asked`).
     """
     missing = [name for name in shapes if name not in source_of]
     if missing:

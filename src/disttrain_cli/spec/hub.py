@@ -157,7 +157,7 @@ def _has_weights(folder: Path) -> bool:
 
 @contextmanager
 def _alone(cache: Path, name: str) -> Iterator[None]:
-    """Context that one process of a host enters at a time."""
+    """Enter a context that is exclusive among the processes of a host."""
     locks = cache / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / f"disttrain-{name.replace('/', '--')}.lock").open("w") as file:

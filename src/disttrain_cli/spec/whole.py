@@ -42,7 +42,7 @@ def is_own_file(path: Path) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Context that writes a temporary file next to `path` and renames it at the end.
+    """Open a temporary file next to `path`, renamed to it at the end of the context.
 
     If anything fails, `path` is unchanged. A link stays and the file that it names is written. An
     existing file keeps its mode and owner, a new one follows the umask. A device or pipe is opened
